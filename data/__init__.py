@@ -1,0 +1,1 @@
+"""Token stores, and loaders that read one rank's slice of a sequence."""

@@ -1,0 +1,1 @@
+"""Models. They take a `SequenceShard` and know nothing of ranks."""

@@ -1,0 +1,1 @@
+"""Benchmarks. Each checks that what it times is correct before it times it."""

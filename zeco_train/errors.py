@@ -1,0 +1,51 @@
+"""The errors that a user can meet. Each is one line; `train.py` prints it from one rank and exits with a code ≠ 0."""
+
+from __future__ import annotations
+
+
+class ZecoError(Exception):
+    """Base of all errors whose message is written for the user. `exit_code` is the process's exit status."""
+
+    exit_code = 1
+
+
+class ConfigError(ZecoError):
+    """A configuration value that cannot be used: names the field, its value and what is allowed."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field}={value}: {allowed}")
+        self.field = field
+
+
+class DataError(ZecoError):
+    """Files that cannot be used: names the subject (a path), the problem and the remedy."""
+
+    exit_code = 3
+
+    def __init__(self, subject: object, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{subject}: {problem}" + (f"; {remedy}" if remedy else ""))
+
+
+class CheckpointError(ZecoError):
+    """A checkpoint that cannot be written, read or continued."""
+
+    exit_code = 4
+
+
+class NonFiniteError(ZecoError):
+    """A loss or gradient that is NaN or infinite: names step, rank and the first tensor concerned."""
+
+    exit_code = 5
+
+
+class CommunicationError(ZecoError):
+    """A peer that did not answer in time or is gone: names rank, operation and, where known, the peer."""
+
+    exit_code = 6
+
+    def __init__(self, rank: int, operation: str, problem: str, peer: int | None = None) -> None:
+        where = f" with rank {peer}" if peer is not None else ""
+        super().__init__(f"rank {rank}: {operation}{where}: {problem}")
+        self.rank, self.operation, self.peer = rank, operation, peer

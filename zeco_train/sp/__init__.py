@@ -1,0 +1,1 @@
+"""Sequence parallelism: one sequence over several ranks. Start at `base.py` (the seam), then `zeco.py`."""

@@ -1,0 +1,81 @@
+"""The seam between models and communication (DESIGN, section 4).
+
+A sequence-parallel backend is one exclusive scan over the ranks that share a sequence. Each rank contributes the pair
+`(state, log_decay)` of its own tokens, from a zero start, and receives the state that precedes them:
+
+    R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p
+
+In reverse the scan runs from the last rank to the first, over gradients with respect to the states. `launch` and `wait`
+are apart, so that communication overlaps whatever a caller does between them. Backends hold no autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class PendingScan(Protocol):
+    """A scan under way. The order of use is `wait`, `finish`, `carry_out`."""
+
+    def wait(self) -> Tensor:
+        """Return the incoming state R_p (in reverse: D_in = D_{p+1}), [B, H, K, V], in the dtype of the state."""
+        ...
+
+    def finish(self) -> None:
+        """To be called once the outputs that use the incoming state are computed: LASP-1 folds and sends here."""
+        ...
+
+    def carry_out(self) -> Tensor:
+        """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
+
+        Raises:
+            RuntimeError: the scan was launched without `want_carry=True`.
+        """
+        ...
+
+
+class StateScan(Protocol):
+    """An exclusive scan of `(state, log_decay)` over the ranks of one sequence-parallel group."""
+
+    def launch(
+        self,
+        state: Tensor,
+        log_decay: Tensor,
+        *,
+        reverse: bool = False,
+        carry_in: Tensor | None = None,
+        want_carry: bool = False,
+    ) -> PendingScan:
+        """Start the scan.
+
+        Args:
+            state: [B, H, K, V], fp32 (fp64 for fp64 inputs): this rank's contribution from a zero start.
+            log_decay: [B, H, K], same dtype: summed log-decay of this rank's tokens; −inf where a document restarts.
+            reverse: scan from the last rank to the first.
+            carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
+            want_carry: `carry_out` will be asked for. All ranks must agree.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """All that a layer knows of where its tokens lie in the sequence.
+
+    Attributes:
+        scan: how states cross to and from the other shards of the sequence.
+        offset: position of this shard's first token in the whole sequence.
+        seq_len: length of the whole sequence in tokens.
+        cu_seqlens: [documents + 1] int64, the borders of the documents' pieces on this shard, from 0 to its number of
+            tokens; None where the sequence is one document.
+        continues: the first piece continues a document that began on an earlier shard.
+    """
+
+    scan: StateScan
+    offset: int
+    seq_len: int
+    cu_seqlens: Tensor | None = None
+    continues: bool = False
