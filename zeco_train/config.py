@@ -1,0 +1,209 @@
+"""The run's configuration: schema, composition from `configs/` with Hydra's compose API, and validation.
+
+Each section's dataclass lives beside what it configures. `load_config` turns overrides into plain dataclasses once;
+nothing past it sees a `DictConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.config import DataConfig
+from models.gla import GLAConfig
+from zeco_train.checkpoint import CheckpointConfig
+from zeco_train.errors import ConfigError
+from zeco_train.loggers import LoggerConfig
+from zeco_train.optim import OptimConfig, ScheduleConfig
+from zeco_train.parallelize import ParallelConfig
+from zeco_train.sp.registry import SPConfig
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+class Dtype(Enum):
+    """Compute dtype. Master weights and optimizer state are fp32 for bf16 and fp32, fp64 for fp64."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+    @property
+    def compute(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.value]
+
+    @property
+    def master(self) -> torch.dtype:
+        return torch.float64 if self is Dtype.fp64 else torch.float32
+
+
+class Device(Enum):
+    """Where to run. `auto` takes CUDA devices if there are any."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Recompute(Enum):
+    """What the backward pass computes again instead of keeping it."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+@dataclass
+class TrainConfig:
+    """Attributes:
+    steps: optimizer steps of the whole run.
+    log_every: steps between two rows of metrics.jsonl.
+    eval_every: steps between two validation losses (0: only at the end).
+    eval_sequences: how many held-out sequences a validation loss takes at most (0: no validation).
+    segments, recompute: not in this version; other values than 1 and none are refused.
+    """
+
+    steps: int = 1000
+    dtype: Dtype = Dtype.fp32
+    device: Device = Device.auto
+    log_every: int = 10
+    eval_every: int = 0
+    eval_sequences: int = 16
+    segments: int = 1
+    recompute: Recompute = Recompute.none
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or one that this version does not have."""
+        for name in ("steps", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 1")
+        for name in ("eval_every", "eval_sequences"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
+        if self.segments != 1:
+            raise ConfigError("train.segments", self.segments, "this version has 1 only")
+        if self.recompute is not Recompute.none:
+            raise ConfigError("train.recompute", self.recompute.value, "this version has none only")
+
+
+@dataclass
+class Config:
+    """A whole run. `name`: what it is called; `run_dir`: its folder; `seed`: of the weights and the data's order."""
+
+    name: str = MISSING
+    run_dir: str = MISSING
+    seed: int = 0
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: GLAConfig = field(default_factory=GLAConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sp: SPConfig = field(default_factory=SPConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    sched: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for what can be judged without the data and the number of ranks."""
+        for section in dataclasses.fields(self):
+            value = getattr(self, section.name)
+            if hasattr(value, "validate"):
+                value.validate()
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide what is trained on what; a run's folder holds one identity for ever."""
+        data = to_plain(self.data)
+        return {
+            "seed": self.seed,
+            "train.dtype": self.train.dtype.value,
+            **{f"model.{key}": value for key, value in to_plain(self.model).items()},
+            **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "reset_state_at_document")},
+        }
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass as dictionaries, lists, strings and numbers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return value
+
+
+def load_config(overrides: list[str]) -> Config:
+    """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
+
+    Raises:
+        ConfigError: an unknown key or option, a value of the wrong type, or one out of range.
+    """
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            composed = compose("train", overrides=overrides)
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, overrides) from error
+    assert isinstance(config, Config)
+    config.validate()
+    return config
+
+
+def group_options() -> dict[str, list[str]]:
+    """The configuration groups and their options, `{"sp": ["dp", "lasp1", …], …}`."""
+    groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
+    return {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
+
+
+def _explain(error: Exception, overrides: list[str]) -> ConfigError:
+    """Hydra's error as one line that names the override at fault, found by trying them one by one on the schema."""
+    schema, groups = OmegaConf.structured(Config), group_options()
+    known = [*groups, *_leaf_keys(schema)]
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            return ConfigError("argument", text, "is not of Hydra's form KEY=VALUE")
+        key, value = override.key_or_group, override.value()
+        if key in groups and not isinstance(value, dict):
+            if value not in groups[key]:
+                return ConfigError(key, value, f"must be one of {', '.join(groups[key])}")
+            continue
+        try:
+            OmegaConf.update(schema, key, value, merge=True, force_add=False)
+            if override.is_add() and key in known:
+                return ConfigError(f"+{key}", value, f"the key exists; write {key}={value}")
+        except (OmegaConfBaseException, ValueError) as cause:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                return ConfigError(key, value, "unknown key" + (f"; did you mean {close[0]}?" if close else ""))
+            return ConfigError(key, value, _first_line(cause))
+    return ConfigError("configuration", " ".join(overrides), _first_line(error))
+
+
+def _leaf_keys(schema: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for key in schema:
+        name = f"{prefix}{key}"
+        inner = None if OmegaConf.is_missing(schema, key) else schema[key]
+        keys += [name, *_leaf_keys(inner, f"{name}.")] if OmegaConf.is_dict(inner) else [name]
+    return keys
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,150 @@
+"""The process mesh: `dp · sp = world`, ranks of one SP group adjacent.
+
+Process groups come from here and are handed to whoever communicates; nothing else reads the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zeco_train.errors import ConfigError, ZecoError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process, before any process group exists."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        """Read torchrun's variables; without them this is a single process."""
+        return cls(*(int(os.environ.get(name, default)) for name, default in _LAUNCH_VARIABLES))
+
+
+_LAUNCH_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """This process's place among all of them.
+
+    Attributes:
+        devices: the (dp, sp) device mesh.
+        scan_groups: the SP group twice, for scans forward and in reverse. One communicator runs its operations in
+            series, so each direction has its own.
+        timeout: bound of every wait for a peer.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    devices: DeviceMesh
+    scan_groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    timeout: timedelta
+
+    @property
+    def dp_size(self) -> int:
+        return self.devices.size(0)
+
+    @property
+    def sp_size(self) -> int:
+        return self.devices.size(1)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.sp_size
+
+    @property
+    def sp_rank(self) -> int:
+        return self.rank % self.sp_size
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that owns the run's folder and speaks to the user."""
+        return self.rank == 0
+
+
+def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
+    """The SP size that `sp.size` asks for: −1 means 1 for `sp=dp` and the whole world otherwise.
+
+    Raises:
+        ConfigError: a size that does not divide the world, or one above 1 with `sp=dp`.
+    """
+    if sp_size == -1:
+        return 1 if backend == "dp" else world_size
+    legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if sp_size not in legal:
+        raise ConfigError(
+            "sp.size",
+            sp_size,
+            f"must divide the world size {world_size}: {', '.join(map(str, legal))}, or -1 for the backend's default",
+        )
+    if backend == "dp" and sp_size > 1:
+        raise ConfigError("sp.size", sp_size, "sp=dp keeps whole sequences on a rank and needs 1; or take sp=zeco")
+    return sp_size
+
+
+def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timedelta) -> ProcessMesh:
+    """Join the process group (one of a single rank without a launcher) and lay the (dp, sp) mesh over it."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.FileStore(str(Path(tempfile.mkdtemp(prefix="zeco-")) / "store"), 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    devices = init_device_mesh(
+        device.type, (launch.world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp")
+    )
+    forward, reverse = (_sp_group(launch, sp_size, timeout) for _ in ("forward", "reverse"))
+    return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
+
+
+def _sp_group(launch: Launch, sp_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    members = [list(range(start, start + sp_size)) for start in range(0, launch.world_size, sp_size)]
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    assert group is not None
+    return group
+
+
+def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
+    """Run `action`; if it ends in a user's error on any rank, raise the first such error on every rank.
+
+    What fails on one rank only (a file missing on one node) would otherwise leave the others waiting for it.
+    """
+    error: ZecoError | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except ZecoError as caught:
+        error = caught
+    errors: list[ZecoError | None] = [None] * mesh.world_size
+    dist.all_gather_object(errors, error)
+    first = next((e for e in errors if e is not None), None)
+    if first is not None:
+        raise first
+    return result  # type: ignore[return-value]
+
+
+def main_first(mesh: ProcessMesh, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and, once that is done, on the others; any rank's user error is raised on all."""
+    if mesh.is_main:
+        result = agree(mesh, action)
+        agree(mesh, lambda: None)
+        return result
+    agree(mesh, lambda: None)
+    return agree(mesh, action)

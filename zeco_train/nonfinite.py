@@ -1,0 +1,74 @@
+"""Naming the first tensor that is NaN or infinite, after a loss or a gradient norm was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeco_train.errors import NonFiniteError
+
+# When it happened: (phase, position within the phase), and what.
+Finding = tuple[tuple[int, int], str]
+
+
+def explain(
+    model: nn.Module, step: int, symptom: str, forwards: Iterable[Callable[[], object]], world_size: int
+) -> NonFiniteError:
+    """Find where a non-finite value first appears: in weights, then activations as they are computed, then gradients.
+
+    Collective: every rank runs the step's forward passes once more, with hooks, on unchanged weights.
+
+    Args:
+        symptom: what was seen, such as "loss is nan".
+        forwards: the forward pass of each of this rank's micro-batches.
+    """
+    findings = [_first_parameter(model, "weight"), _first_activation(model, forwards), _first_parameter(model, "gradient")]
+    gathered: list[list[Finding | None]] = [[]] * world_size
+    dist.all_gather_object(gathered, findings)
+    found = sorted((f[0], rank, f[1]) for rank, of_rank in enumerate(gathered) for f in of_rank if f is not None)
+    if not found:
+        return NonFiniteError(f"step {step}: {symptom}, though every tensor is finite: a sum over them overflowed")
+    _, rank, what = found[0]
+    return NonFiniteError(f"step {step}: {symptom}; the first non-finite tensor is the {what}, on rank {rank}")
+
+
+def _first_parameter(model: nn.Module, kind: str) -> Finding | None:
+    for position, (name, parameter) in enumerate(model.named_parameters()):
+        tensor = parameter if kind == "weight" else parameter.grad
+        if tensor is not None and not _is_finite(tensor):
+            return (0 if kind == "weight" else 2, position), f"{kind} of {name}"
+    return None
+
+
+def _first_activation(model: nn.Module, forwards: Iterable[Callable[[], object]]) -> Finding | None:
+    """The first module, in order of execution, whose output is not finite."""
+    found: list[Finding] = []
+    executed = 0
+
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            nonlocal executed
+            executed += 1
+            if not found and isinstance(output, torch.Tensor) and not _is_finite(output):
+                found.append(((1, executed), f"output of {name or 'the model'}"))
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            # All of them, also after a find: the other ranks take part in each.
+            for forward in forwards:
+                forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(torch.isfinite(local).all())

@@ -1,0 +1,97 @@
+"""How parameters, gradients and optimizer state lie over the ranks: FSDP2 in four arrangements.
+
+All of them are one mechanism with another mesh, so that gradient sums, norms and checkpoints need no special case:
+
+| strategy | mesh | parameters | gradients, optimizer state |
+|---|---|---|---|
+| `ddp` | (world, 1) | whole on every rank | whole on every rank |
+| `zero2` | (world,) | sharded, gathered once a step | sharded |
+| `zero3` | (world,) | sharded, gathered around each block in both passes | sharded |
+| `hsdp` | (dp, sp) | sharded over an SP group, copied over dp | likewise |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from zeco_train.errors import ConfigError
+from zeco_train.mesh import ProcessMesh
+
+
+class Strategy(Enum):
+    """See the module's table."""
+
+    ddp = "ddp"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    hsdp = "hsdp"
+
+
+@dataclass
+class ParallelConfig:
+    """Attributes:
+    strategy: where parameters live.
+    timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
+    """
+
+    strategy: Strategy = Strategy.zero2
+    timeout_seconds: float = 300.0
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        if not self.timeout_seconds > 0:
+            raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be > 0")
+
+
+def parallelize(
+    model: nn.Module, units: Iterable[nn.Module], strategy: Strategy, compute_dtype: torch.dtype, mesh: ProcessMesh
+) -> FSDPModule:
+    """Shard an initialised model in place, `units` (its blocks) apart from the rest.
+
+    Gradients are *summed* over all ranks: the loss is already divided by the tokens of the global batch, and each
+    rank holds other tokens. They are summed in fp32 where the compute dtype is bf16.
+    """
+    policy = MixedPrecisionPolicy()
+    if compute_dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_mesh = _shard_mesh(strategy, mesh)
+    for module in (*units, model):
+        fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
+    for module in model.modules():
+        # The setting does not reach nested FSDP modules by itself; missed ones divide by the world size.
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # A factor of its own makes FSDP use a pre-multiplied sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
+    device, world_size = mesh.device.type, mesh.world_size
+    match strategy:
+        case Strategy.ddp:
+            return init_device_mesh(device, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+        case Strategy.hsdp:
+            return mesh.devices
+        case Strategy.zero2 | Strategy.zero3:
+            return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+
+
+def global_norm(model: nn.Module) -> torch.Tensor:
+    """The 2-norm of the whole gradient, the same scalar on every rank, whatever the strategy."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_gradients(model: nn.Module, norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradient so that its global norm is at most `max_norm`; 0 leaves it alone."""
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)

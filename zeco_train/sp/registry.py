@@ -1,0 +1,69 @@
+"""The backends by name: their configuration, and the one `match` that builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+
+from torch.distributed import ProcessGroup
+
+from zeco_train.errors import ConfigError
+from zeco_train.sp.base import StateScan
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.lasp1 import SerialScan
+from zeco_train.sp.lasp2 import AllGatherScan
+from zeco_train.sp.zeco import AllScan, AllScanAlgorithm
+
+
+class Backend(Enum):
+    """What joins the shards of a sequence."""
+
+    dp = "dp"
+    lasp1 = "lasp1"
+    lasp2 = "lasp2"
+    zeco = "zeco"
+
+
+@dataclass
+class AllScanConfig:
+    """Attributes:
+    algorithm: `chain` is ZeCO's pipelined one, `two_shot` takes two all-to-alls.
+    blocks: `chain` only, the pieces of a state (along K) that flow through the chain one after another.
+    """
+
+    algorithm: AllScanAlgorithm = AllScanAlgorithm.chain
+    blocks: int = 4
+
+
+@dataclass
+class SPConfig:
+    """Attributes:
+    backend: what joins the shards.
+    size: ranks that share a sequence; −1 is 1 for `dp`, else the whole world.
+    all_scan: for `zeco`.
+    """
+
+    backend: Backend = Backend.zeco
+    size: int = -1
+    all_scan: AllScanConfig = field(default_factory=AllScanConfig)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        if self.size != -1 and self.size < 1:
+            raise ConfigError("sp.size", self.size, "must be ≥ 1, or -1 for the backend's default")
+        if self.all_scan.blocks < 1:
+            raise ConfigError("sp.all_scan.blocks", self.all_scan.blocks, "must be ≥ 1")
+
+
+def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> StateScan:
+    """The scan of `config.backend` over an SP group, given once for each direction (forward, reverse)."""
+    match config.backend:
+        case Backend.dp:
+            return LocalScan()
+        case Backend.lasp1:
+            return SerialScan(groups, timeout)
+        case Backend.lasp2:
+            return AllGatherScan(groups, timeout)
+        case Backend.zeco:
+            return AllScan(groups, timeout, config.all_scan.algorithm, config.all_scan.blocks)
