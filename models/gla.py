@@ -1,0 +1,266 @@
+"""The gated linear attention language model (Yang et al., 2023, arXiv 2312.06635).
+
+Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with its defaults: fused norms, no
+short convolution, no attention layers), so a checkpoint maps one to one, in both directions. fla's configuration cannot
+express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
+
+There is no positional embedding: order enters through the decays alone, so a model has no longest sequence and a
+shard needs no positions. Where documents are packed (`shard.cu_seqlens`), only the state of the recurrence restarts at
+each of them; everything else in the model acts on one token at a time.
+
+The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.autograd.gla`, through the shard's scan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.modules import GatedRMSNorm, RMSNorm, accumulation_dtype, swiglu
+from zeco_train.errors import ConfigError
+from zeco_train.loss import linear_cross_entropy
+from zeco_train.sp.autograd import gla
+from zeco_train.sp.base import SequenceShard
+
+
+@dataclass
+class GLAConfig:
+    """Shape of the model; the fields of `configs/model/*.yaml`. The defaults are those of `gla_tiny`.
+
+    Attributes:
+        name: shown in logs.
+        vocab_size: rows of the embedding and of the head.
+        hidden_size: width D of the residual stream.
+        num_layers: blocks, each of a GLA layer and an MLP.
+        num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
+        expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
+        intermediate_size: width of the SwiGLU MLP.
+        gate_low_rank_dim: rank of the projection that makes the decays.
+        gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
+        norm_eps: added to the mean square in every norm.
+        tie_word_embeddings: the head uses the embedding's weight.
+        initializer_range: standard deviation of the initial matrices.
+
+    """
+
+    name: str = "gla_tiny"
+    vocab_size: int = 259
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    intermediate_size: int = 384
+    gate_low_rank_dim: int = 16
+    gate_logit_normalizer: int = 16
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
+        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
+            self._require_positive(field)
+        for field in ("gate_low_rank_dim", "gate_logit_normalizer"):
+            self._require_positive(field)
+        for field in ("expand_k", "expand_v", "norm_eps", "initializer_range"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"model.{field}", value, "must be finite and > 0")
+        for field in ("expand_k", "expand_v"):
+            self._require_whole_width(field)
+        common = math.gcd(self.key_dim, self.value_dim)
+        if common % self.num_heads:
+            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - self.num_heads))
+            widths = f"hidden_size · expand_k = {self.key_dim} and hidden_size · expand_v = {self.value_dim}"
+            raise ConfigError("model.num_heads", self.num_heads, f"must divide {widths}; nearest: {nearest}")
+
+    def _require_positive(self, field: str) -> None:
+        if getattr(self, field) < 1:
+            raise ConfigError(f"model.{field}", getattr(self, field), "must be a whole number ≥ 1")
+
+    def _require_whole_width(self, field: str) -> None:
+        width = self.hidden_size * getattr(self, field)
+        if round(width) < 1 or not math.isclose(width, round(width)):
+            nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
+            allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
+            raise ConfigError(f"model.{field}", getattr(self, field), f"{allowed}; nearest: {nearest}")
+
+    @property
+    def key_dim(self) -> int:
+        """H·K, the width of all heads' keys."""
+        return round(self.hidden_size * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        """H·V, the width of all heads' values."""
+        return round(self.hidden_size * self.expand_v)
+
+    @property
+    def head_k_dim(self) -> int:
+        """K."""
+        return self.key_dim // self.num_heads
+
+    @property
+    def head_v_dim(self) -> int:
+        """V."""
+        return self.value_dim // self.num_heads
+
+
+def num_parameters(config: GLAConfig) -> int:
+    """Trainable parameters, in closed form; a tied head counts once."""
+    width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+    gate = config.gate_low_rank_dim * (width + keys) + keys
+    attention = 2 * width * keys + 3 * width * values + gate + config.head_v_dim
+    block = attention + 3 * width * config.intermediate_size + 2 * width
+    vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
+    return config.num_layers * block + vocabulary + width
+
+
+class GatedLinearAttention(nn.Module):
+    """One GLA layer: x [B, T, D] → [B, T, D].
+
+    q, k, v   = x Wq, x Wk, x Wv, cut into heads
+    g         = log σ(x W1 W2 + b) / gate_logit_normalizer        the log-decay, ≤ 0
+    o         = GLA(q, k, v, g)                                   over the whole sequence, all shards
+    y         = (RMSNorm over a head of o ⊙ swish(x Wg)) Wo
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        self.gate_logit_normalizer = config.gate_logit_normalizer
+        self.q_proj = nn.Linear(width, keys, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, values, bias=False)
+        self.g_proj = nn.Linear(width, values, bias=False)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(width, config.gate_low_rank_dim, bias=False),
+            nn.Linear(config.gate_low_rank_dim, keys, bias=True),
+        )
+        self.o_proj = nn.Linear(values, width, bias=False)
+        self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
+
+    def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
+        q, k = (proj(x).unflatten(-1, (-1, self.head_k_dim)) for proj in (self.q_proj, self.k_proj))
+        v, gate = (proj(x).unflatten(-1, (-1, self.head_v_dim)) for proj in (self.v_proj, self.g_proj))
+        # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
+        logits = self.gk_proj(x).to(accumulation_dtype(x.dtype))
+        g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
+        o, _ = gla(q, k, v, g, shard)
+        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: x [B, T, D] → (swish(x Wgate) ⊙ x Wup) Wdown."""
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GLABlock(nn.Module):
+    """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h))."""
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = GatedLinearAttention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), shard)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GLAModel(nn.Module):
+    """Embedding, blocks and final norm: input_ids [B, T] → hidden [B, T, D]."""
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(GLABlock(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, input_ids: Tensor, shard: SequenceShard) -> Tensor:
+        x = self.embeddings(input_ids)
+        for layer in self.layers:
+            x = layer(x, shard)
+        return self.norm(x)
+
+
+class LMHead(nn.Linear):
+    """The head and its loss. The loss is taken inside `forward`, so that FSDP2 unshards the weight around it."""
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss."""
+        if labels is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, labels)
+
+
+class GLAForCausalLM(nn.Module):
+    """The language model. Construct it, `init_weights(seed)`, then shard; in this order.
+
+    On the meta device: construct under `torch.device("meta")`, `to_empty(device=...)`, `init_weights(seed)`.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = GLAModel(config)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def forward(self, input_ids: Tensor, shard: SequenceShard, labels: Tensor | None = None) -> Tensor:
+        """Loss, or logits, of this rank's tokens.
+
+        Args:
+            input_ids: [B, T] int64, this rank's tokens.
+            shard: where they lie in the sequence. All ranks of a sequence must call together.
+            labels: [B, T] int64, the *next* token of each (shifted before sharding), −100 where it does not count.
+
+        Returns:
+            With labels the SUM of the tokens' cross-entropies, a scalar in fp32 (fp64 for fp64 parameters): the caller
+            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype.
+        """
+        return self.lm_head(self.model(input_ids, shard), labels)
+
+    def tie_weights(self) -> None:
+        """Make the head use the embedding's parameter, where the configuration ties them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embeddings.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter: matrices and embeddings normal(0, initializer_range), norms 1, biases 0, as fla does.
+
+        The values are drawn whole, in fp32, from one generator on the CPU, in the order of the parameters: they depend
+        on the seed and the shape only, not on device, dtype (but for rounding) or number of ranks. Must run before
+        sharding: drawing into shards would make the weights depend on the number of ranks.
+        """
+        # `to_empty` replaces each module's parameters on their own, which unties them.
+        self.tie_weights()
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1)
+            else:
+                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(values.normal_(0, self.config.initializer_range, generator=generator))

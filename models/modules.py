@@ -1,0 +1,148 @@
+"""Elementwise building blocks: RMS norms and the SwiGLU product, with backward passes written out.
+
+Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
+once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
+each of them; these Functions keep their inputs only, which at long sequences is most of a layer's memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, else fp32: the dtype of statistics, decays, states and losses."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019).
+
+    Args:
+        size: length of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] → [..., size], in the dtype of x."""
+        return _RMSNormFunction.apply(x, self.weight, self.eps)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm of x times a gate: y = w ⊙ x / sqrt(mean(x²) + eps) ⊙ swish(gate).
+
+    The GLA layer's output gate (Yang et al., 2023, arXiv 2312.06635, section 4.4); `size` is a head's value dim.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [..., size] → [..., size], in the dtype of x."""
+        return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
+    return _SwiGLUFunction.apply(gate, up)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """x [..., D], w [D] → y [..., D]. With r = (mean(x²) + eps)^-1/2, x̂ = r x and h = w ⊙ dy:
+
+    y  = w ⊙ x̂
+    dw = Σ dy ⊙ x̂ over all but the last dimension
+    dx = r (h − x̂ mean(h ⊙ x̂))
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, rstd = _normalise(x, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return normed.mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype) * rstd
+        dx, dweight = _norm_grads(normed, dy.to(rstd.dtype), weight, rstd)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
+
+
+class _GatedRMSNormFunction(torch.autograd.Function):
+    """x, g [..., V], w [V] → y [..., V]. With x̂, r as in `_RMSNormFunction` and n = w ⊙ x̂:
+
+    y  = n ⊙ swish(g)
+    dg = dy ⊙ n ⊙ swish'(g)
+    dn = dy ⊙ swish(g), and on through the norm
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, rstd = _normalise(x, eps)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        gate = gate.to(rstd.dtype)
+        return normed.mul_(weight).mul_(gate).mul_(gate.sigmoid()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, gate, weight, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype) * rstd
+        dy = dy.to(rstd.dtype)
+        swish, slope = _swish_and_slope(gate.to(rstd.dtype))
+        dgate = slope.mul_(dy).mul_(normed).mul_(weight).to(gate.dtype)
+        dx, dweight = _norm_grads(normed, swish.mul_(dy), weight, rstd)
+        return dx.to(x.dtype), dgate, dweight.to(weight.dtype), None
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    """g, u [...] → y = swish(g) ⊙ u;  dg = dy ⊙ u ⊙ swish'(g),  du = dy ⊙ swish(g)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        wide = gate.to(accumulation_dtype(gate.dtype))
+        return wide.sigmoid().mul_(wide).mul_(up).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        swish, slope = _swish_and_slope(gate.to(accumulation_dtype(gate.dtype)))
+        return slope.mul_(up).mul_(dy).to(gate.dtype), swish.mul_(dy).to(up.dtype)
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x̂ [..., D] and r [..., 1] of `_RMSNormFunction`, both in the accumulation dtype; x̂ is a fresh tensor."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return wide * rstd, rstd
+
+
+def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [..., D] and dw [D] of `_RMSNormFunction`, in the accumulation dtype."""
+    size = normed.shape[-1]
+    dweight = (dy * normed).reshape(-1, size).sum(dim=0)
+    dnormed = dy * weight
+    projection = (dnormed * normed).mean(dim=-1, keepdim=True)
+    return dnormed.sub_(normed * projection).mul_(rstd), dweight
+
+
+def _swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """swish(g) = g σ(g) and swish'(g) = σ(g) + swish(g) (1 − σ(g)), as fresh tensors."""
+    sigmoid = gate.sigmoid()
+    swish = gate * sigmoid
+    return swish, sigmoid + swish * (1 - sigmoid)

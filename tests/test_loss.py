@@ -1,0 +1,140 @@
+"""Chunked linear cross-entropy against `torch.nn.functional.cross_entropy` over whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeco_train.loss import linear_cross_entropy
+
+VOCAB, WIDTH = 37, 8
+
+
+def make_inputs(
+    batch: int = 2, tokens: int = 50, dtype: torch.dtype = torch.float64, vocab: int = VOCAB, width: int = WIDTH
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(batch, tokens, width, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(vocab, (batch, tokens), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 50, 100, 2048])
+def test_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens: int) -> None:
+    hidden, weight, labels = make_inputs()
+    # A factor that is neither 1 nor a power of two, as gradient scaling by the token count gives.
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
+    grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
+    expected = reference(hidden, weight, labels)
+    expected_grads = torch.autograd.grad(expected * 0.37, (hidden, weight))
+    # fp64, sums of at most a hundred terms in another order.
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    for name, ours, theirs in zip(("dhidden", "dweight"), grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_weight_that_is_also_the_embedding_gets_both_gradients() -> None:
+    _, weight, labels = make_inputs()
+    ids = torch.arange(labels.numel()).reshape(labels.shape) % VOCAB
+    (ours,) = torch.autograd.grad(linear_cross_entropy(F.embedding(ids, weight).tanh(), weight, labels, 16), weight)
+    (theirs,) = torch.autograd.grad(reference(F.embedding(ids, weight).tanh(), weight, labels), weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_is_one_rounding_away(dtype: torch.dtype) -> None:
+    hidden, weight, labels = make_inputs(dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight, labels, 16)
+    assert loss.dtype == torch.float32
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = reference(*wide, labels)
+    expected_grads = torch.autograd.grad(expected, wide)
+    # Logits (|z| < 10) are rounded to the dtype before the softmax, so probabilities err by up to 10 eps; sums of 8
+    # (D) to 100 (tokens) such terms follow.
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=4 * eps, atol=0)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=8 * eps, atol=8 * eps * theirs.abs().max().item())
+
+
+def test_no_labels_that_count_give_zero() -> None:
+    hidden, weight, labels = make_inputs()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), 16)
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.item() == 0
+    assert all(not grad.any() for grad in grads)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of any tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
+
+
+def test_never_holds_the_logits_of_more_than_a_chunk() -> None:
+    tokens, vocab, chunk_tokens = 1000, 500, 20
+    hidden, weight, labels = make_inputs(1, tokens, torch.float32, vocab)
+    with _LargestTensor() as whole:
+        reference(hidden, weight, labels).backward()
+    assert whole.largest == tokens * vocab  # the measure sees what it should
+    with _LargestTensor() as chunked:
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens).backward()
+    assert chunked.largest == max(chunk_tokens * vocab, tokens * WIDTH, vocab * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("grad_enabled", "train_hidden", "train_weight", "products"),
+    [(True, True, True, 3), (True, True, False, 2), (True, False, True, 2), (False, True, True, 1)],
+)
+def test_only_wanted_gradients_are_computed(
+    grad_enabled: bool, train_hidden: bool, train_weight: bool, products: int
+) -> None:
+    hidden, weight, labels = make_inputs()
+    hidden.requires_grad_(train_hidden)
+    weight.requires_grad_(train_weight)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(grad_enabled):
+        loss = linear_cross_entropy(hidden, weight, labels, 16)
+    assert counter.get_total_flops() == products * 2 * labels.numel() * VOCAB * WIDTH
+    assert loss.requires_grad == grad_enabled
+
+
+def test_second_backward_is_refused() -> None:
+    hidden, weight, labels = make_inputs()
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_misuse_is_refused() -> None:
+    hidden, weight, labels = make_inputs()
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_cross_entropy(hidden, weight, labels[:, 1:])
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_cross_entropy(hidden, weight.T, labels)
+    with pytest.raises(ValueError, match="chunk_tokens=0"):
+        linear_cross_entropy(hidden, weight, labels, 0)
+    for wrong in (VOCAB, -1):
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            linear_cross_entropy(hidden, weight, torch.full_like(labels, wrong))

@@ -1,0 +1,273 @@
+"""The GLA model's numbers: against a plain reference, in low precision, sharded; and its FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import gla as gla_module
+from models.gla import GLAConfig, GLAForCausalLM
+from models.hooks import CHUNK, flops_per_token, sharding_units
+from models.modules import GatedRMSNorm, RMSNorm, swiglu
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
+
+# Odd sizes on purpose: no dimension equals another, so that a wrong transposition or reshape cannot pass.
+SMALL = GLAConfig(
+    vocab_size=29,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=3,
+    intermediate_size=20,
+    expand_k=0.5,
+    expand_v=1.25,
+    gate_low_rank_dim=5,
+    gate_logit_normalizer=2,
+)
+
+
+def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
+    """The shard of a rank that has the sequence to itself."""
+    return SequenceShard(scan=LocalScan(), offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
+
+
+def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> GLAForCausalLM:
+    """A model whose matrices are `spread` times larger than initialised, so that every path matters."""
+    model = GLAForCausalLM(config).to(dtype)
+    model.init_weights(0)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
+            else:
+                parameter *= spread
+    return model
+
+
+def tokens_and_labels(batch: int = 2, tokens: int = 70) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(SMALL.vocab_size, (batch, tokens + 1), generator=torch.Generator().manual_seed(2))
+    labels = ids[:, 1:].clone()
+    labels[:, ::5] = -100
+    return ids[:, :-1], labels
+
+
+def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) * weight
+
+
+def reference_swish(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def reference_layer(x: Tensor, p: Callable[[str], Tensor], config: GLAConfig) -> Tensor:
+    """GLA of one sequence [T, D], token by token and head by head, as the paper writes it."""
+    logits = x @ p("gk_proj.0.weight").T @ p("gk_proj.1.weight").T + p("gk_proj.1.bias")
+    decay = (1 / (1 + torch.exp(-logits))) ** (1 / config.gate_logit_normalizer)
+    q, k, v, gate = (x @ p(f"{name}_proj.weight").T for name in "qkvg")
+    heads = []
+    for head in range(config.num_heads):
+        keys = slice(head * config.head_k_dim, (head + 1) * config.head_k_dim)
+        values = slice(head * config.head_v_dim, (head + 1) * config.head_v_dim)
+        state = x.new_zeros(config.head_k_dim, config.head_v_dim)
+        outputs = []
+        for t in range(x.shape[0]):
+            state = torch.diag(decay[t, keys]) @ state + torch.outer(k[t, keys], v[t, values])
+            outputs.append(q[t, keys] @ state / math.sqrt(config.head_k_dim))
+        normed = reference_norm(torch.stack(outputs), p("g_norm_swish_gate.weight"), config.norm_eps)
+        heads.append(normed * reference_swish(gate[:, values]))
+    return torch.cat(heads, -1) @ p("o_proj.weight").T
+
+
+def reference_logits(parameters: dict[str, Tensor], config: GLAConfig, ids: Tensor) -> Tensor:
+    """The whole model on one sequence [T] → [T, vocab], from a dictionary of fla's parameter names."""
+    x = parameters["model.embeddings.weight"][ids]
+    for i in range(config.num_layers):
+
+        def p(name: str, layer: str = f"model.layers.{i}.") -> Tensor:
+            return parameters[layer + name]
+
+        normed = reference_norm(x, p("attn_norm.weight"), config.norm_eps)
+        x = x + reference_layer(normed, lambda name, p=p: p(f"attn.{name}"), config)
+        normed = reference_norm(x, p("mlp_norm.weight"), config.norm_eps)
+        inner = reference_swish(normed @ p("mlp.gate_proj.weight").T) * (normed @ p("mlp.up_proj.weight").T)
+        x = x + inner @ p("mlp.down_proj.weight").T
+    head = parameters["model.embeddings.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return reference_norm(x, parameters["model.norm.weight"], config.norm_eps) @ head.T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_loss_and_gradients_equal_the_reference(tied: bool) -> None:
+    config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
+    model = build(config)
+    ids, labels = tokens_and_labels()
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    expected = torch.stack([reference_logits(parameters, config, row) for row in ids])
+    expected_loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected_loss.backward()
+
+    logits = model(ids, whole(ids.shape[1]))
+    loss = model(ids, whole(ids.shape[1]), labels)
+    (0.25 * loss).backward()
+    # fp64; 70 tokens and 2 layers of reordered sums.
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-11, atol=0)
+    for name, parameter in model.named_parameters():
+        grad = parameters[name].grad
+        assert grad is not None
+        assert grad.abs().max() > 1e-6, f"{name}: the reference does not exercise it"
+        tolerance = 1e-10 * grad.abs().max().item()
+        torch.testing.assert_close(
+            parameter.grad, 0.25 * grad, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model = build()
+    ids, labels = tokens_and_labels(1, 70)
+    borders = [0, 1, 30, 70]
+    packed = model(ids, whole(70, torch.tensor(borders)))
+    joined = model(ids, whole(70))
+    for start, stop in itertools.pairwise(borders):
+        alone = model(ids[:, start:stop], whole(stop - start))
+        torch.testing.assert_close(packed[:, start:stop], alone, rtol=1e-10, atol=1e-9)
+    assert (packed - joined)[:, 1:].abs().max() > 1e-3
+    assert model(ids, whole(70, torch.tensor(borders)), labels).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
+    model, (ids, labels) = build(spread=1.0).to(dtype), tokens_and_labels()
+    loss = model(ids, whole(70), labels)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert model(ids, whole(70)).dtype == dtype
+    wide = GLAForCausalLM(SMALL).double()
+    wide.load_state_dict(model.state_dict())
+    expected = wide(ids, whole(70), labels)
+    expected.backward()
+    # Measured: at most 9 eps in fp32 (19 for a gate's bias, a sum of differences that cancel) and 2.0 in bf16, whose
+    # norms, decays and states are fp32. Larger weights amplify.
+    bound = 40 if dtype == torch.float32 else 4
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=4 * eps, atol=0)
+    for ours, theirs in zip(model.parameters(), wide.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.dtype == dtype
+        assert (ours.grad.double() - theirs.grad).norm() < bound * eps * theirs.grad.norm()
+
+
+def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, g: Tensor, shard: SequenceShard) -> tuple[Tensor, None]:
+        seen.extend((q.dtype, g.dtype))
+        # bf16 has 8 significant bits: values that all survive it were rounded to it.
+        assert (g.bfloat16() != g).any()
+        assert g.max() <= 0
+        return v, None
+
+    monkeypatch.setattr(gla_module, "gla", spy)
+    ids, _ = tokens_and_labels()
+    build(dtype=torch.bfloat16)(ids, whole(70))
+    assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 4, 6)])
+def test_elementwise_functions_have_exact_gradients(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, gate = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    norm, gated = RMSNorm(shape[-1], 1e-3).double(), GatedRMSNorm(shape[-1], 1e-3).double()
+    for module in (norm, gated):
+        nn.init.normal_(module.weight)
+    torch.autograd.gradcheck(lambda x, w: norm(x), (x, norm.weight))
+    torch.autograd.gradcheck(lambda x, g, w: gated(x, g), (x, gate, gated.weight))
+    torch.autograd.gradcheck(swiglu, (x, gate))
+    torch.testing.assert_close(norm(x), reference_norm(x, norm.weight, 1e-3))
+    torch.testing.assert_close(gated(x, gate), reference_norm(x, gated.weight, 1e-3) * reference_swish(gate))
+    torch.testing.assert_close(swiglu(x, gate), reference_swish(x) * gate)
+
+
+def test_elementwise_functions_round_once() -> None:
+    torch.manual_seed(0)
+    x, gate = torch.randn(1000, 64).bfloat16(), torch.randn(1000, 64).bfloat16()
+    norm = GatedRMSNorm(64, 1e-6).bfloat16()
+    nn.init.normal_(norm.weight)
+    exact = reference_norm(x.double(), norm.weight.double(), 1e-6) * reference_swish(gate.double())
+    # Rounding fp32 to bf16 differs from rounding the exact value in rare near-ties only; two roundings differ often.
+    assert (norm(x, gate) != exact.bfloat16()).double().mean() < 1e-3
+    exact = reference_swish(x.double()) * gate.double()
+    assert (swiglu(x, gate) != exact.bfloat16()).double().mean() < 1e-3
+
+
+def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In place of the operator something without a product of matrices, through which all gradients flow.
+    monkeypatch.setattr(gla_module, "gla", lambda q, k, v, g, shard: (v * (q * k * g).sum(-1, keepdim=True), None))
+    model, (ids, labels) = build(), tokens_and_labels()
+    with FlopCounterMode(display=False) as counter:
+        model(ids, whole(70), labels).backward()
+    flops = flops_per_token(SMALL)
+    assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, whole(70), labels)
+    flops = flops_per_token(SMALL, backward=False)
+    assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
+
+
+def test_flops_of_the_operator_equal_those_counted() -> None:
+    """One head and one chunk, token by token in products of exactly the pairs that the formula counts."""
+    key, value = SMALL.head_k_dim, SMALL.head_v_dim
+    q, k, v, do = (torch.ones(CHUNK, size, requires_grad=True) for size in (key, key, value, value))
+    state = torch.ones(key, value, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        loss = (k.T @ v * do[0]).sum()
+        for t in range(CHUNK):
+            scores = q[t : t + 1] @ k[: t + 1].T
+            loss = loss + ((q[t : t + 1] @ state + scores @ v[: t + 1]) * do[t]).sum()
+        forward = counter.get_total_flops()
+        loss.backward()
+    for backward, counted in ((False, forward), (True, counter.get_total_flops())):
+        expected = flops_per_token(SMALL, backward=backward).operator / (SMALL.num_layers * SMALL.num_heads)
+        assert counted == CHUNK * expected
+
+
+@pytest.fixture
+def one_rank_mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:
+    """FSDP2 gathers and frees the weights around each unit: the loss must find its weight whole, also if it is tied."""
+    config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    sharded, plain = build(config, master), build(config, master).to(dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
+    for module in (*sharding_units(sharded), sharded):
+        fully_shard(module, mesh=one_rank_mesh, mp_policy=policy, reshard_after_forward=True)
+    ids, labels = tokens_and_labels()
+    for model in (sharded, plain):
+        model(ids, whole(70), labels).backward()
+    for (name, ours), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None, name
+        assert theirs.grad is not None, name
+        assert ours.grad.dtype == master
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad.to(master)), name

@@ -1,0 +1,106 @@
+"""Cross-entropy of a linear head that never holds the logits of more than a chunk of tokens.
+
+At a million tokens and a vocabulary of 32k the logits alone would take 64 GB in bf16. Here the head is applied to one
+chunk of tokens after the other, and the gradients of a chunk are taken at once, while its logits are there:
+
+    loss = Σ_t lse(z_t) − z_t[y_t],   z = h Wᵀ,   dz = softmax(z) − onehot(y),   dh = dz W,   dW = dzᵀ h
+
+Why in the forward pass, rather than again in the backward pass: the loss is the last thing of a forward pass and its
+backward the first, so what is kept in between (dh in place of h, and dW, which the backward pass needs anyway) does
+not raise the peak, and one of four matrix products is saved. The upstream gradient is a scalar, multiplied in later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = 2048) -> Tensor:
+    """Sum over tokens of the cross-entropy of softmax(hidden weightᵀ).
+
+    Args:
+        hidden: [..., D], bf16, fp32 or fp64.
+        weight: [vocab, D], same dtype; may be a tied embedding.
+        labels: [...] int64, in [0, vocab), or −100 where a token does not count.
+        chunk_tokens: tokens whose logits exist at one time. Besides the two gradients (that of the weight in fp32,
+            fp64 for fp64), the memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64).
+
+    Returns:
+        Scalar, fp32 (fp64 for fp64): the sum, not the mean, so that ranks and micro-batches add up; 0 if no token
+        counts. Under `torch.no_grad` no gradient is computed. Its backward can run once.
+
+    Raises:
+        ValueError: shapes that do not fit, or chunk_tokens < 1.
+    """
+    if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
+            "[..., D], [vocab, D], [...]"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: must be ≥ 1")
+    # Inside a Function's forward the grad mode is always off, so it must be told whether gradients are wanted.
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """hidden [..., D], weight [vocab, D], labels [...] → scalar. Equations in the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_enabled: bool
+    ) -> Tensor:
+        want_hidden, want_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
+        loss_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        dhidden = torch.empty_like(rows) if want_hidden else None
+        # A sum over many chunks in bf16 would lose the small contributions.
+        dweight = torch.zeros_like(weight, dtype=loss_dtype) if want_weight else None
+
+        losses = []
+        for start in range(0, rows.shape[0], chunk_tokens):
+            piece = slice(start, start + chunk_tokens)
+            loss, dlogits = _chunk_loss(rows[piece], weight, targets[piece], loss_dtype, want_hidden or want_weight)
+            losses.append(loss)
+            if dhidden is not None:
+                torch.mm(dlogits, weight, out=dhidden[piece])
+            if dweight is not None:
+                dweight += dlogits.T @ rows[piece]
+
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.hidden_shape, ctx.weight_dtype = hidden.shape, weight.dtype
+        return torch.stack(losses).sum() if losses else rows.new_zeros((), dtype=loss_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: another [tokens, D] is dear. Autograd refuses a second backward, since a saved tensor has changed.
+        dhidden, dweight = ctx.saved_tensors
+        if dhidden is not None:
+            dhidden = dhidden.mul_(dloss).view(ctx.hidden_shape)
+        if dweight is not None:
+            dweight = dweight.mul_(dloss).to(ctx.weight_dtype)
+        return dhidden, dweight, None, None, None
+
+
+def _chunk_loss(
+    rows: Tensor, weight: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss of one chunk, [n, D] and [n] → scalar, and dlogits [n, vocab] in the dtype of `rows` if wanted, else z."""
+    logits = (rows @ weight.T).to(loss_dtype)
+    ignored = targets == IGNORE_INDEX
+    # Only the ignored ones get a stand-in: any other label out of range must fail in gather.
+    index = targets.masked_fill(ignored, 0).unsqueeze(-1)
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    loss = (lse - logits.gather(-1, index)).squeeze(-1).masked_fill(ignored, 0).sum()
+    if not want_grad:
+        return loss, logits
+    dlogits = logits.sub_(lse).exp_()
+    dlogits.scatter_(-1, index, dlogits.gather(-1, index) - 1)
+    return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(rows.dtype)
