@@ -1,0 +1,159 @@
+"""What the phases of the chunked operator share: the layout by chunks, decays without division, checks of inputs.
+
+Tokens [B, T, H, D] are worked on as chunks [N, B, H, C, D]. The chunk comes first, so that one step of the state
+recurrence touches contiguous memory, and the C tokens of one head lie together, as matrix products want them.
+
+Decays are products of `exp(g)`, all of them at most 1. Nothing is divided by a decay and no difference of cumulative
+sums is taken, so a decay of e^-50 a token is as exact as none at all. Blocks of 1, 2, 4, ... tokens are merged in pairs:
+the decay between a token of the later block and one of the earlier block is
+
+    (decay from the start of the later block through the later token) · (decay after the earlier token to that start)
+
+and both factors grow with the blocks by one multiplication. A restart is a decay of 0: every product across it is
+exactly 0, which is all that packed documents ask for inside a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeco_train.ops.documents import Documents
+
+CHUNK = 64
+# Sizes of the blocks that are merged in pairs, up to a whole chunk.
+BLOCKS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class ChunkDecays:
+    """Decays inside the chunks, [N, B, H, C, K] each, in the dtype of the states.
+
+    Attributes:
+        from_start: product of exp(g) from the chunk's first token through this one: what a token sees of the state
+            before the chunk.
+        to_end: product of exp(g) after this token through the chunk's last: what reaches the state after the chunk.
+    """
+
+    from_start: Tensor
+    to_end: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """[N, B, H, K], the decay of a state over the whole chunk."""
+        return self.from_start[..., -1, :]
+
+
+def state_dtype(v: Tensor) -> torch.dtype:
+    """The dtype of states and of all arithmetic: fp64 for fp64 values, else fp32."""
+    return torch.float64 if v.dtype == torch.float64 else torch.float32
+
+
+def to_chunks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """View tokens as chunks, [B, T, H, D] → [N, B, H, C, D], zeros after the last token. Copies only to pad or cast."""
+    x = x.to(dtype)
+    padding = -x.shape[1] % CHUNK
+    if padding:
+        x = F.pad(x, (0, 0, 0, 0, 0, padding))
+    return x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4)
+
+
+def to_tokens(x: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_chunks`, contiguous, [N, B, H, C, D] → [B, T, H, D]."""
+    tokens = x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :num_tokens]
+    return tokens.to(dtype).contiguous()
+
+
+def matrices(x: Tensor) -> Tensor:
+    """[N, B, H, I, J] → [N·B·H, I, J], contiguous, for batched products."""
+    return x.reshape(-1, x.shape[-2], x.shape[-1])
+
+
+def halves(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Split the tokens of each pair of blocks, [..., C, D] → earlier and later, [..., C / (2·block), block, D] each."""
+    earlier, later = x.unflatten(-2, (-1, 2, block)).unbind(-3)
+    return earlier, later
+
+
+def token_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> ChunkDecays:
+    """The decays inside blocks of one token: `from_start` is the token's own, `to_end` is 1."""
+    decay = g.to(dtype).exp()
+    if documents is not None:
+        decay.masked_fill_(documents.restarts[:, None, None], 0.0)
+    padding = -g.shape[1] % CHUNK
+    if padding:
+        decay = F.pad(decay, (0, 0, 0, 0, 0, padding), value=1.0)
+    from_start = to_chunks(decay, dtype).contiguous()
+    return ChunkDecays(from_start, torch.ones_like(from_start))
+
+
+def merge_blocks(decays: ChunkDecays, block: int) -> None:
+    """Turn the decays inside blocks of `block` tokens, in place, into those inside blocks of twice as many."""
+    from_start_earlier, from_start_later = halves(decays.from_start, block)
+    to_end_earlier, _ = halves(decays.to_end, block)
+    # in this order: the last decay of the later block must be that block's own when the earlier block takes it
+    to_end_earlier.mul_(from_start_later[..., -1:, :])
+    from_start_later.mul_(from_start_earlier[..., -1:, :])
+
+
+def chunk_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> ChunkDecays:
+    """The decays inside whole chunks, from g [B, T, H, K]."""
+    decays = token_decays(g, documents, dtype)
+    for block in BLOCKS:
+        merge_blocks(decays, block)
+    return decays
+
+
+def chunk_log_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
+    """[N, B, H, K], summed log-decay of each chunk; −inf where it holds a restart."""
+    log_decays = to_chunks(g, dtype).sum(-2)
+    if documents is not None:
+        restarts = F.pad(documents.restarts, (0, -g.shape[1] % CHUNK)).view(-1, CHUNK).any(-1)
+        log_decays.masked_fill_(restarts[:, None, None, None], float("-inf"))
+    return log_decays
+
+
+def add_later_tokens(x: Tensor) -> Tensor:
+    """Reversed cumulative sum over the tokens of each chunk, in place; x is [..., C, D]."""
+    for block in BLOCKS:
+        earlier, later = halves(x, block)
+        earlier.add_(later[..., :1, :])
+    return x
+
+
+def check_inputs(documents: Documents | None, **tensors: Tensor) -> None:
+    """Check the tensors of a phase, given by their names (q, k, v, g, do), against each other.
+
+    Raises:
+        ValueError: naming the tensor, what was expected and what was got.
+    """
+    sizes: dict[str, int] = {}
+    first = next(iter(tensors))
+    for name, x in tensors.items():
+        dims = ("B", "T", "H", "V" if name in ("v", "do") else "K")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected shape [{', '.join(dims)}], got {list(x.shape)}")
+        expected = [sizes.setdefault(dim, size) for dim, size in zip(dims, x.shape, strict=True)]
+        if expected != list(x.shape):
+            raise ValueError(f"{name}: expected shape [{', '.join(dims)}] = {expected}, got {list(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
+        if name != "g" and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
+            raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
+        if name == "g" and x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"g: expected float32 or float64, for log-decays are summed over chunks; got {x.dtype}")
+    if documents is None:
+        return
+    if sizes["B"] != 1:
+        raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {sizes['B']}")
+    if documents.restarts.numel() != sizes["T"]:
+        raise ValueError(f"cu_seqlens: describes {documents.restarts.numel()} tokens, but there are {sizes['T']}")
+
+
+def check_state(state: Tensor, name: str, shape: torch.Size) -> None:
+    """Raise a ValueError naming the state if its shape is not [B, H, K, V] = `shape`."""
+    if state.shape != shape:
+        raise ValueError(f"{name}: expected shape [B, H, K, V] = {list(shape)}, got {list(state.shape)}")

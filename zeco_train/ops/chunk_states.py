@@ -1,0 +1,145 @@
+"""The states at the boundaries of chunks and their gradients: the phases before the scans over ranks.
+
+A *boundary* is the place before a chunk or after the last one: N chunks have N + 1 boundaries, n = 0 … N.
+The loops here are the only ones over chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.chunk_layout import (
+    ChunkDecays,
+    check_inputs,
+    check_state,
+    chunk_decays,
+    chunk_log_decays,
+    matrices,
+    state_dtype,
+    to_chunks,
+)
+from zeco_train.ops.documents import Documents
+
+
+@dataclass(frozen=True)
+class ChunkStates:
+    """States at the boundaries of a rank's chunks from a zero start, fp32 (fp64 where the values are).
+
+    Attributes:
+        states: [N + 1, B, H, K, V], the state before each chunk; the last one is S_loc, after all of the rank's tokens.
+        prefix: [N + 1, B, H, K], summed g of the chunks before each boundary, −inf from a restart on; the last is G_tot.
+        decays: the decays inside each chunk, kept for the outputs and the gradients.
+    """
+
+    states: Tensor
+    prefix: Tensor
+    decays: ChunkDecays
+
+    @property
+    def state(self) -> Tensor:
+        """[B, H, K, V], S_loc: what this rank's tokens add to the state after them."""
+        return self.states[-1]
+
+    @property
+    def log_decay(self) -> Tensor:
+        """[B, H, K], G_tot: log of the factor by which the incoming state survives this rank's tokens."""
+        return self.prefix[-1]
+
+    def corrected(self, incoming_state: Tensor) -> Tensor:
+        """[N + 1, B, H, K, V], the true states: S[n] + exp(G[n]) ⊙ R, for the incoming state R [B, H, K, V]."""
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        return torch.addcmul(self.states, self.prefix.exp()[..., None], incoming_state.to(self.states.dtype))
+
+
+@dataclass(frozen=True)
+class ChunkStateGrads:
+    """Gradients with respect to the states at the boundaries of a rank's chunks, from a zero end.
+
+    Attributes:
+        grads: [N + 1, B, H, K, V], the part that comes from this rank's outputs. Those at the end of chunk n are
+            `grads[n + 1]`; the last one is zero.
+        suffix: [N + 1, B, H, K], summed g of the chunks after each boundary, −inf up to a restart; the last is 0. Summed
+            from the end: a difference of prefixes would lose digits, and is NaN at a restart.
+    """
+
+    grads: Tensor
+    suffix: Tensor
+
+    @property
+    def state_grads(self) -> Tensor:
+        """[N, B, H, K, V], the gradients at the end of each chunk."""
+        return self.grads[1:]
+
+    @property
+    def state_grad(self) -> Tensor:
+        """[B, H, K, V], D_loc: gradient with respect to the incoming state, from this rank's outputs alone."""
+        return self.grads[0]
+
+    def corrected(self, incoming_grad: Tensor) -> Tensor:
+        """[N + 1, B, H, K, V], true gradients: dS[n] + exp(suffix[n]) ⊙ D_in, for D_in [B, H, K, V].
+
+        Entry 0 is D_p = D_loc + exp(G_tot) ⊙ D_in, the gradient with respect to the incoming state.
+        """
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        return torch.addcmul(self.grads, self.suffix.exp()[..., None], incoming_grad.to(self.grads.dtype))
+
+
+def local_states(k: Tensor, v: Tensor, g: Tensor, documents: Documents | None) -> ChunkStates:
+    """Compute the states at all boundaries from a zero start: step 1 of the forward.
+
+        S[0] = 0,    S[n+1] = exp(Σ g over chunk n) ⊙ S[n] + Σ_j (decay after j in chunk n ⊙ k_j) v_jᵀ
+
+    Args:
+        k: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K], fp32 or fp64, finite, at most 0.
+        documents: restarts of the state; B must be 1 with them.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    check_inputs(documents, k=k, v=v, g=g)
+    dtype = state_dtype(v)
+    decays = chunk_decays(g, documents, dtype)
+    keys = decays.to_end * to_chunks(k, dtype)
+    values = to_chunks(v, dtype)
+    num_chunks, batch, heads, _, key_dim = keys.shape
+    states = keys.new_empty(num_chunks + 1, batch, heads, key_dim, v.shape[-1])
+    states[0].zero_()
+    torch.bmm(matrices(keys).mT, matrices(values), out=matrices(states[1:]))
+    for n, decay in enumerate(decays.total[..., None].unbind(0)):
+        states[n + 1].addcmul_(decay, states[n])
+    log_decays = chunk_log_decays(g, documents, dtype)
+    prefix = torch.cat([torch.zeros_like(log_decays[:1]), log_decays.cumsum(0)])
+    return ChunkStates(states, prefix, decays)
+
+
+def local_state_grads(q: Tensor, do: Tensor, g: Tensor, documents: Documents | None, scale: float) -> ChunkStateGrads:
+    """Compute the gradients at all boundaries from a zero end: step 1 of the backward.
+
+        dS[N] = 0,    dS[n] = exp(Σ g over chunk n) ⊙ dS[n+1] + scale · Σ_i (decay through i in chunk n ⊙ q_i) do_iᵀ
+
+    Args:
+        q: [B, T, H, K]. do: [B, T, H, V], gradient of o. g: [B, T, H, K], fp32 or fp64, finite, at most 0.
+        documents: restarts of the state; B must be 1 with them.
+        scale: factor of the outputs.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    check_inputs(documents, q=q, do=do, g=g)
+    dtype = state_dtype(do)
+    decays = chunk_decays(g, documents, dtype)
+    queries = (decays.from_start * to_chunks(q, dtype)).mul_(scale)
+    output_grads = to_chunks(do, dtype)
+    num_chunks, batch, heads, _, key_dim = queries.shape
+    grads = queries.new_empty(num_chunks + 1, batch, heads, key_dim, do.shape[-1])
+    grads[-1].zero_()
+    torch.bmm(matrices(queries).mT, matrices(output_grads), out=matrices(grads[:-1]))
+    total = decays.total[..., None]
+    for n in reversed(range(num_chunks)):
+        grads[n].addcmul_(total[n], grads[n + 1])
+    log_decays = chunk_log_decays(g, documents, dtype)
+    suffix = torch.cat([log_decays.flip(0).cumsum(0).flip(0), torch.zeros_like(log_decays[:1])])
+    return ChunkStateGrads(grads, suffix)

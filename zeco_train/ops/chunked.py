@@ -1,0 +1,155 @@
+"""Chunked gated linear attention in PyTorch: the phases of one rank, forward and backward (DESIGN, section 3).
+
+Each phase is a plain function of tensors: no autograd, no ranks. A forward is
+
+    chunk_states = local_states(k, v, g, documents)
+    R = exclusive scan of (chunk_states.state, chunk_states.log_decay) over the ranks
+    scores = intra_scores(q, k, g, documents, scale)                       # while the scan is under way
+    o, final_state = outputs(q, v, g, scores, chunk_states, R, documents, scale)
+
+and a backward, with R saved and `chunk_states` made anew,
+
+    chunk_grads = local_state_grads(q, do, g, documents, scale)
+    D_in = exclusive scan of (chunk_grads.state_grad, chunk_states.log_decay) from the last rank down
+    intra = intra_grads(q, k, v, g, do, documents, scale)                  # while the scan is under way
+    dq, dk, dv, dg = input_grads(q, k, v, g, do, chunk_states, R, chunk_grads, D_in, intra, documents, scale)
+
+Shapes: q, k, g [B, T, H, K]; v, o [B, T, H, V]; a state [B, H, K, V]; a log-decay [B, H, K]; T is any number of tokens.
+q, k, v, do share a dtype; g is fp32 or fp64. Arithmetic and states are fp64 where v is, else fp32.
+`documents` says where the state restarts; None is nowhere. Misfits raise a ValueError that names the tensor.
+
+The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks that
+of ZeCO. Time and memory are linear in T: a chunk holds a state, 64 × 64 scores and a few copies of its tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.chunk_layout import (
+    add_later_tokens,
+    check_inputs,
+    check_state,
+    matrices,
+    state_dtype,
+    to_chunks,
+    to_tokens,
+)
+from zeco_train.ops.chunk_states import ChunkStateGrads, ChunkStates, local_state_grads, local_states
+from zeco_train.ops.documents import Documents
+from zeco_train.ops.intra import IntraGrads, intra_grads, intra_scores
+
+__all__ = [
+    "ChunkStateGrads",
+    "ChunkStates",
+    "IntraGrads",
+    "input_grads",
+    "intra_grads",
+    "intra_scores",
+    "local_state_grads",
+    "local_states",
+    "outputs",
+]
+
+
+def outputs(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scores: Tensor,
+    chunk_states: ChunkStates,
+    incoming_state: Tensor,
+    documents: Documents | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute the outputs and the state after this rank: step 4 of the forward.
+
+        S[n] += exp(G[n]) ⊙ R,    o_i = scale · (q_i ⊙ decay through i in its chunk)ᵀ S[n] + Σ_j A_ij v_j
+
+    Args:
+        q: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K], read only for its shape: its decays are in `chunk_states`.
+        scores: A of `intra_scores`.
+        chunk_states: of `local_states`; not modified.
+        incoming_state: R, [B, H, K, V].
+        documents: restarts of the state.
+        scale: factor of the outputs.
+
+    Returns:
+        o: [B, T, H, V] in the dtype of v.
+        final_state: [B, H, K, V] in the dtype of the states, exp(G_tot) ⊙ R + S_loc.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    check_inputs(documents, q=q, v=v, g=g)
+    dtype = state_dtype(v)
+    states = chunk_states.corrected(incoming_state)
+    queries = chunk_states.decays.from_start * to_chunks(q, dtype)
+    o = torch.bmm(matrices(scores), matrices(to_chunks(v, dtype)))
+    o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=scale)
+    o = o.view(*scores.shape[:-1], -1)
+    return to_tokens(o, v.shape[1], v.dtype), states[-1].clone()
+
+
+def input_grads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    do: Tensor,
+    chunk_states: ChunkStates,
+    incoming_state: Tensor,
+    chunk_grads: ChunkStateGrads,
+    incoming_grad: Tensor,
+    intra: IntraGrads,
+    documents: Documents | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of the inputs: step 4 of the backward.
+
+        S[n] += exp(G[n]) ⊙ R,    dS[n] += exp(suffix[n]) ⊙ D_in
+        dq_i += scale · S[n] do_i ⊙ decay through i,    dk_j += dS[n+1] v_j ⊙ decay after j,
+        dv_j += dS[n+1]ᵀ (k_j ⊙ decay after j),
+        dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1],    0 at a restart
+
+    The last term makes each chunk's dg independent of the tokens after it, on this rank and on the later ones: what
+    passes the chunk's end is in the true state there and in its true gradient. At the rank's end those are its final
+    state and D_in, which is the boundary term without which dg is wrong on every rank but the last.
+
+    Args:
+        q, k, v, g, documents, scale: as in the forward.
+        do: [B, T, H, V], gradient of o, in the dtype of v.
+        chunk_states: of `local_states`; not modified.
+        incoming_state: R, [B, H, K, V], of the forward.
+        chunk_grads: of `local_state_grads`; not modified.
+        incoming_grad: D_in, [B, H, K, V], gradient with respect to this rank's final state.
+        intra: of `intra_grads`; consumed: its tensors are overwritten.
+
+    Returns:
+        dq, dk, dv, dg: shapes and dtypes of q, k, v, g.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    check_inputs(documents, q=q, k=k, v=v, g=g, do=do)
+    dtype = state_dtype(v)
+    decays = chunk_states.decays
+    states, grads = chunk_states.corrected(incoming_state), chunk_grads.corrected(incoming_grad)
+    queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
+    dq, dk, dv = intra.dq, intra.dk, intra.dv
+
+    seen = torch.bmm(matrices(to_chunks(do, dtype)), matrices(states[:-1]).mT).view(dq.shape)
+    dq.addcmul_(seen, decays.from_start, value=scale)
+    reached = torch.bmm(matrices(to_chunks(v, dtype)), matrices(grads[1:]).mT).view(dk.shape)
+    dk.addcmul_(reached, decays.to_end)
+    dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
+
+    dg = torch.mul(dq, queries).addcmul_(keys, dk, value=-1.0)
+    # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
+    dg[..., -1, :] += (states[1:] * grads[1:]).sum(-1)
+    num_tokens = g.shape[1]
+    dg = to_tokens(add_later_tokens(dg), num_tokens, g.dtype)
+    if documents is not None:
+        dg.masked_fill_(documents.restarts[:, None, None], 0.0)
+    return to_tokens(dq, num_tokens, q.dtype), to_tokens(dk, num_tokens, k.dtype), to_tokens(dv, num_tokens, v.dtype), dg

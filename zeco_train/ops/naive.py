@@ -1,0 +1,64 @@
+"""The recurrence itself, token by token under plain autograd: the oracle of everything else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.chunk_layout import check_inputs, check_state, state_dtype
+from zeco_train.ops.documents import Documents
+
+
+def naive_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    continues: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gated linear attention, equation by equation (Yang et al. 2024, arXiv 2312.06635, section 4.1).
+
+        S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
+
+    Slow, and its graph holds T states under autograd: for tests, in fp64 at best.
+
+    Args:
+        q: [B, T, H, K] queries.
+        k: [B, T, H, K] keys.
+        v: [B, T, H, V] values.
+        g: [B, T, H, K] fp32 or fp64, log-decays, finite and at most 0.
+        scale: factor of the outputs, K^-1/2 if None.
+        initial_state: [B, H, K, V], the state before token 0; None is zero.
+        cu_seqlens: [D + 1] borders of packed documents, from 0 to T; B must be 1.
+        continues: the first document goes on from `initial_state`; else it restarts at token 0.
+
+    Returns:
+        o: [B, T, H, V] in the dtype of v.
+        final_state: [B, H, K, V] in fp64 if v is fp64, else fp32.
+
+    Raises:
+        ValueError: shapes, dtypes or documents do not fit; the message names the tensor.
+    """
+    documents = Documents.from_cu_seqlens(cu_seqlens, continues, q.shape[1], q.device)
+    check_inputs(documents, q=q, k=k, v=v, g=g)
+    dtype = state_dtype(v)
+    batch, num_tokens, heads, key_dim = q.shape
+    zero = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=dtype, device=v.device)
+    if initial_state is not None:
+        check_state(initial_state, "initial_state", zero.shape)
+    state = zero if initial_state is None else initial_state.to(dtype)
+    restarts = [False] * num_tokens if documents is None else documents.restarts.tolist()
+    scale = key_dim**-0.5 if scale is None else scale
+
+    # unbind, for the gradient of an indexing `q[:, t]` is a zero tensor of T tokens, for every token
+    tokens = [x.to(dtype).unbind(1) for x in (q, k, v, g.to(dtype).exp())]
+    o = []
+    for q_t, k_t, v_t, decay_t, restart in zip(*tokens, restarts, strict=True):
+        carried = zero if restart else decay_t[..., None] * state
+        state = carried + k_t[..., None] * v_t[..., None, :]
+        o.append((q_t[..., None, :] @ state).squeeze(-2))
+    return (scale * torch.stack(o, dim=1)).to(v.dtype), state
