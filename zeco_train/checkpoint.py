@@ -59,15 +59,17 @@ class Progress:
         step: optimizer steps done.
         sequences: sequences consumed, which is the whole state of the data.
         tokens: tokens consumed.
-        first_loss: loss of the first step, for the last line.
         logger_run_id: the run's id in W&B.
     """
 
     step: int = 0
     sequences: int = 0
     tokens: int = 0
-    first_loss: float | None = None
     logger_run_id: str | None = None
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        """Count one more optimizer step."""
+        self.step, self.sequences, self.tokens = self.step + 1, self.sequences + sequences, self.tokens + tokens
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -112,12 +114,12 @@ class Checkpointer:
             CheckpointError: the checkpoint is damaged or of another model.
         """
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-        state = {"model": model_state, "optim": optimizer_state, "rng": torch.get_rng_state()}
-        self._read(state, path)
+        rng_state = torch.get_rng_state()
+        self._read({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path)
         set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=_OPTIONS
         )
-        torch.set_rng_state(state["rng"])
+        torch.set_rng_state(rng_state)
         return agree(self._mesh, lambda: read_progress(path))
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
@@ -182,9 +184,13 @@ def find_weights(load: str) -> Path:
         ConfigError: there is none.
     """
     path = Path(load)
-    candidates = [path] if (path / "run.json").is_file() and (path / ".metadata").is_file() else complete_checkpoints(path)
+    candidates = (
+        [path] if (path / "run.json").is_file() and (path / ".metadata").is_file() else complete_checkpoints(path)
+    )
     if not candidates:
-        raise ConfigError("checkpoint.load", load, "holds no complete checkpoint; name a run's folder or a step_… folder")
+        raise ConfigError(
+            "checkpoint.load", load, "holds no complete checkpoint; name a run's folder or a step_… folder"
+        )
     return candidates[-1]
 
 

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.config import DataConfig
+from data.config import DataConfig, check_config
 from models.gla import GLAConfig
 from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.errors import ConfigError
@@ -121,6 +121,7 @@ class Config:
             value = getattr(self, section.name)
             if hasattr(value, "validate"):
                 value.validate()
+        check_config(self.data)
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is trained on what; a run's folder holds one identity for ever."""
@@ -168,6 +169,16 @@ def group_options() -> dict[str, list[str]]:
     """The configuration groups and their options, `{"sp": ["dp", "lasp1", …], …}`."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     return {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
+
+
+def describe(overrides: list[str]) -> str:
+    """The text of `train.py --help`: groups with their options, and the configuration that `overrides` give."""
+    groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
+    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(load_config(overrides))))
+    return (
+        "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
+        f"Groups:\n{groups}\n\nKeys, as this command line sets them:\n\n{config}"
+    )
 
 
 def _explain(error: Exception, overrides: list[str]) -> ConfigError:

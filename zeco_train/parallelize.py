@@ -52,7 +52,7 @@ class ParallelConfig:
 
 def parallelize(
     model: nn.Module, units: Iterable[nn.Module], strategy: Strategy, compute_dtype: torch.dtype, mesh: ProcessMesh
-) -> FSDPModule:
+) -> None:
     """Shard an initialised model in place, `units` (its blocks) apart from the rest.
 
     Gradients are *summed* over all ranks: the loss is already divided by the tokens of the global batch, and each
@@ -70,8 +70,6 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             # A factor of its own makes FSDP use a pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
-    assert isinstance(model, FSDPModule)
-    return model
 
 
 def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
@@ -83,6 +81,19 @@ def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
             return mesh.devices
         case Strategy.zero2 | Strategy.zero3:
             return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass sums gradients over ranks, or only adds them up locally."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(enabled)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters after forward passes that no backward pass follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def global_norm(model: nn.Module) -> torch.Tensor:

@@ -33,6 +33,8 @@ class Watchdog:
         self._activity = "start"
         self._stop = threading.Event()
         self._store: dist.TCPStore | None = None
+        # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
+        self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if launch.world_size > 1:
             self._store = _connect()
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -45,13 +47,13 @@ class Watchdog:
         """End the heartbeat, at a regular end."""
         self._stop.set()
 
-    def report(self, message: str) -> None:
-        """Leave the reason for which this rank ends."""
-        if self._store is not None:
-            try:
-                self._store.set(f"zeco/end/{self._launch.rank}", message)
-            except dist.DistError as error:
-                logger.info("the store is gone: %s", error)
+    def report_failure(self, message: str) -> None:
+        """Leave word that this rank ends through a fault of its own, and which."""
+        self._leave_word("failed", message)
+
+    def report_leaving(self) -> None:
+        """Leave word that this rank ends because a peer is lost, so that nobody takes it for the culprit."""
+        self._leave_word("left", "")
 
     def diagnose(self, error: Exception) -> tuple[CommunicationError, bool]:
         """Name the rank at fault behind a failed communication.
@@ -63,43 +65,53 @@ class Watchdog:
         operation = error.operation if isinstance(error, CommunicationError) else self._activity
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         try:
-            before = {r: self._read(r) for r in others}
+            before = {r: self._heartbeat(r) for r in others}
             time.sleep(_LISTEN_SECONDS)
-            after = {r: self._read(r) for r in others}
-            ended = {r: text for r in others if (text := self._last_words(r))}
+            after = {r: self._heartbeat(r) for r in others}
+            failed, left = self._words("failed", others), self._words("left", others)
         except (dist.DistError, RuntimeError) as lost:
             logger.info("the store is gone: %s", lost)
             return CommunicationError(rank, operation, f"{detail} (and the launcher's store is gone)"), True
-        silent = [r for r in others if before[r][0] == after[r][0]]
-        culprits = [f"rank {r} ended: {text}" for r, text in ended.items()] or [
+        silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
+        culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
-        living = [r for r in range(self._launch.world_size) if r not in silent and r not in ended]
-        problem = "; ".join(culprits) if culprits else f"{detail} (all ranks are alive: one of them is stuck)"
-        return CommunicationError(rank, operation, problem + "; nothing was saved"), rank == min(living)
+        gone = {*silent, *failed, *left}
+        problem = "; ".join(culprits) if culprits else f"{detail} (every rank is alive: one of them is stuck)"
+        explained = CommunicationError(rank, operation, problem + "; nothing was saved")
+        return explained, rank == min(r for r in range(self._launch.world_size) if r not in gone)
 
     def _beat(self) -> None:
         count = 0
         while not self._stop.wait(_PERIOD_SECONDS):
             count += 1
             try:
-                assert self._store is not None
-                self._store.set(f"zeco/heartbeat/{self._launch.rank}", f"{count} {self._activity}")
+                self._set(f"heartbeat/{self._launch.rank}", f"{count} {self._activity}")
             except (dist.DistError, RuntimeError):
                 return
 
-    def _read(self, rank: int) -> tuple[str, str]:
-        assert self._store is not None
-        key = f"zeco/heartbeat/{rank}"
-        if not self._store.check([key]):
-            return "", "start"
-        count, _, activity = self._store.get(key).decode().partition(" ")
+    def _heartbeat(self, rank: int) -> tuple[str, str]:
+        count, _, activity = (self._get(f"heartbeat/{rank}") or "0 start").partition(" ")
         return count, activity
 
-    def _last_words(self, rank: int) -> str:
-        assert self._store is not None
-        key = f"zeco/end/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _words(self, kind: str, ranks: list[int]) -> dict[int, str]:
+        words = {rank: self._get(f"{kind}/{rank}") for rank in ranks}
+        return {rank: text for rank, text in words.items() if text is not None}
+
+    def _leave_word(self, kind: str, message: str) -> None:
+        try:
+            self._set(f"{kind}/{self._launch.rank}", message)
+        except (dist.DistError, RuntimeError) as error:
+            logger.info("the launcher's store is gone: %s", error)
+
+    def _set(self, key: str, value: str) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._prefix}/{key}", value)
+
+    def _get(self, key: str) -> str | None:
+        if self._store is None or not self._store.check([f"{self._prefix}/{key}"]):
+            return None
+        return self._store.get(f"{self._prefix}/{key}").decode()
 
 
 def is_communication_failure(error: BaseException) -> bool:

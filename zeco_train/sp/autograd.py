@@ -93,7 +93,7 @@ class _GatedLinearAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dcarry_out: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor | None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
         q, k, v, g, received, log_decay = ctx.saved_tensors
         phases, documents, scale = ops.select(q.device), ctx.documents, ctx.scale
         wants_dcarry_in = ctx.needs_input_grad[6]

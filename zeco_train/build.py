@@ -1,0 +1,172 @@
+"""Puts a run together, in the order in which mistakes can be found: cheap checks first, on every rank alike."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from data.config import check_batch, check_seq_len, locate_stores
+from data.loader import PrefetchingLoader, SequenceLoader
+from data.store import TokenStore, check_vocabulary
+from models.gla import GLAForCausalLM
+from models.hooks import flops_per_token, has_weight_decay, sharding_units
+from zeco_train.checkpoint import Checkpointer, Progress, find_weights
+from zeco_train.config import Config, Device, to_plain
+from zeco_train.errors import ConfigError
+from zeco_train.loggers import build_logger
+from zeco_train.logs import setup_logging
+from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, resolve_sp_size
+from zeco_train.optim import build_optimizer
+from zeco_train.parallelize import parallelize
+from zeco_train.recorder import Recorder
+from zeco_train.run_folder import open_run_folder
+from zeco_train.sp.base import StateScan
+from zeco_train.sp.registry import build_scan
+from zeco_train.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """All that the trainer works with."""
+
+    mesh: ProcessMesh
+    watchdog: Watchdog
+    scan: StateScan
+    model: GLAForCausalLM
+    optimizer: torch.optim.Optimizer
+    loader: PrefetchingLoader
+    validation: TokenStore | None
+    checkpointer: Checkpointer
+    recorder: Recorder
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The opened token stores; `validation` is None where nothing, or too little for a sequence, is held out."""
+
+    train: TokenStore
+    validation: TokenStore | None
+
+
+def init(config: Config, launch: Launch) -> ProcessMesh:
+    """Check what the number of ranks decides, then join them.
+
+    Raises:
+        ConfigError: a split that the number of ranks, or the machine, does not allow.
+    """
+    sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
+    check_seq_len(config.data.seq_len, sp_size)
+    check_batch(config.data.global_batch, config.data.micro_batch, launch.world_size // sp_size)
+    device = _device(config.train.device, launch)
+    return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
+
+
+def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> tuple[Stores, Path]:
+    """Open the data, then the run's folder, and send logging there.
+
+    Raises:
+        ZecoError: on every rank, the first one's mistake: data, folder, or a run that cannot go on like this.
+    """
+    stores = main_first(mesh, lambda: _open_stores(config, mesh))
+    identity = config.identity() | {
+        "data.tokens_sha256": stores.train.meta.tokens_sha256,
+        "data.tokenizer": stores.train.meta.tokenizer,
+    }
+    run_dir = Path(config.run_dir)
+    agree(mesh, lambda: open_run_folder(config, identity, arguments) if mesh.is_main else None)
+    agree(mesh, lambda: setup_logging(run_dir, mesh.rank))
+    if stores.validation is None and config.train.eval_sequences and mesh.is_main:
+        logger.warning(
+            "no validation loss: too little is held out for a sequence of data.seq_len=%d", config.data.seq_len
+        )
+    return stores, run_dir
+
+
+def build(config: Config, stores: Stores, run_dir: Path, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
+    """Build model, optimizer and data, and restore the newest checkpoint of this run, if there is one.
+
+    Raises:
+        ZecoError: on every rank; see `open_run`, and the checkpoint's errors.
+    """
+    torch.manual_seed(config.seed)
+    checkpointer = Checkpointer(run_dir, config.checkpoint, mesh)
+    latest = checkpointer.latest()
+
+    model = GLAForCausalLM(config.model).to(config.train.dtype.master)
+    # The whole model from the seed, then shards: initialised shards would depend on the number of ranks.
+    model.init_weights(config.seed)
+    model.to(mesh.device)
+    parallelize(model, sharding_units(model), config.parallel.strategy, config.train.dtype.compute, mesh)
+    optimizer = build_optimizer(model, config.optim, has_weight_decay)
+
+    progress = Progress()
+    if latest is not None:
+        progress = checkpointer.load(latest, model, optimizer)
+    elif config.checkpoint.load is not None:
+        load = config.checkpoint.load
+        checkpointer.load_weights(agree(mesh, lambda: find_weights(load)), model)
+
+    recorder = Recorder(
+        run_dir,
+        mesh,
+        build_logger(config.logger, run_dir, mesh.rank),
+        total_steps=config.train.steps,
+        tokens_per_step=config.data.global_batch * config.data.seq_len,
+        flops_per_token=flops_per_token(config.model).total,
+    )
+    progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(config)))
+    loader = SequenceLoader(
+        stores.train,
+        seq_len=config.data.seq_len,
+        seed=config.seed,
+        global_batch=config.data.global_batch,
+        micro_batch=config.data.micro_batch,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        sp_rank=mesh.sp_rank,
+        sp_size=mesh.sp_size,
+        reset_state_at_document=config.data.reset_state_at_document,
+    )
+    return Parts(
+        mesh=mesh,
+        watchdog=watchdog,
+        scan=build_scan(config.sp, mesh.scan_groups, mesh.timeout),
+        model=model,
+        optimizer=optimizer,
+        loader=PrefetchingLoader(loader, progress.sequences),
+        validation=stores.validation,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        progress=progress,
+    )
+
+
+def _device(wanted: Device, launch: Launch) -> torch.device:
+    available = torch.cuda.device_count()
+    if wanted is Device.cpu or (wanted is Device.auto and not available):
+        return torch.device("cpu")
+    if launch.local_rank >= available:
+        raise ConfigError("train.device", wanted.value, f"rank {launch.rank} has no CUDA device, there are {available}")
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _open_stores(config: Config, mesh: ProcessMesh) -> Stores:
+    paths = locate_stores(config.data)
+    train = TokenStore.open(paths.train)
+    check_seq_len(config.data.seq_len, mesh.sp_size, train.num_tokens)
+    check_vocabulary(train, config.model.vocab_size)
+    validation = TokenStore.open(paths.validation) if paths.validation and config.train.eval_sequences else None
+    if validation is not None:
+        check_vocabulary(validation, config.model.vocab_size)
+        if validation.num_tokens <= config.data.seq_len:
+            validation = None
+    return Stores(train, validation)

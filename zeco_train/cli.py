@@ -1,0 +1,124 @@
+"""What `train.py` runs: compose the configuration, build, train, and turn every expected failure into one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from models.gla import num_parameters
+from zeco_train.build import Parts, build, init, open_run
+from zeco_train.config import Config, describe, load_config
+from zeco_train.errors import CommunicationError, ZecoError
+from zeco_train.mesh import Launch, ProcessMesh
+from zeco_train.progress import compact
+from zeco_train.trainer import Trainer
+from zeco_train.watchdog import Watchdog, is_communication_failure
+
+logger = logging.getLogger(__name__)
+
+# A launcher kills all ranks once one has ended, so the others leave rank 0 the time to speak: until it has imported
+# what it needs on a busy machine, or, once all work together, for a moment.
+_SECONDS_TO_IMPORT = 20.0
+_SECONDS_AMONG_RANKS = 2.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run `train.py` with Hydra overrides as arguments; returns the process's exit code."""
+    launch = Launch.from_environment()
+    try:
+        if {"-h", "--help"} & set(arguments):
+            if launch.rank == 0:
+                print(describe([a for a in arguments if a not in ("-h", "--help")]))
+            return 0
+        return _train(load_config(arguments), arguments, launch)
+    except ZecoError as error:
+        return _end(error, launch, _SECONDS_TO_IMPORT)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _train(config: Config, arguments: list[str], launch: Launch) -> int:
+    mesh = init(config, launch)
+    watchdog = Watchdog(launch)
+    try:
+        code = _run(config, arguments, mesh, watchdog)
+    except ZecoError as error:
+        if isinstance(error, CommunicationError):
+            _abandon(error, watchdog)
+        watchdog.report_failure(str(error))
+        _end(error, launch, _SECONDS_AMONG_RANKS)
+        os._exit(error.exit_code)
+    except Exception as error:
+        if is_communication_failure(error):
+            _abandon(error, watchdog)
+        watchdog.report_failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        raise
+    watchdog.stop()
+    dist.destroy_process_group()
+    return code
+
+
+def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watchdog) -> int:
+    watchdog.enter("opening data and the run's folder")
+    stores, run_dir = open_run(config, arguments, mesh)
+    watchdog.enter("building the model")
+    parts = build(config, stores, run_dir, mesh, watchdog)
+    recorder, progress = parts.recorder, parts.progress
+    if progress.step >= config.train.steps:
+        recorder.note(f"the run in {run_dir} has finished its {progress.step} steps; nothing to do")
+        recorder.close()
+        return 0
+    recorder.note(_banner(config, parts))
+    try:
+        stopped_by = Trainer(config, parts).train()
+    except BaseException:
+        recorder.close(exit_code=1)
+        raise
+    finally:
+        parts.loader.close()
+    recorder.close()
+    summary = recorder.summarise()
+    if stopped_by is not None:
+        summary = f"{stopped_by.name} after step {progress.step}: saved; the same command goes on from there"
+    if summary is not None and mesh.is_main:
+        print(summary, flush=True)
+    return 0 if stopped_by is None else 128 + stopped_by
+
+
+def _banner(config: Config, parts: Parts) -> str:
+    """What is about to run, in one line."""
+    mesh, model = parts.mesh, config.model
+    start = f"from step {parts.progress.step}" if parts.progress.step else "from the start"
+    return (
+        f"{config.name}: {model.name} ({compact(num_parameters(model))} parameters, {config.train.dtype.value}) with "
+        f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "
+        f"{config.parallel.strategy.value}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
+        f"a step, {start}"
+    )
+
+
+def _end(error: ZecoError, launch: Launch, patience: float) -> int:
+    """Say what is wrong, once; the other ranks, which have the same error or will lose a peer, hold back."""
+    if launch.rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(patience)
+    return error.exit_code
+
+
+def _abandon(error: Exception, watchdog: Watchdog) -> NoReturn:
+    """Leave after a peer is lost: name it, save nothing, wait for nobody."""
+    logger.exception("communication failed", exc_info=error)
+    explained, speaks = watchdog.diagnose(error)
+    logger.error("%s", explained)
+    watchdog.report_leaving()
+    if speaks:
+        print(f"error: {explained}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not sys.exit: shutting the process groups down would wait for the lost peer.
+    os._exit(explained.exit_code)

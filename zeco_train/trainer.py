@@ -1,0 +1,150 @@
+"""The training loop. Everything that it puts together is built in `zeco_train.build`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from signal import Signals
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import Batch, validation_batches
+from zeco_train.build import Parts
+from zeco_train.config import Config
+from zeco_train.nonfinite import explain
+from zeco_train.optim import learning_rate, set_learning_rate
+from zeco_train.parallelize import clip_gradients, global_norm, reshard, sync_gradients
+from zeco_train.recorder import StepResult
+from zeco_train.signals import StopRequest
+from zeco_train.sp.base import SequenceShard
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains from the parts' current progress to `train.steps`, or until it is told to stop.
+
+    All methods are collective.
+    """
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self.config, self.parts, self.progress = config, parts, parts.progress
+        self.tokens_per_step = config.data.global_batch * config.data.seq_len
+        self.micro_steps = config.data.global_batch // (config.data.micro_batch * parts.mesh.dp_size)
+        self._saved_at = parts.progress.step
+
+    def train(self) -> Signals | None:
+        """Run to the end.
+
+        Returns:
+            The signal that ended the run before its time, or None.
+        """
+        config, progress, recorder = self.config.train, self.progress, self.parts.recorder
+        every = self.config.checkpoint.every
+        with StopRequest() as stop:
+            while progress.step < config.steps:
+                result = self.train_step(stop)
+                recorder.add(result, progress)
+                finished = progress.step == config.steps
+                validate = finished or (config.eval_every and progress.step % config.eval_every == 0)
+                val_loss = self.evaluate() if validate and not result.stop else None
+                if finished or result.stop or progress.step == 1 or progress.step % config.log_every == 0 or validate:
+                    recorder.write(progress, val_loss)
+                if finished or result.stop or (every and progress.step % every == 0):
+                    self.save()
+                if result.stop and not finished:
+                    return stop.signal or Signals.SIGTERM
+        return None
+
+    def train_step(self, stop: StopRequest) -> StepResult:
+        """One optimizer step on the next global batch.
+
+        The loss is the sum over this rank's tokens, divided by the tokens of the *global* batch, so that the sum of
+        gradients over all ranks and micro-batches is the gradient of the mean, however the batch is split.
+        """
+        started, step = time.perf_counter(), self.progress.step + 1
+        parts, config = self.parts, self.config
+        lr = learning_rate(step, config.train.steps, config.optim.lr, config.sched)
+        set_learning_rate(parts.optimizer, lr)
+
+        local_loss, data_seconds, batches = 0.0, 0.0, []
+        for micro_step in range(self.micro_steps):
+            parts.watchdog.enter(f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}")
+            waited = time.perf_counter()
+            batch = parts.loader.next()
+            data_seconds += time.perf_counter() - waited
+            sync_gradients(parts.model, micro_step == self.micro_steps - 1)
+            loss = self.loss_sum(batch) / self.tokens_per_step
+            loss.backward()
+            local_loss += loss.item()
+            batches.append(batch)
+
+        parts.watchdog.enter(f"step {step}, reduction of the loss")
+        total = torch.tensor(
+            [local_loss, float(stop.signal is not None)], dtype=torch.float64, device=parts.mesh.device
+        )
+        dist.all_reduce(total)
+        grad_norm = global_norm(parts.model)
+        for name, value in (("loss", total[0].item()), ("gradient norm", grad_norm.item())):
+            if not math.isfinite(value):
+                forwards = [lambda batch=batch: self.loss_sum(batch) for batch in batches]
+                raise explain(parts.model, step, f"the {name} is {value}", forwards, parts.mesh.world_size)
+        clip_gradients(parts.model, grad_norm, config.optim.grad_clip)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+
+        self.progress.advance(config.data.global_batch, self.tokens_per_step)
+        seconds = time.perf_counter() - started
+        ids = [sequence for batch in batches for sequence in batch.sequence_ids]
+        return StepResult(total[0].item(), grad_norm.item(), lr, seconds, data_seconds, ids, stop=total[1].item() > 0)
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Sum of the token losses of this rank's part of a micro-batch."""
+        device, mesh = self.parts.mesh.device, self.parts.mesh
+        shard = SequenceShard(
+            self.parts.scan,
+            batch.offset,
+            self.config.data.seq_len,
+            None if batch.cu_seqlens is None else batch.cu_seqlens.to(device),
+            batch.continues,
+        )
+        assert batch.input_ids.shape[1] * mesh.sp_size == self.config.data.seq_len
+        return self.parts.model(batch.input_ids.to(device), shard, labels=batch.labels.to(device))
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean token loss over the held-out sequences, None if there are none."""
+        parts, mesh, data = self.parts, self.parts.mesh, self.config.data
+        if parts.validation is None:
+            return None
+        parts.watchdog.enter(f"validation after step {self.progress.step}")
+        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        for batch in validation_batches(
+            parts.validation,
+            seq_len=data.seq_len,
+            micro_batch=data.micro_batch,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            sp_rank=mesh.sp_rank,
+            sp_size=mesh.sp_size,
+            reset_state_at_document=data.reset_state_at_document,
+            max_sequences=self.config.train.eval_sequences,
+        ):
+            loss = self.loss_sum(batch)
+            if not batch.is_padding:
+                total += torch.stack([loss.double(), loss.new_tensor(batch.labels.numel()).double()])
+        reshard(parts.model)
+        dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, unless there is one."""
+        if self._saved_at == self.progress.step:
+            return
+        self.parts.watchdog.enter(f"checkpoint of step {self.progress.step}")
+        self.parts.checkpointer.save(self.parts.model, self.parts.optimizer, self.progress)
+        self._saved_at = self.progress.step
+        logger.info("checkpoint of step %d saved", self.progress.step)
