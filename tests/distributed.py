@@ -1,0 +1,137 @@
+"""The suite's one way to run a function on several ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback."""
+
+
+def run_distributed(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` on `world_size` new processes that share a default process group.
+
+    A spawn costs seconds (each rank imports torch), so let `fn` loop over all cases of a world size and name the case
+    in its assertion messages. Ranks use one thread each, and with `backend="nccl"` the CUDA device of their number.
+
+    Args:
+        fn: a function of a module's top level, in a module that spawned processes can import.
+        world_size: number of ranks.
+        args: passed on; must pickle.
+        timeout: seconds, after which all ranks are killed. Also the timeout of the process group.
+        backend: of `init_process_group`.
+        may_die: ranks that may end without a result.
+
+    Returns:
+        What each rank returned, by rank; None for a rank of `may_die` that vanished.
+
+    Raises:
+        RankError: a rank raised (the first in time is reported), vanished, or none of this within `timeout`.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="zeco-test-") as folder:
+        store = str(Path(folder) / "store")
+        ranks: dict[Connection, tuple[int, BaseProcess]] = {}
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process: BaseProcess = context.Process(
+                target=_run_rank, args=(theirs, fn, rank, world_size, store, backend, timeout, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ranks[ours] = (rank, process)
+        try:
+            return _collect(ranks, time.monotonic() + timeout, timeout, may_die)
+        finally:
+            for connection, (_, process) in ranks.items():
+                process.kill()
+                process.join()
+                connection.close()
+
+
+def _collect(
+    ranks: dict[Connection, tuple[int, BaseProcess]], deadline: float, timeout: float, may_die: Collection[int]
+) -> list[Any]:
+    results: list[Any] = [None] * len(ranks)
+    failures: list[tuple[float, int, str]] = []
+    open_ends = set(ranks)
+    while open_ends:
+        ready = wait(list(open_ends), max(0.0, deadline - time.monotonic()))
+        if not ready and not failures:
+            waiting = sorted(ranks[end][0] for end in open_ends)
+            raise RankError(f"ranks {waiting} of {len(ranks)} did not end within {timeout:g} s")
+        if not ready:
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            open_ends.remove(end)
+            rank, process = ranks[end]
+            try:
+                moment, result, trace = pickle.loads(end.recv_bytes())
+            except EOFError:
+                process.join(5.0)
+                moment, result = time.monotonic(), None
+                trace = None if rank in may_die else f"vanished with exit code {process.exitcode}"
+            results[rank] = result
+            if trace is not None:
+                failures.append((moment, rank, trace))
+                # One rank's failure fails its peers a moment later: give an earlier cause time to arrive.
+                deadline = min(deadline, time.monotonic() + 0.5)
+    if failures:
+        _, rank, trace = min(failures)
+        raise RankError(f"rank {rank} of {len(ranks)}: {trace}")
+    return results
+
+
+def _run_rank(
+    connection: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    backend: str,
+    timeout: float,
+    args: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    result, trace = None, None
+    try:
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = fn(rank, world_size, *args)
+    except BaseException:  # all that ends a rank is to be reported, SystemExit too
+        trace = traceback.format_exc()
+    # By value: tensors sent the usual way would lie in shared memory that ends with this process.
+    connection.send_bytes(pickle.dumps((time.monotonic(), result, trace)))
+    connection.close()
+    # Not through the interpreter's own end: a group may have operations under way that its teardown would wait for.
+    os._exit(0 if trace is None else 1)

@@ -1,0 +1,171 @@
+"""The wire: messages over a process group whose every wait is bounded, and whose failures name rank, peer, operation.
+
+Peers are addressed by *position* in scan order: 0 is where the scan starts, the first rank of the group forward and the
+last one in reverse. On CPUs a wait blocks the calling thread for at most `timeout`. On CUDA it makes the current stream
+wait and returns at once, as NCCL's own `wait` does; there the timeout of the process group is the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from zeco_train.errors import CommunicationError
+
+
+class Transfer:
+    """A message under way. Holds its tensors, which must neither change nor be freed before `wait` returns."""
+
+    def __init__(self, wire: Wire, work: Work, what: str, peer: int | None, *tensors: Tensor) -> None:
+        self._wire, self._work, self._what, self._peer = wire, work, what, peer
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Raises:
+        CommunicationError: no completion within the wire's timeout, or the peer is gone.
+        """
+        self._wire.guard(lambda: self._work.wait(self._wire.timeout), self._what, self._peer)
+        self._tensors = ()
+
+
+class Wire:
+    """One scan's view of a process group.
+
+    Args:
+        group: any group that this process belongs to.
+        operation: name of the collective, for errors.
+        reverse: the scan runs from the last rank to the first.
+        timeout: bound of each wait.
+
+    Attributes:
+        size: ranks of the group.
+        position: this rank's place in scan order.
+        rank: this rank within the group, as `all_to_all` and `all_gather` order their parts.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+
+    def __init__(self, group: ProcessGroup, operation: str, reverse: bool, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the given process group")
+        self._group, self._reverse = group, reverse
+        self._operation = f"{operation} {'reverse' if reverse else 'forward'}"
+        self.position = self.group_rank(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        return self.position == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.position == self.size - 1
+
+    def group_rank(self, position: int) -> int:
+        """The rank within the group at a position in scan order (and the reverse: the map is its own inverse)."""
+        return self.size - 1 - position if self._reverse else position
+
+    def send(self, tensor: Tensor, position: int, tag: int, what: str) -> Transfer:
+        """Start to send a contiguous tensor to the rank at `position`."""
+        peer = self.group_rank(position)
+        return self._start(
+            lambda: dist.isend(tensor, group=self._group, group_dst=peer, tag=tag), f"send of {what}", peer, tensor
+        )
+
+    def receive(self, into: Tensor, position: int, tag: int, what: str) -> Transfer:
+        """Start to receive into a contiguous tensor from the rank at `position`."""
+        peer = self.group_rank(position)
+        return self._start(
+            lambda: dist.irecv(into, group=self._group, group_src=peer, tag=tag), f"receive of {what}", peer, into
+        )
+
+    def broadcast(self, tensor: Tensor, position: int, what: str) -> Transfer:
+        """Start to copy `tensor` of the rank at `position` into that of every other rank."""
+        source = self.group_rank(position)
+        return self._start(
+            lambda: dist.broadcast(tensor, group=self._group, group_src=source, async_op=True),
+            f"broadcast of {what}",
+            None if source == self.rank else source,
+            tensor,
+        )
+
+    def all_to_all(self, into: Tensor, parts: Tensor, what: str) -> Transfer:
+        """Start to hand `parts[r]` to each group rank r; `into[r]` is what r handed to this one. Both [P, …]."""
+        return self._start(
+            lambda: dist.all_to_all_single(into, parts, group=self._group, async_op=True),
+            f"all-to-all of {what}",
+            None,
+            into,
+            parts,
+        )
+
+    def all_gather(self, into: Tensor, part: Tensor, what: str) -> Transfer:
+        """Start to gather every rank's `part` into `into` [P, …], by group rank. Both contiguous."""
+        return self._start(
+            # Flat, because gloo and NCCL do not agree on the shapes that they take.
+            lambda: _all_gather_single(into.view(-1), part.view(-1), group=self._group, async_op=True),
+            f"all-gather of {what}",
+            None,
+            into,
+            part,
+        )
+
+    def guard(self, action: Callable[[], Work | bool | None], what: str, peer: int | None) -> Work | bool | None:
+        """Run one call into `torch.distributed`, turning its failures into `CommunicationError`."""
+        try:
+            return action()
+        except RuntimeError as error:
+            raise CommunicationError(
+                dist.get_rank(),
+                f"{self._operation}: {what}",
+                self._problem(str(error)),
+                None if peer is None else dist.get_global_rank(self._group, peer),
+            ) from error
+
+    def _start(self, post: Callable[[], Work | None], what: str, peer: int | None, *tensors: Tensor) -> Transfer:
+        work = self.guard(post, what, peer)
+        assert isinstance(work, Work)
+        return Transfer(self, work, what, peer, *tensors)
+
+    def _problem(self, message: str) -> str:
+        """What a backend's message means. gloo gives a type (RuntimeError) to all, so its text has to tell."""
+        text = message.lower()
+        if "pair closure" in text:
+            return "connection already given up after an earlier timeout"
+        if "timed out" in text or "timeout" in text:
+            return f"no answer within {self.timeout.total_seconds():g} s"
+        if any(sign in text for sign in ("connection closed", "connection reset", "broken pipe", "socket closed")):
+            return "connection lost"
+        return message.strip().splitlines()[0] if message.strip() else "failed without a message"
+
+
+# torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def check_scan(state: Tensor, log_decay: Tensor, carry_in: Tensor | None) -> None:
+    """Check the arguments that all scans share.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    if state.ndim != 4 or state.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"state must be [B, H, K, V] in float32 or float64, not {_describe(state)}")
+    if log_decay.shape != state.shape[:3] or (log_decay.dtype, log_decay.device) != (state.dtype, state.device):
+        raise ValueError(f"log_decay must be [B, H, K] like the state, {_describe(state)}, not {_describe(log_decay)}")
+    if carry_in is not None and (
+        carry_in.shape != state.shape or (carry_in.dtype, carry_in.device) != (state.dtype, state.device)
+    ):
+        raise ValueError(f"carry_in must be like the state, {_describe(state)}, not {_describe(carry_in)}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
