@@ -1,0 +1,156 @@
+"""A folder that appears whole or not at all: written beside its place, then renamed into it.
+
+Leftovers of a killed run are removed by the next one. A temporary folder belongs to a live process as long as the lock
+file beside it is locked; the lock ends with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zeco_train.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+LOCK_SUFFIX = ".lock"
+OLD_SUFFIX = ".old"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose another folder") -> Iterator[Path]:
+    """Give a new, empty folder beside `out`; when the block ends without an exception it becomes `out`.
+
+    The caller has synced what it wrote. If the block raises, or the process is killed, `out` is as it was.
+
+    Args:
+        out: the final place; its parents are made. Missing or an empty folder, unless `replace`.
+        replace: exchange an existing `out` for the new folder and delete the old one.
+        remedy: what a user can do where the system refuses to write.
+
+    Raises:
+        DataError: `out` exists (without `replace`), or the system refuses to write there.
+    """
+    with _system_errors(out, remedy):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(out)
+        temporary, lock = _claim(out)
+        try:
+            temporary.mkdir()
+            yield temporary
+            _move_into_place(temporary, out, replace)
+            sync_folder(out.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock_path(temporary).unlink(missing_ok=True)
+            os.close(lock)
+
+
+def lock_path(temporary: Path) -> Path:
+    """The lock file that tells whether `temporary` still has an owner."""
+    return temporary.with_name(temporary.name + LOCK_SUFFIX)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete the temporary folders that interrupted runs left for `out`; those of live processes stay."""
+    for lock_file in sorted(out.parent.glob(_glob_escape(f".{out.name}.tmp-") + "*" + LOCK_SUFFIX)):
+        # A folder of another user's, or a file system without locks: not ours to judge, and it loads nowhere.
+        with contextlib.suppress(OSError):
+            lock = os.open(lock_file, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temporary = lock_file.with_name(lock_file.name.removesuffix(LOCK_SUFFIX))
+                old = temporary.with_name(temporary.name + OLD_SUFFIX)
+                if old.exists() and not out.exists():
+                    old.rename(out)  # killed between the two renames of a replacement: the old store is the valid one
+                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
+                lock_file.unlink()
+            finally:
+                os.close(lock)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the contents of `path` are on disk."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in the folder `path` are on disk."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _glob_escape(name: str) -> str:
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+
+
+def _claim(out: Path) -> tuple[Path, int]:
+    """Choose a temporary name and lock it. Returns the (not yet existing) folder and the lock's descriptor."""
+    while True:
+        temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        lock = os.open(lock_path(temporary), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        # Without locks (some network file systems) leftovers stay until the user deletes them; nothing else changes.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Between our open and our lock another process may have taken the file for a leftover and deleted it.
+        if lock_path(temporary).exists():
+            return temporary, lock
+        os.close(lock)
+
+
+def _move_into_place(temporary: Path, out: Path, replace: bool) -> None:
+    if not (replace and out.exists()):
+        try:
+            temporary.rename(out)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise DataError(out, "exists already", "nothing was changed") from error
+            raise
+        return
+    try:
+        _exchange(temporary, out)  # the old folder now has the temporary name, and is deleted with it
+    except (OSError, AttributeError) as error:
+        logger.warning("%s: this file system cannot exchange folders (%s); using two renames", out, error)
+        old = temporary.with_name(temporary.name + OLD_SUFFIX)
+        out.rename(old)
+        try:
+            temporary.rename(out)
+        except OSError:
+            old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swap two folders in one step (Linux `renameat2`). AttributeError where the C library has no such function."""
+    renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(second))
+
+
+@contextmanager
+def _system_errors(out: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(out, f"cannot be written ({error.strerror or error})", remedy) from error

@@ -1,0 +1,249 @@
+"""Batches of one rank's slices of sequences, as a pure function of one integer.
+
+Sequence i is tokens [i · seq_len, (i + 1) · seq_len) of the stream; its labels are the tokens one further, so the last
+label of one sequence is the first token of the next. The endless stream of sequences runs through one random order of
+all sequences an epoch; a step takes the next `global_batch` of it (and may cross the border of an epoch). All that a
+run must remember is `consumed`, the number of sequences taken before, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.config import check_batch, check_reset, check_seq_len
+from data.documents import shard_cu_seqlens
+from data.permutation import Permutation
+from data.store import TokenStore
+from zeco_train.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a micro-batch; L = seq_len / sp_size.
+
+    Attributes:
+        input_ids: [B, L] int64.
+        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards and sequences.
+        cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
+            `reset_state_at_document`.
+        continues: the first piece continues a document (without documents: the sequence) from an earlier shard.
+        offset: position of the first token in the whole sequence.
+        sequence_ids: which sequences these are.
+        is_padding: in validation only: run it so that all ranks do the same, and count nothing of it.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor | None
+    continues: bool
+    offset: int
+    sequence_ids: list[int]
+    is_padding: bool = False
+
+
+class SequenceReader:
+    """Reads one sequence-parallel rank's slices of sequences from a store.
+
+    Args:
+        seq_len: tokens of the whole sequence.
+        sp_rank, sp_size: which of how many equal shards.
+        reset_state_at_document: give the borders of documents; then for one sequence at a time.
+
+    Raises:
+        ConfigError: a `seq_len` that does not divide, or is longer than the store.
+    """
+
+    def __init__(
+        self, store: TokenStore, *, seq_len: int, sp_rank: int, sp_size: int, reset_state_at_document: bool = False
+    ) -> None:
+        check_seq_len(seq_len, sp_size, store.num_tokens)
+        assert 0 <= sp_rank < sp_size, (sp_rank, sp_size)
+        self.store, self.seq_len = store, seq_len
+        self.length = seq_len // sp_size
+        self.offset = sp_rank * self.length
+        self.num_sequences = (store.num_tokens - 1) // seq_len
+        self._reset = reset_state_at_document
+
+    def read(self, sequence_ids: list[int], *, is_padding: bool = False) -> Batch:
+        """Read this rank's tokens of the sequences, and one more of each: the label of the last."""
+        tokens = np.empty((len(sequence_ids), self.length + 1), dtype=np.int64)
+        for row, sequence_id in zip(tokens, sequence_ids, strict=True):
+            start = sequence_id * self.seq_len + self.offset
+            row[:] = self.store.read(start, start + self.length + 1)
+        cu_seqlens, continues = None, self.offset > 0
+        if self._reset:
+            assert len(sequence_ids) == 1, sequence_ids
+            start = sequence_ids[0] * self.seq_len
+            offsets = self.store.doc_offsets
+            cu_seqlens, continues = shard_cu_seqlens(offsets, start, self.seq_len, self.offset, self.length)
+        return Batch(
+            input_ids=torch.from_numpy(tokens[:, :-1].copy()),
+            labels=torch.from_numpy(tokens[:, 1:].copy()),
+            cu_seqlens=cu_seqlens,
+            continues=continues,
+            offset=self.offset,
+            sequence_ids=sequence_ids,
+            is_padding=is_padding,
+        )
+
+
+class SequenceLoader:
+    """The training batches of one rank. `batch` is a pure function of its arguments.
+
+    The step that begins after `consumed` sequences takes places consumed … consumed + global_batch − 1 of the stream.
+    Data-parallel rank d takes the d-th contiguous part of them, and micro-step m the m-th `micro_batch` of that.
+
+    Raises:
+        ConfigError: as `check_seq_len`, `check_batch` and `check_reset` of data.config.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        seq_len: int,
+        seed: int,
+        global_batch: int,
+        micro_batch: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        sp_rank: int = 0,
+        sp_size: int = 1,
+        reset_state_at_document: bool = False,
+        shuffle: bool = True,
+    ) -> None:
+        check_batch(global_batch, micro_batch, dp_size)
+        check_reset(reset_state_at_document, micro_batch)
+        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        self.reader = SequenceReader(
+            store,
+            seq_len=seq_len,
+            sp_rank=sp_rank,
+            sp_size=sp_size,
+            reset_state_at_document=reset_state_at_document,
+        )
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.micro_steps = global_batch // (dp_size * micro_batch)
+        self._first = dp_rank * (global_batch // dp_size)
+        self._seed, self._shuffle = seed, shuffle
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of an epoch."""
+        return self.reader.num_sequences
+
+    def sequence_id(self, position: int) -> int:
+        """The sequence at a place of the endless stream; epoch = position // num_sequences."""
+        epoch, index = divmod(position, self.num_sequences)
+        return Permutation(self.num_sequences, self._seed, epoch)(index) if self._shuffle else index
+
+    def sequence_ids(self, consumed: int, micro_step: int) -> list[int]:
+        """The sequences of this rank's micro-batch."""
+        assert consumed >= 0, consumed
+        assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
+        start = consumed + self._first + micro_step * self.micro_batch
+        return [self.sequence_id(start + i) for i in range(self.micro_batch)]
+
+    def batch(self, consumed: int, micro_step: int) -> Batch:
+        """This rank's micro-batch `micro_step` of the step that begins after `consumed` sequences.
+
+        Raises:
+            DataError: the store has changed or cannot be read.
+        """
+        return self.reader.read(self.sequence_ids(consumed, micro_step))
+
+
+class PrefetchingLoader:
+    """Gives the micro-batches of a run in order, reading ahead on one background thread.
+
+    Args:
+        loader: what to read.
+        consumed: sequences consumed before the first step.
+        ahead: how many micro-batches may wait.
+    """
+
+    def __init__(self, loader: SequenceLoader, consumed: int, ahead: int = 1) -> None:
+        self._loader = loader
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(consumed,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Batch:
+        """The next micro-batch. An error of the background thread is raised here, and again at every later call."""
+        if self._stop.is_set():
+            raise RuntimeError("the loader is closed")
+        if self._error is None:
+            item = self._queue.get()
+            if not isinstance(item, BaseException):
+                return item
+            self._error = item
+        raise self._error
+
+    def close(self) -> None:
+        """Stop the thread, and wait a little for a read that is under way."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self, consumed: int) -> None:
+        try:
+            while True:
+                for micro_step in range(self._loader.micro_steps):
+                    if not self._put(self._loader.batch(consumed, micro_step)):
+                        return
+                consumed += self._loader.global_batch
+        except BaseException as error:  # whatever it is, the caller of `next` has to see it
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def validation_batches(
+    store: TokenStore,
+    *,
+    seq_len: int,
+    micro_batch: int = 1,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    sp_rank: int = 0,
+    sp_size: int = 1,
+    reset_state_at_document: bool = False,
+    max_sequences: int | None = None,
+) -> Iterator[Batch]:
+    """One rank's validation batches: every sequence once over all data-parallel ranks, in fixed order.
+
+    All ranks give the same number of batches, as collectives need; what is too much is padding (`Batch.is_padding`).
+
+    Args:
+        max_sequences: take only the first so many sequences.
+
+    Raises:
+        DataError: the store is shorter than a sequence.
+    """
+    if store.num_tokens - 1 < seq_len:
+        problem = f"its {store.num_tokens} tokens are too few for validation with data.seq_len={seq_len}"
+        raise DataError(store.path, problem, "use a larger validation part or shorter sequences")
+    reader = SequenceReader(
+        store, seq_len=seq_len, sp_rank=sp_rank, sp_size=sp_size, reset_state_at_document=reset_state_at_document
+    )
+    check_reset(reset_state_at_document, micro_batch)
+    count = reader.num_sequences if max_sequences is None else min(reader.num_sequences, max_sequences)
+    for start in range(0, count, dp_size * micro_batch):
+        first = start + dp_rank * micro_batch
+        ids = list(range(first, min(first + micro_batch, count)))
+        yield reader.read(ids or [0], is_padding=not ids)

@@ -1,0 +1,339 @@
+"""The token store: its files, its reads, and what it says of folders that are none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import atomic, store
+from data.atomic import atomic_folder
+from data.corpora import prepare_embedded, standard_library_documents
+from data.store import META_FILE, OFFSETS_FILE, TOKENS_FILE, StoreWriter, TokenStore, check_vocabulary, is_store
+from zeco_train.errors import ConfigError, DataError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def write_store(folder: Path, lengths: list[int], vocab_size: int = 1000) -> np.ndarray:
+    """A store of random documents of the given lengths (end of sequence included); returns its tokens."""
+    tokens = np.random.default_rng(0).integers(2, vocab_size, sum(lengths))
+    tokens[np.cumsum(lengths) - 1] = 1
+    with StoreWriter(folder, vocab_size=vocab_size, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        start = 0
+        for length in lengths:
+            writer.append(tokens[start : start + length], [length])
+            start += length
+        writer.finish(sources_sha256="sources")
+    return tokens
+
+
+def edit_meta(folder: Path, **changes: object) -> None:
+    record = json.loads((folder / META_FILE).read_text())
+    (folder / META_FILE).write_text(json.dumps(record | changes))
+
+
+def opening_error(folder: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        TokenStore.open(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype", "itemsize"), [(65536, "uint16", 2), (65537, "uint32", 4)])
+def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) -> None:
+    lengths = [3, 1, 7, 20]
+    tokens = write_store(tmp_path / "store", lengths, vocab_size)
+    opened = TokenStore.open(tmp_path / "store")
+    assert (opened.num_tokens, opened.vocab_size, opened.itemsize) == (31, vocab_size, itemsize)
+    assert opened.meta.dtype == dtype
+    assert opened.doc_offsets.dtype == np.int64
+    assert opened.doc_offsets.tolist() == [0, 3, 4, 11, 31]
+    for start, stop in [(0, 31), (0, 0), (5, 6), (30, 31), (31, 31), (4, 20)]:
+        got = opened.read(start, stop)
+        assert got.dtype == np.int64
+        np.testing.assert_array_equal(got, tokens[start:stop])
+    assert opened.bytes_requested == itemsize * (31 + 0 + 1 + 1 + 0 + 16)
+    opened.verify()
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == sorted(
+        [META_FILE, OFFSETS_FILE, TOKENS_FILE]
+    )
+
+
+def test_reads_go_on_after_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = write_store(tmp_path / "store", [100])
+    opened = TokenStore.open(tmp_path / "store")
+    whole = os.preadv
+    monkeypatch.setattr(store.os, "preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
+    np.testing.assert_array_equal(opened.read(10, 90), tokens[10:90])
+
+
+def test_reads_from_many_threads(tmp_path: Path) -> None:
+    tokens = write_store(tmp_path / "store", [50_000])
+    opened = TokenStore.open(tmp_path / "store")
+    wrong: list[int] = []
+
+    def read(seed: int) -> None:
+        for start in np.random.default_rng(seed).integers(0, 49_000, 100).tolist():
+            if not np.array_equal(opened.read(start, start + 1000), tokens[start : start + 1000]):
+                wrong.append(start)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert opened.bytes_requested == 8 * 100 * 1000 * 2
+
+
+def test_split_tail_takes_whole_documents_up_to_the_fraction(tmp_path: Path) -> None:
+    lengths = [10, 20, 30, 5, 5]
+    tokens = np.arange(70) % 9
+    with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(tokens, lengths)
+        # 20 % of 70 tokens are 14: the last two documents (10) fit, the one before (30) does not.
+        with writer.split_tail(0.2, tmp_path / "store" / "validation") as tail:
+            tail.finish("sources")
+        writer.finish("sources")
+    main, held_out = TokenStore.open(tmp_path / "store"), TokenStore.open(tmp_path / "store" / "validation")
+    assert main.doc_offsets.tolist() == [0, 10, 30, 60]
+    assert held_out.doc_offsets.tolist() == [0, 5, 10]
+    np.testing.assert_array_equal(np.concatenate([main.read(0, 60), held_out.read(0, 10)]), tokens)
+    main.verify()
+    held_out.verify()
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda folder: (folder / META_FILE).unlink(), "not a token store (no meta.json)"),
+        (lambda folder: (folder / META_FILE).write_text("{"), "not a token store (meta.json is not JSON"),
+        (
+            lambda folder: (folder / META_FILE).write_text('{"format": "parquet"}'),
+            "not a token store (meta.json has no",
+        ),
+        (lambda folder: (folder / META_FILE).write_text("[1]"), "not a token store (meta.json has no format"),
+        (lambda folder: edit_meta(folder, version=99), "format version 99"),
+        (lambda folder: edit_meta(folder, num_tokens="many"), "num_tokens is 'many', not int"),
+        (lambda folder: edit_meta(folder, num_tokens=0), "holds no tokens"),
+        (lambda folder: edit_meta(folder, dtype="uint32"), "do not fit together"),
+        (lambda folder: os.truncate(folder / TOKENS_FILE, 59), "truncated: 59 bytes, meta.json says 60"),
+        (lambda folder: os.truncate(folder / TOKENS_FILE, 62), "too long: 62 bytes, meta.json says 60"),
+        (lambda folder: (folder / TOKENS_FILE).unlink(), "tokens.bin: cannot be read (No such file or directory)"),
+        (lambda folder: (folder / OFFSETS_FILE).unlink(), "doc_offsets.npy: cannot be read (No such file"),
+        (lambda folder: os.truncate(folder / OFFSETS_FILE, 140), "doc_offsets.npy: cannot be read ("),
+        (lambda folder: np.save(folder / OFFSETS_FILE, np.array([0, 10, 30])), "expected int64 [4]"),
+        (lambda folder: np.save(folder / OFFSETS_FILE, np.array([0, 10, 20, 30.0])), "float64 [4], expected int64 [4]"),
+        (
+            lambda folder: np.save(folder / OFFSETS_FILE, np.array([0, 10, 20, 31])),
+            "runs from 0 to 31, expected 0 to 30",
+        ),
+        (lambda folder: np.save(folder / OFFSETS_FILE, np.array([0, 20, 10, 30])), "its offsets do not increase"),
+    ],
+)
+def test_damaged_and_foreign_folders(tmp_path: Path, damage: object, expected: str) -> None:
+    write_store(tmp_path / "store", [10, 10, 10])
+    damage(tmp_path / "store")  # type: ignore[operator]
+    message = opening_error(tmp_path / "store")
+    assert expected in message
+    assert str(tmp_path / "store") in message
+
+
+def test_missing_empty_and_file(tmp_path: Path) -> None:
+    assert opening_error(tmp_path / "none").startswith(f"{tmp_path / 'none'}: no such token store; prepare one with")
+    (tmp_path / "empty").mkdir()
+    assert "an empty folder, not a token store" in opening_error(tmp_path / "empty")
+    (tmp_path / "file").write_text("")
+    assert "is a file, a token store is a folder" in opening_error(tmp_path / "file")
+
+
+def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", [10, 10, 10])
+    opened = TokenStore.open(tmp_path / "store")
+    os.truncate(tmp_path / "store" / TOKENS_FILE, 40)
+    with pytest.raises(DataError, match=r"has become shorter since it was opened: nothing at byte 40"):
+        opened.read(15, 25)
+    with pytest.raises(DataError, match=r"tokens\.bin: its contents differ"):
+        opened.verify()
+
+
+def test_check_vocabulary(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", [10], vocab_size=259)
+    opened = TokenStore.open(tmp_path / "store")
+    check_vocabulary(opened, 259)
+    with pytest.raises(ConfigError, match=r"^model\.vocab_size=258: .*/store has 259 ids; allowed: 259 or more$"):
+        check_vocabulary(opened, 258)
+
+
+def test_atomic_folder_leaves_nothing_after_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out") as folder:  # noqa: PT012
+        write_store(folder / "store", [5])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_atomic_folder_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+
+        def refuse(first: Path, second: Path) -> None:
+            raise OSError(22, "Invalid argument")
+
+        monkeypatch.setattr(atomic, "_exchange", refuse)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    with pytest.raises(DataError, match="exists already"), atomic_folder(tmp_path / "out") as folder:
+        (folder / "new").write_text("new")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]
+    with atomic_folder(tmp_path / "out", replace=True) as folder:
+        (folder / "new").write_text("new")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_leftovers_are_removed_unless_their_owner_lives(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from data.atomic import atomic_folder\n"
+        "with atomic_folder(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'file').write_text('x'); print(folder, flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        temporary = Path(owner.stdout.readline().strip())
+        assert (temporary / "file").exists()
+        with atomic_folder(tmp_path / "out") as folder:
+            (folder / "mine").write_text("x")
+        assert (temporary / "file").exists(), "a live process lost its folder"
+        owner.kill()
+        owner.wait()
+    assert temporary.exists()
+    atomic.remove_leftovers(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_replacement_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None:
+    temporary = tmp_path / ".out.tmp-1-abc"
+    temporary.mkdir()
+    old = tmp_path / ".out.tmp-1-abc.old"
+    old.mkdir()
+    (old / "file").write_text("the only valid store")
+    atomic.lock_path(temporary).touch()
+    atomic.remove_leftovers(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "the only valid store"
+
+
+def test_unwritable_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    expected = pytest.raises(DataError, match=r"out: cannot be written \(.*\); choose another folder$")
+    with expected, atomic_folder(tmp_path / "file" / "out"):
+        pytest.fail("the block ran")
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small standard library with what has to be left out of it."""
+    folder = tmp_path / "library"
+    for name in ["os.py", "json/__init__.py", "site-packages/a.py", "dist-packages/b.py", "json/__pycache__/c.py"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+    (folder / "bad.py").write_bytes(b"# -*- coding: latin-1 -*- \xe9")
+    (folder / "empty.py").write_text("")
+    (folder / "data.txt").write_text("no source")
+    for index in range(60):
+        (folder / f"module_{index:02}.py").write_text(f"value = {index}\n" * 20)
+    return folder
+
+
+def test_standard_library_documents(library: Path) -> None:
+    corpus = standard_library_documents(library)
+    names = [name for name, _ in corpus.documents]
+    assert names == sorted(names)
+    assert names == ["json/__init__.py", *(f"module_{index:02}.py" for index in range(60)), "os.py"]
+    assert corpus.not_utf8 == 1
+    assert corpus.documents[0][1] == "# json/__init__.py\n"
+    assert standard_library_documents(library).manifest_sha256 == corpus.manifest_sha256
+    (library / "os.py").write_text("# changed\n")
+    assert standard_library_documents(library).manifest_sha256 != corpus.manifest_sha256
+    with pytest.raises(DataError, match="no standard library sources"):
+        standard_library_documents(library / "site-packages" / "none")
+
+
+def test_the_running_pythons_library_is_there() -> None:
+    corpus = standard_library_documents()
+    names = {name for name, _ in corpus.documents}
+    assert "json/decoder.py" in names
+    assert not any("site-packages" in name or "dist-packages" in name for name in names)
+    assert sum(len(text) for _, text in corpus.documents) > 5_000_000
+
+
+def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
+    corpus = standard_library_documents(library)
+    path = prepare_embedded(tmp_path / "cache", 0.25, corpus)
+    main, held_out = TokenStore.open(path), TokenStore.open(path / "validation")
+    assert main.meta.sources_sha256 == corpus.manifest_sha256
+    assert main.meta.num_documents + held_out.meta.num_documents == len(corpus.documents)
+    assert 5 <= held_out.meta.num_documents <= 26  # 62 files, each held out with probability 1/4: ± 3 deviations
+
+    def documents(opened: TokenStore) -> list[str]:
+        ids = [opened.read(start, stop) for start, stop in itertools.pairwise(opened.doc_offsets.tolist())]
+        assert all(tokens[-1] == 1 for tokens in ids)
+        return [bytes((tokens[:-1] - 3).astype(np.uint8)).decode() for tokens in ids]
+
+    train_texts, held_out_texts = documents(main), documents(held_out)
+    assert sorted(train_texts + held_out_texts) == sorted(text for _, text in corpus.documents)
+    # Held-out files are spread over the library, not its end.
+    order = [text in set(held_out_texts) for _, text in corpus.documents]
+    assert any(order[: len(order) // 2])
+    assert any(order[len(order) // 2 :])
+
+    before = (path / TOKENS_FILE).stat().st_ino
+    assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
+    assert (path / TOKENS_FILE).stat().st_ino == before, "prepared a second time"
+    assert prepare_embedded(tmp_path / "cache", 0.5, corpus) != path
+    os.truncate(path / TOKENS_FILE, 10)
+    assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
+    TokenStore.open(path).verify()
+    without = prepare_embedded(tmp_path / "cache", 0.0, corpus)
+    assert not (without / "validation").exists()
+    assert not [folder for folder in (tmp_path / "cache").iterdir() if not is_store(folder)]
+
+
+def test_two_processes_prepare_the_embedded_corpus_at_once(library: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from data.corpora import prepare_embedded, standard_library_documents\n"
+        "corpus = standard_library_documents(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
+        "print(prepare_embedded(Path(sys.argv[2]), 0.25, corpus))"
+    )
+    command = [sys.executable, "-c", code, str(library), str(tmp_path / "cache")]
+    processes = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    paths = {process.communicate()[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(paths) == 1
+    TokenStore.open(paths.pop()).verify()
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_unwritable_cache(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written \(.*\); choose another folder with .*ZECO_CACHE"):
+        prepare_embedded(tmp_path / "cache", 0.25, standard_library_documents(library))
