@@ -1,0 +1,94 @@
+"""Log files, one a rank: everything that Python logs or warns of, and on the terminal only our own warnings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zeco_train.errors import ConfigError
+
+# The packages of this repository; modules log to `logging.getLogger(__name__)`.
+_OWN_LOGGERS = ("zeco_train", "models", "data")
+
+_installed: list[tuple[logging.Logger, logging.Handler]] = []
+
+
+def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> Path:
+    """Send logging and Python's warnings to `run_dir/logs/rank_{rank}.log`, appending.
+
+    Rank 0 also shows our own warnings and errors on stderr, one line each; other packages' go to the file only.
+    Torch's loggers, which print to stderr by themselves, are redirected unless the user asked for them with
+    `TORCH_LOGS`. What C++ code writes to stderr is out of reach. May be called again: the newest call counts.
+
+    Returns:
+        The log file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    close_logging()
+    path = Path(run_dir) / "logs" / f"rank_{rank}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"cannot be written ({error.strerror}); name another folder") from error
+    file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(level)
+    _install(root, file)
+    if rank == 0:
+        terminal = _TerminalHandler(logging.WARNING)
+        for name in _OWN_LOGGERS:
+            _install(logging.getLogger(name), terminal)
+    logging.captureWarnings(True)
+    if not os.environ.get("TORCH_LOGS"):
+        _redirect_torch()
+    return path
+
+
+def close_logging() -> None:
+    """Undo `setup_logging` and close the file (torch's loggers stay quiet)."""
+    logging.captureWarnings(False)
+    while _installed:
+        logger, handler = _installed.pop()
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def _install(logger: logging.Logger, handler: logging.Handler) -> None:
+    logger.addHandler(handler)
+    _installed.append((logger, handler))
+
+
+def _redirect_torch() -> None:
+    """Take away the stderr handlers of torch's loggers and let their records reach the root logger's file."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] != "torch" or not isinstance(logger, logging.Logger):
+            continue
+        for handler in list(logger.handlers):
+            # Not the subclasses, which write to files that the user asked for.
+            if type(handler) is logging.StreamHandler:
+                logger.removeHandler(handler)
+                logger.propagate = True
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes `warning: message` to stderr as one line, without a traceback (the file has it), above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = " ".join(record.getMessage().split())
+            # tqdm.write takes the bar away, prints, and draws it again, whichever stream it is on.
+            tqdm.write(f"{record.levelname.lower()}: {text}", file=sys.stderr)
+            sys.stderr.flush()
+        except OSError:
+            # The terminal is gone; the record is in the file.
+            return
+        except Exception:
+            # What logging asks of every handler: a bad format string must not end the program.
+            self.handleError(record)

@@ -1,0 +1,170 @@
+"""metrics.jsonl: what a run measured, one JSON object a logged step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zeco_train.errors import DataError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One row of metrics.jsonl. Times and rates are means over the steps since the row before.
+
+    Attributes:
+        step: optimizer steps done, from 1.
+        loss: mean token loss of the global batch, in nats.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate of this step.
+        tokens: trained on since the start of the run, over all ranks.
+        tokens_per_second, tokens_per_second_per_device: throughput of the whole job, and over its ranks.
+        step_seconds: wall-clock time of a step; data_seconds: the part of it spent waiting for the loader.
+        val_loss: mean token loss over the held-out sequences, where it was measured.
+        memory_gb: peak of allocated device memory (10^9 bytes); mfu: model FLOPs over the device's peak. GPUs only.
+        comm_exposed_seconds: communication of a step that no compute hid, where it was measured.
+        extra: further values by name, JSON types only; they become columns of their own.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    step_seconds: float
+    data_seconds: float
+    val_loss: float | None = None
+    memory_gb: float | None = None
+    mfu: float | None = None
+    comm_exposed_seconds: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The columns that have a value, `extra` last.
+
+        Raises:
+            ValueError: a name in `extra` is one of the columns.
+        """
+        names = [column.name for column in fields(self) if column.name != "extra"]
+        if clash := sorted({*names} & {*self.extra}):
+            raise ValueError(f"extra metrics may not be named {', '.join(clash)}")
+        row = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**row, **self.extra}
+
+
+class MetricsWriter:
+    """Appends rows to a metrics.jsonl, each with one system call, so that a kill leaves whole lines but the last.
+
+    Opening it on a file that a killed run left cuts off that partial last line, and nothing else. A resumed run
+    appends: a step that was done twice has two rows, of which the last counts (`read_metrics`).
+
+    Floats are written with all their digits (`float(text)` gives back the same value). NaN and infinities, which JSON
+    has not, are written as `null`.
+
+    Args:
+        path: the file; made, with its folder, if it is not there.
+
+    Raises:
+        DataError: it cannot be written, here or in `write`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._repair()
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append a row. What another process reads from now on has it."""
+        assert self._descriptor is not None, "write after close"
+        line = json.dumps(_finite(metrics.as_dict()), allow_nan=False, separators=(", ", ": ")) + "\n"
+        try:
+            pending = line.encode()
+            # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
+            while pending:
+                pending = pending[os.write(self._descriptor, pending) :]
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _repair(self) -> None:
+        """Truncate the file behind its last newline."""
+        assert self._descriptor is not None
+        size = end = os.fstat(self._descriptor).st_size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._descriptor, end)
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(self.path, f"cannot be written ({error.strerror})", "free space there or name another run_dir")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, one a step, in the order of steps; also of a run that is going on.
+
+    Of several rows of a step the last counts. A last line without its newline is still being written, or was torn by
+    a kill, and is left out. Values that were NaN or infinite are None. A file that does not exist has no rows.
+
+    Raises:
+        DataError: a line is not a JSON object with an integer `step`, or the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from error
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+            raise DataError(path, f"line {number} is not a row of metrics", "remove the line")
+        rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for every float that JSON cannot hold, in mappings and lists too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,123 @@
+"""A picture of a run: loss and throughput over its steps."""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.progress import compact
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_FILE = "loss.png"
+
+_BLUE, _ORANGE, _GREY = "#2a6fbb", "#d9720f", "#5f6b76"
+# From this many rows on, a running mean over about a 50th of them is drawn over the single rows.
+_ROWS_TO_SMOOTH = 200
+
+
+def plot_run(run_dir: str | Path) -> Path | None:
+    """Draw `run_dir/metrics.jsonl` into `run_dir/loss.png`: losses above, tokens/s below.
+
+    The picture is replaced in one go; a reader never sees half of one.
+
+    Returns:
+        The picture's path; None if there is no row to draw.
+
+    Raises:
+        DataError: metrics.jsonl cannot be read.
+    """
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir / METRICS_FILE)
+    if not rows:
+        return None
+    # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure.suptitle(run_dir.resolve().name, fontsize=14, fontweight="bold")
+    _draw_loss(upper, rows)
+    _draw_throughput(lower, rows)
+    figure.align_ylabels()
+    path = run_dir / PLOT_FILE
+    partial = path.with_name(f".{PLOT_FILE}.{os.getpid()}")
+    try:
+        figure.savefig(partial, format="png")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    steps, losses = _series(rows, "loss")
+    if len(steps) < _ROWS_TO_SMOOTH:
+        axes.plot(steps, losses, color=_BLUE, linewidth=1.8, marker=_marker(steps), label="training")
+    else:
+        axes.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.35, label="training")
+        window = len(steps) // 100 * 2 + 1
+        axes.plot(steps, _running_mean(losses, window), color=_BLUE, label=f"training, mean of {window} rows")
+    val_steps, val_losses = _series(rows, "val_loss")
+    if val_steps:
+        axes.plot(val_steps, val_losses, color=_ORANGE, linewidth=1.8, marker="o", markersize=5, label="validation")
+    if len(axes.lines) > 1:
+        axes.legend(frameon=False)
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines["right"].set_visible(False)
+    last = rows[-1]
+    if last["step"] > 0 and last.get("tokens"):
+        # The global batch is the same for the whole run, so tokens are a multiple of steps.
+        per_step = last["tokens"] / last["step"]
+        top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+        top.set_xlabel("tokens", color=_GREY)
+        top.tick_params(colors=_GREY)
+        top.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _draw_throughput(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    steps, rates = _series(rows, "tokens_per_second")
+    axes.plot(steps, rates, color=_BLUE, linewidth=1.5, marker=_marker(steps), label="throughput")
+    if len(rates) > 1:
+        middle = median(rates)
+        axes.axhline(middle, color=_GREY, linewidth=1, linestyle="--", label=f"median {compact(middle)}")
+        axes.legend(frameon=False, loc="lower right")
+    axes.set_xlim(0, 1.02 * max(rows[-1]["step"], 1))
+    axes.set_ylim(0, 1.15 * max(rates, default=1.0) or 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step")
+    axes.set_ylabel("tokens per second")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have a value by this name."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _marker(steps: list[int]) -> str:
+    """Dots where the line alone would be hard to see, or would not be."""
+    return "o" if len(steps) == 1 else "." if len(steps) <= 30 else ""
+
+
+def _running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of the values within `window / 2` of each, of fewer at the ends; centred, so that it does not lag."""
+    sums = [0.0, *accumulate(values)]
+    half, count = window // 2, len(values)
+    bounds = [(max(0, index - half), min(count, index + half + 1)) for index in range(count)]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in bounds]

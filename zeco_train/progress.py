@@ -1,0 +1,158 @@
+"""What rank 0 shows of a run while it goes: a bar on a terminal, plain lines anywhere else; and its last line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+# Taken for the size of a terminal that does not know its own.
+_COLUMNS, _ROWS = 100, 24
+
+
+class ProgressDisplay:
+    """Shows the steps of a run on stdout, a terminal or not.
+
+    A display that breaks (a closed pipe, a terminal that is gone) says so in the log and stays silent: a run does not
+    end because nobody looks at it.
+
+    Args:
+        total_steps: steps of the whole run.
+        step: steps that are done already (a resumed run's).
+        enabled: False shows nothing, on ranks > 0.
+        stream: where to; stdout by default.
+        clock: seconds, for the estimate of the time left.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        step: int = 0,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self._stream = (sys.stdout if stream is None else stream) if enabled else None
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+        self._bar: tqdm | None = None
+        if self._stream is not None and self._stream.isatty():
+            known_size = _has_size(self._stream)
+            # No rate of tqdm's own: it counts steps, and the checkpoints and validations between them.
+            self._bar = tqdm(
+                total=total_steps,
+                initial=step,
+                file=self._stream,
+                dynamic_ncols=known_size,
+                ncols=None if known_size else _COLUMNS,
+                nrows=None if known_size else _ROWS,
+                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
+
+    def advance(self, step: int) -> None:
+        """`step` steps are done. Moves the bar; plain lines come with `report` only."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def report(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics (`StepMetrics.as_dict()`)."""
+        step, left = row["step"], timedelta(seconds=round(self._seconds_left(row)))
+        parts = [f"loss {row['loss']:.4f}"]
+        if "val_loss" in row:
+            parts.append(f"val_loss {row['val_loss']:.4f}")
+        if self._bar is None:
+            parts += [f"grad_norm {row['grad_norm']:.3g}", f"lr {row['lr']:.2e}"]
+        parts.append(f"{compact(row['tokens_per_second'])} tokens/s")
+        if "memory_gb" in row:
+            parts.append(f"{row['memory_gb']:.1f} GB")
+        if "mfu" in row:
+            parts.append(f"mfu {row['mfu']:.1%}")
+        parts.append(f"ETA {left}")
+        if self._bar is not None:
+            self.advance(step)
+            self._bar.set_postfix_str("  ".join(parts))
+        else:
+            width = len(str(self.total_steps))
+            self._print("  ".join([f"step {step:{width}d}/{self.total_steps}", *parts]))
+
+    def note(self, text: str) -> None:
+        """Show a line of its own, above the bar if there is one."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line. May be called again."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _seconds_left(self, row: Mapping[str, Any]) -> float:
+        """Wall-clock time left at the pace since the first report, which leaves out the start-up in the first steps."""
+        step, now = row["step"], self._clock()
+        if self._first is None or step <= self._first[0]:
+            self._first = (step, now)
+            seconds_per_step = row["step_seconds"]
+        else:
+            seconds_per_step = (now - self._first[1]) / (step - self._first[0])
+        return max(0.0, seconds_per_step * (self.total_steps - step))
+
+    def _print(self, text: str) -> None:
+        if self._stream is None:
+            return
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        try:
+            if self._bar is not None:
+                tqdm.write(text, file=self._stream)
+            else:
+                print(text, file=self._stream)
+            self._stream.flush()
+        except OSError as error:
+            logger.warning("no more progress is shown, the output is closed: %s", error)
+            if self._stream is sys.stdout:
+                # What is still buffered would fail again when the interpreter ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._stream = None
+
+
+def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path) -> str:
+    """A run in one line, from its rows of metrics: steps, first → last loss, median tokens/s, where the results are."""
+    where = f"results in {run_dir}"
+    if not rows:
+        return f"no step was logged, {where}"
+    first, last = rows[0], rows[-1]
+    loss = f"loss {first['loss']:.2f} → {last['loss']:.2f}"
+    if last.get("val_loss") is not None:
+        loss += f" (validation {last['val_loss']:.2f})"
+    throughput = median(row["tokens_per_second"] for row in rows)
+    steps = "1 step" if last["step"] == 1 else f"{last['step']} steps"
+    return f"{steps}, {loss}, {throughput:,.0f} tokens/s, {where}"
+
+
+def compact(value: float) -> str:
+    """Three significant digits with k, M or G: 12345.6 → "12.3k"."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            scaled = value / size
+            digits = max(0, 2 - int(scaled >= 9.995) - int(scaled >= 99.95))
+            return f"{scaled:.{digits}f}{unit}"
+    return f"{value:.3g}"
+
+
+def _has_size(terminal: TextIO) -> bool:
+    """Whether a terminal knows its size; one made by a container or a job launcher may report 0 × 0."""
+    try:
+        return min(os.get_terminal_size(terminal.fileno())) > 0
+    except OSError:
+        return False
