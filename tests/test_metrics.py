@@ -250,6 +250,7 @@ def test_summary_line() -> None:
     )
     rows[-1]["val_loss"] = 3.1
     assert "loss 5.56 → 3.01 (validation 3.10), " in summary_line(rows, "x")
+    assert "loss nan → 3.01" in summary_line([{**rows[0], "loss": None}, *rows[1:]], "x")
     assert summary_line(rows[:1], "x").startswith("1 step, loss 5.56 → 5.56")
     assert summary_line([], "x") == "no step was logged, results in x"
 
@@ -339,7 +340,12 @@ def test_plot(tmp_path: Path) -> None:
 def test_plot_of_nothing_finite(tmp_path: Path) -> None:
     nan = float("nan")
     write_rows(tmp_path / "metrics.jsonl", metrics(1, nan, tokens_per_second=nan))
-    assert plot_run(tmp_path) is not None
+    picture = plot_run(tmp_path)
+    assert picture is not None
+    picture.unlink()
+    picture.mkdir()
+    with pytest.raises(DataError, match=r"loss\.png: cannot be written"):
+        plot_run(tmp_path)
 
 
 # --- trackers ---

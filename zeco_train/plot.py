@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from zeco_train.errors import DataError
 from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.progress import compact
 
@@ -30,7 +31,7 @@ def plot_run(run_dir: str | Path) -> Path | None:
         The picture's path; None if there is no row to draw.
 
     Raises:
-        DataError: metrics.jsonl cannot be read.
+        DataError: metrics.jsonl cannot be read, or the picture not written.
     """
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
@@ -52,6 +53,8 @@ def plot_run(run_dir: str | Path) -> Path | None:
     try:
         figure.savefig(partial, format="png")
         partial.replace(path)
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
     finally:
         partial.unlink(missing_ok=True)
     return path
