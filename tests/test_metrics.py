@@ -203,6 +203,7 @@ def test_a_closed_pipe_does_not_end_a_run() -> None:
         "from tests.test_metrics import *\n"
         "display = ProgressDisplay(10000)\n"
         "for step in range(1, 10001): display.report(metrics(step).as_dict())\n"
+        "print('the last line of a run')\n"
         "print('done', file=sys.stderr)"
     )
     command = f'{sys.executable} -c "$SCRIPT" | head -1; exit ${{PIPESTATUS[0]}}'

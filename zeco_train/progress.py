@@ -122,7 +122,7 @@ class ProgressDisplay:
         except OSError as error:
             logger.warning("no more progress is shown, the output is closed: %s", error)
             if self._stream is sys.stdout:
-                # What is still buffered would fail again when the interpreter ends.
+                # Whatever else prints there would fail too, at the latest when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self._stream = None
 
