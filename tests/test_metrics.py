@@ -1,28 +1,18 @@
-"""metrics.jsonl, trackers, progress, log files and the picture of a run."""
+"""metrics.jsonl and the picture of a run."""
 
 from __future__ import annotations
 
-import io
 import json
-import logging
-import os
-import pty
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from zeco_train.errors import ConfigError, DataError
-from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, WandbLogger, build_logger
-from zeco_train.logs import close_logging, setup_logging
+from zeco_train.errors import DataError
 from zeco_train.metrics import MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
-from zeco_train.progress import ProgressDisplay, compact, summary_line
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -37,14 +27,6 @@ def write_rows(path: Path, *rows: StepMetrics) -> Path:
         for row in rows:
             writer.write(row)
     return path
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-# --- metrics.jsonl ---
 
 
 def test_rows_keep_every_digit(tmp_path: Path) -> None:
@@ -147,180 +129,6 @@ def test_unwritable_files_are_named(tmp_path: Path) -> None:
             write_rows(tmp_path / "full.jsonl", metrics(1))
 
 
-# --- progress ---
-
-
-def test_plain_lines() -> None:
-    stream, now = io.StringIO(), [0.0]
-    display = ProgressDisplay(100, stream=stream, clock=lambda: now[0])
-    display.advance(1)
-    display.report(metrics(1, step_seconds=2.0).as_dict())
-    # 40 s for 10 steps, validation and checkpoints included: the 89 steps left take 356 s.
-    now[0] = 40.0
-    display.report(metrics(11, val_loss=5.1, memory_gb=3.26, mfu=0.412).as_dict())
-    display.note("checkpoint → step 11")
-    display.close()
-    assert stream.getvalue().splitlines() == [
-        "step   1/100  loss 5.0000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s  ETA 0:03:18",
-        "step  11/100  loss 5.0000  val_loss 5.1000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s  3.3 GB  mfu 41.2%"
-        "  ETA 0:05:56",
-        "checkpoint → step 11",
-    ]
-
-
-def test_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    display = ProgressDisplay(100, step=40, stream=stream)
-    display.report(metrics(41, 3.21).as_dict())
-    display.note("a line of its own")
-    display.advance(100)
-    display.report(metrics(100, 3.0).as_dict())
-    display.close()
-    shown = stream.getvalue()
-    assert "40/100" in shown
-    assert "\ra line of its own\n" in shown
-    assert "100/100, loss 3.0000  12.3k tokens/s  ETA 0:00:00" in shown.splitlines()[-1]
-    assert "grad_norm" not in shown
-
-
-def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(10, enabled=False)
-    display.report(metrics(1).as_dict())
-    display.note("x")
-    display.close()
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_poor_encodings_do_not_end_a_run(encoding: str) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    ProgressDisplay(10, stream=stream).note("5.00 → 3.00")
-    assert stream.buffer.getvalue() == b"5.00 ? 3.00\n"  # type: ignore[attr-defined]
-
-
-def test_a_closed_pipe_does_not_end_a_run() -> None:
-    script = (
-        "from tests.test_metrics import *\n"
-        "display = ProgressDisplay(10000)\n"
-        "for step in range(1, 10001): display.report(metrics(step).as_dict())\n"
-        "print('the last line of a run')\n"
-        "print('done', file=sys.stderr)"
-    )
-    command = f'{sys.executable} -c "$SCRIPT" | head -1; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=REPOSITORY, env={**os.environ, "SCRIPT": script}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("step     1/10000")
-    assert done.stderr.splitlines()[-1] == "done"
-    assert "Traceback" not in done.stderr
-    assert "Exception" not in done.stderr
-
-
-def test_a_real_terminal_gets_warnings_above_the_bar(tmp_path: Path) -> None:
-    script = (
-        "import sys; from tests.test_metrics import *\n"
-        "setup_logging(sys.argv[1], 0)\n"
-        "display = ProgressDisplay(2)\n"
-        "display.report(metrics(1).as_dict())\n"
-        "logging.getLogger('zeco_train.x').warning('watch\\n out')\n"
-        "display.report(metrics(2).as_dict())\n"
-        "display.close()\n"
-    )
-    controller, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=REPOSITORY, stdout=terminal, stderr=terminal
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while piece := os.read(controller, 65536):
-            shown += piece
-    except OSError:
-        pass  # how Linux says that the other end of a terminal is closed
-    os.close(controller)
-    assert process.wait(timeout=60) == 0
-    assert b"\rwarning: watch out\r\n" in shown
-    assert b"2/2, loss 5.0000" in shown
-
-
-def test_summary_line() -> None:
-    rows = [metrics(1, 5.561).as_dict(), metrics(50, 4.0).as_dict(), metrics(100, 3.009).as_dict()]
-    assert summary_line(rows, "runs/quickstart") == (
-        "100 steps, loss 5.56 → 3.01, 12,346 tokens/s, results in runs/quickstart"
-    )
-    rows[-1]["val_loss"] = 3.1
-    assert "loss 5.56 → 3.01 (validation 3.10), " in summary_line(rows, "x")
-    assert "loss nan → 3.01" in summary_line([{**rows[0], "loss": None}, *rows[1:]], "x")
-    assert summary_line(rows[:1], "x").startswith("1 step, loss 5.56 → 5.56")
-    assert summary_line([], "x") == "no step was logged, results in x"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (999.4, "999"), (999.9, "1.00k"), (9994, "9.99k"), (9996, "10.0k"), (99960, "100k"), (2.5e6, "2.50M")],
-)
-def test_compact(value: float, text: str) -> None:
-    assert compact(value) == text
-
-
-# --- log files ---
-
-
-@pytest.fixture
-def _logging_as_before() -> Iterator[None]:
-    level = logging.getLogger().level
-    yield
-    close_logging()
-    logging.getLogger().setLevel(level)
-
-
-@pytest.mark.usefixtures("_logging_as_before")
-def test_log_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    own, other, torch_like = (logging.getLogger(name) for name in ("zeco_train.test", "other", "torch.zeco_test"))
-    handler = logging.StreamHandler(sys.stderr)
-    torch_like.addHandler(handler)
-    torch_like.propagate = False
-    path = setup_logging(tmp_path, 0)
-    try:
-        own.info("quiet")
-        own.warning("first\nsecond")
-        other.warning("chatter")
-        torch_like.warning("from torch")
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.warn("deprecated", stacklevel=1)
-    finally:
-        torch_like.removeHandler(handler)
-    assert capfd.readouterr() == ("", "warning: first second\n")
-    text = path.read_text()
-    assert path == tmp_path / "logs" / "rank_0.log"
-    for expected in ("rank 0 INFO zeco_train.test: quiet", "first\nsecond", "chatter", "from torch", ": deprecated"):
-        assert text.count(expected) == 1
-
-
-@pytest.mark.usefixtures("_logging_as_before")
-def test_other_ranks_log_to_their_file_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for message in ("one", "two"):
-        path = setup_logging(tmp_path, 3)
-        logging.getLogger("zeco_train").error(message)
-    assert capfd.readouterr() == ("", "")
-    assert [line.split("rank 3 ")[1] for line in path.read_text().splitlines()] == [
-        "ERROR zeco_train: one",
-        "ERROR zeco_train: two",
-    ]
-
-
-@pytest.mark.usefixtures("_logging_as_before")
-def test_unwritable_log_folder_is_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("")
-    with pytest.raises(ConfigError, match=r"run_dir=.*cannot be written"):
-        setup_logging(tmp_path, 0)
-
-
-# --- the picture ---
-
-
 def test_plot(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
@@ -347,117 +155,3 @@ def test_plot_of_nothing_finite(tmp_path: Path) -> None:
     picture.mkdir()
     with pytest.raises(DataError, match=r"loss\.png: cannot be written"):
         plot_run(tmp_path)
-
-
-# --- trackers ---
-
-
-@pytest.mark.parametrize("name", ["none", "wandb"])
-def test_yaml_fits_the_schema(name: str) -> None:
-    composed = OmegaConf.merge(
-        OmegaConf.structured(LoggerConfig), OmegaConf.load(REPOSITORY / "configs" / "logger" / f"{name}.yaml")
-    )
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, LoggerConfig)
-    config.validate()
-    assert config.kind is LoggerKind[name]
-    assert config.mode is LoggerMode.offline
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"project": "a/b"}, "logger.project=a/b: must have"),
-        ({"project": ""}, "logger.project=: must have"),
-        ({"tags": ["fine", "x" * 65]}, "logger.tags"),
-    ],
-)
-def test_refused_settings(values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LoggerConfig(kind=LoggerKind.wandb, **values).validate()
-    LoggerConfig(**values).validate()
-
-
-def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only a folder of this name is there, as an offline run leaves it.
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"logger=wandb: package wandb is not installed; pip install wandb==0.31"):
-        LoggerConfig(kind=LoggerKind.wandb).validate()
-
-
-def test_only_rank_0_tracks(tmp_path: Path) -> None:
-    config = LoggerConfig(kind=LoggerKind.wandb)
-    assert isinstance(build_logger(config, tmp_path, 0), WandbLogger)
-    assert isinstance(build_logger(config, tmp_path, 1), NoLogger)
-    untracked = build_logger(LoggerConfig(), tmp_path, 0)
-    assert untracked.start({}, "kept") == "kept"
-    untracked.log(1, {"loss": 1.0})
-    untracked.finish()
-
-
-def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def log(self, row: dict) -> None:
-            raise RuntimeError("server on fire")
-
-    tracker = WandbLogger(LoggerConfig(kind=LoggerKind.wandb), tmp_path)
-    tracker._run = Broken()
-    for step in (1, 2, 3):
-        tracker.log(step, {"loss": 1.0})
-    (record,) = caplog.records
-    assert record.name == "zeco_train.loggers"
-    assert "step 1: RuntimeError: server on fire" in record.getMessage()
-
-
-# W&B starts a process and keeps state in the interpreter: these run in one of their own.
-_OFFLINE = """
-import sys; from zeco_train.loggers import *
-ids = []
-for run_id in (None, "from-checkpoint"):
-    tracker = build_logger(LoggerConfig(kind=LoggerKind.wandb, tags=["a"], group="g"), sys.argv[1], 0)
-    ids.append(tracker.start({"sp": {"size": 2}}, run_id))
-    for step in (1, 2):
-        tracker.log(step, {"loss": 1.0 / step, "val_loss": float("nan")})
-    tracker.finish()
-    tracker.finish(1)
-print(*ids)
-"""
-
-_ONLINE = """
-import sys; from zeco_train.loggers import *; from zeco_train.errors import ConfigError
-try:
-    WandbLogger(LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online), Path(sys.argv[1])).start({}, None)
-except ConfigError as error:
-    print(error)
-"""
-
-
-def run_wandb(script: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    # No account of the machine's user, and nothing written to the home folder.
-    environment |= {"NETRC": str(run_dir / "netrc"), "HOME": str(run_dir / "home"), "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-c", script, str(run_dir)], env=environment, capture_output=True, text=True, timeout=100
-    )
-
-
-def test_wandb_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    done = run_wandb(_OFFLINE, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    first, second = done.stdout.split()
-    assert second == "from-checkpoint"
-    files = sorted(path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files == sorted([f"run-{first}.wandb", "run-from-checkpoint.wandb"])
-    for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
-        content = path.read_bytes()
-        assert b"val_loss" in content
-        assert tmp_path.name.encode() in content
-
-
-def test_wandb_online_without_an_account(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    done = run_wandb(_ONLINE, tmp_path)
-    assert done.stdout == "logger.mode=online: W&B knows no account here; wandb login, or mode offline\n", done.stderr
