@@ -78,33 +78,45 @@ def halves(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return earlier, later
 
 
-def token_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> ChunkDecays:
-    """The decays inside blocks of one token: `from_start` is the token's own, `to_end` is 1."""
+def token_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
+    """The decay of each token, exp(g) or 0 at a restart, [B, T, H, K] → [N, B, H, C, K], contiguous."""
     decay = g.to(dtype).exp()
     if documents is not None:
         decay.masked_fill_(documents.restarts[:, None, None], 0.0)
     padding = -g.shape[1] % CHUNK
     if padding:
         decay = F.pad(decay, (0, 0, 0, 0, 0, padding), value=1.0)
-    from_start = to_chunks(decay, dtype).contiguous()
-    return ChunkDecays(from_start, torch.ones_like(from_start))
+    return to_chunks(decay, dtype).contiguous()
 
 
 def merge_blocks(decays: ChunkDecays, block: int) -> None:
     """Turn the decays inside blocks of `block` tokens, in place, into those inside blocks of twice as many."""
-    from_start_earlier, from_start_later = halves(decays.from_start, block)
-    to_end_earlier, _ = halves(decays.to_end, block)
     # in this order: the last decay of the later block must be that block's own when the earlier block takes it
-    to_end_earlier.mul_(from_start_later[..., -1:, :])
-    from_start_later.mul_(from_start_earlier[..., -1:, :])
+    halves(decays.to_end, block)[0].mul_(halves(decays.from_start, block)[1][..., -1:, :])
+    merge_from_start(decays.from_start, block)
+
+
+def merge_from_start(from_start: Tensor, block: int) -> None:
+    """`merge_blocks` for one half of the decays."""
+    earlier, later = halves(from_start, block)
+    later.mul_(earlier[..., -1:, :])
 
 
 def chunk_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> ChunkDecays:
     """The decays inside whole chunks, from g [B, T, H, K]."""
-    decays = token_decays(g, documents, dtype)
+    from_start = token_decays(g, documents, dtype)
+    decays = ChunkDecays(from_start, torch.ones_like(from_start))
     for block in BLOCKS:
         merge_blocks(decays, block)
     return decays
+
+
+def chunk_decays_from_start(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
+    """The first half of `chunk_decays`, where the other is not needed."""
+    from_start = token_decays(g, documents, dtype)
+    for block in BLOCKS:
+        merge_from_start(from_start, block)
+    return from_start
 
 
 def chunk_log_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:

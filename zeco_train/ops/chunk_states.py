@@ -16,6 +16,7 @@ from zeco_train.ops.chunk_layout import (
     check_inputs,
     check_state,
     chunk_decays,
+    chunk_decays_from_start,
     chunk_log_decays,
     matrices,
     state_dtype,
@@ -29,29 +30,31 @@ class ChunkStates:
     """States at the boundaries of a rank's chunks from a zero start, fp32 (fp64 where the values are).
 
     Attributes:
-        states: [N + 1, B, H, K, V], the state before each chunk; the last one is S_loc, after all of the rank's tokens.
+        states: [N + 1, B, H, K, V], the state before each chunk, and the one after all of this rank's tokens.
         prefix: [N + 1, B, H, K], summed g of the chunks before each boundary, −inf from a restart on; the last is G_tot.
-        decays: the decays inside each chunk, kept for the outputs and the gradients.
+        state: [B, H, K, V], S_loc, what this rank's tokens add to the state after them: a copy of the last of `states`,
+            for a scan may read it after they are overwritten.
+        decays: the decays inside each chunk. values: [N·B·H, C, V], v by chunks. Kept for outputs and gradients.
     """
 
     states: Tensor
     prefix: Tensor
+    state: Tensor
     decays: ChunkDecays
-
-    @property
-    def state(self) -> Tensor:
-        """[B, H, K, V], S_loc: what this rank's tokens add to the state after them."""
-        return self.states[-1]
+    values: Tensor
 
     @property
     def log_decay(self) -> Tensor:
         """[B, H, K], G_tot: log of the factor by which the incoming state survives this rank's tokens."""
         return self.prefix[-1]
 
-    def corrected(self, incoming_state: Tensor) -> Tensor:
-        """[N + 1, B, H, K, V], the true states: S[n] + exp(G[n]) ⊙ R, for the incoming state R [B, H, K, V]."""
+    def take_corrected(self, incoming_state: Tensor) -> Tensor:
+        """[N + 1, B, H, K, V], the true states: S[n] + exp(G[n]) ⊙ R, for the incoming state R [B, H, K, V].
+
+        They overwrite `states`, the largest tensor of the operator.
+        """
         check_state(incoming_state, "incoming_state", self.state.shape)
-        return torch.addcmul(self.states, self.prefix.exp()[..., None], incoming_state.to(self.states.dtype))
+        return self.states.addcmul_(self.prefix.exp()[..., None], incoming_state.to(self.states.dtype))
 
 
 @dataclass(frozen=True)
@@ -63,28 +66,23 @@ class ChunkStateGrads:
             `grads[n + 1]`; the last one is zero.
         suffix: [N + 1, B, H, K], summed g of the chunks after each boundary, −inf up to a restart; the last is 0. Summed
             from the end: a difference of prefixes would lose digits, and is NaN at a restart.
+        state_grad: [B, H, K, V], D_loc, gradient with respect to the incoming state from this rank's outputs alone: a
+            copy of the first of `grads`, for a scan may read it after they are overwritten.
+        output_grads: [N·B·H, C, V], do by chunks, kept for the gradients.
     """
 
     grads: Tensor
     suffix: Tensor
+    state_grad: Tensor
+    output_grads: Tensor
 
-    @property
-    def state_grads(self) -> Tensor:
-        """[N, B, H, K, V], the gradients at the end of each chunk."""
-        return self.grads[1:]
-
-    @property
-    def state_grad(self) -> Tensor:
-        """[B, H, K, V], D_loc: gradient with respect to the incoming state, from this rank's outputs alone."""
-        return self.grads[0]
-
-    def corrected(self, incoming_grad: Tensor) -> Tensor:
+    def take_corrected(self, incoming_grad: Tensor) -> Tensor:
         """[N + 1, B, H, K, V], true gradients: dS[n] + exp(suffix[n]) ⊙ D_in, for D_in [B, H, K, V].
 
-        Entry 0 is D_p = D_loc + exp(G_tot) ⊙ D_in, the gradient with respect to the incoming state.
+        They overwrite `grads`. Entry 0 is then D_p = D_loc + exp(G_tot) ⊙ D_in, with respect to the incoming state.
         """
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        return torch.addcmul(self.grads, self.suffix.exp()[..., None], incoming_grad.to(self.grads.dtype))
+        return self.grads.addcmul_(self.suffix.exp()[..., None], incoming_grad.to(self.grads.dtype))
 
 
 def local_states(k: Tensor, v: Tensor, g: Tensor, documents: Documents | None) -> ChunkStates:
@@ -103,16 +101,16 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, documents: Documents | None) -
     dtype = state_dtype(v)
     decays = chunk_decays(g, documents, dtype)
     keys = decays.to_end * to_chunks(k, dtype)
-    values = to_chunks(v, dtype)
+    values = matrices(to_chunks(v, dtype))
     num_chunks, batch, heads, _, key_dim = keys.shape
     states = keys.new_empty(num_chunks + 1, batch, heads, key_dim, v.shape[-1])
     states[0].zero_()
-    torch.bmm(matrices(keys).mT, matrices(values), out=matrices(states[1:]))
+    torch.bmm(matrices(keys).mT, values, out=matrices(states[1:]))
     for n, decay in enumerate(decays.total[..., None].unbind(0)):
         states[n + 1].addcmul_(decay, states[n])
     log_decays = chunk_log_decays(g, documents, dtype)
     prefix = torch.cat([torch.zeros_like(log_decays[:1]), log_decays.cumsum(0)])
-    return ChunkStates(states, prefix, decays)
+    return ChunkStates(states, prefix, states[-1].clone(), decays, values)
 
 
 def local_state_grads(q: Tensor, do: Tensor, g: Tensor, documents: Documents | None, scale: float) -> ChunkStateGrads:
@@ -130,16 +128,16 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, documents: Documents | N
     """
     check_inputs(documents, q=q, do=do, g=g)
     dtype = state_dtype(do)
-    decays = chunk_decays(g, documents, dtype)
-    queries = (decays.from_start * to_chunks(q, dtype)).mul_(scale)
-    output_grads = to_chunks(do, dtype)
+    from_start = chunk_decays_from_start(g, documents, dtype)
+    queries = (from_start * to_chunks(q, dtype)).mul_(scale)
+    output_grads = matrices(to_chunks(do, dtype))
     num_chunks, batch, heads, _, key_dim = queries.shape
     grads = queries.new_empty(num_chunks + 1, batch, heads, key_dim, do.shape[-1])
     grads[-1].zero_()
-    torch.bmm(matrices(queries).mT, matrices(output_grads), out=matrices(grads[:-1]))
-    total = decays.total[..., None]
+    torch.bmm(matrices(queries).mT, output_grads, out=matrices(grads[:-1]))
+    total = from_start[..., -1, :, None]
     for n in reversed(range(num_chunks)):
         grads[n].addcmul_(total[n], grads[n + 1])
     log_decays = chunk_log_decays(g, documents, dtype)
     suffix = torch.cat([log_decays.flip(0).cumsum(0).flip(0), torch.zeros_like(log_decays[:1])])
-    return ChunkStateGrads(grads, suffix)
+    return ChunkStateGrads(grads, suffix, grads[0].clone(), output_grads)

@@ -70,7 +70,7 @@ def outputs(
     Args:
         q: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K], read only for its shape: its decays are in `chunk_states`.
         scores: A of `intra_scores`.
-        chunk_states: of `local_states`; not modified.
+        chunk_states: of `local_states`; consumed: its `states` are overwritten.
         incoming_state: R, [B, H, K, V].
         documents: restarts of the state.
         scale: factor of the outputs.
@@ -84,9 +84,9 @@ def outputs(
     """
     check_inputs(documents, q=q, v=v, g=g)
     dtype = state_dtype(v)
-    states = chunk_states.corrected(incoming_state)
+    states = chunk_states.take_corrected(incoming_state)
     queries = chunk_states.decays.from_start * to_chunks(q, dtype)
-    o = torch.bmm(matrices(scores), matrices(to_chunks(v, dtype)))
+    o = torch.bmm(matrices(scores), chunk_states.values)
     o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=scale)
     o = o.view(*scores.shape[:-1], -1)
     return to_tokens(o, v.shape[1], v.dtype), states[-1].clone()
@@ -120,9 +120,9 @@ def input_grads(
     Args:
         q, k, v, g, documents, scale: as in the forward.
         do: [B, T, H, V], gradient of o, in the dtype of v.
-        chunk_states: of `local_states`; not modified.
+        chunk_states: of `local_states`; consumed: its `states` are overwritten.
         incoming_state: R, [B, H, K, V], of the forward.
-        chunk_grads: of `local_state_grads`; not modified.
+        chunk_grads: of `local_state_grads`; consumed: its `grads` are overwritten.
         incoming_grad: D_in, [B, H, K, V], gradient with respect to this rank's final state.
         intra: of `intra_grads`; consumed: its tensors are overwritten.
 
@@ -135,21 +135,26 @@ def input_grads(
     check_inputs(documents, q=q, k=k, v=v, g=g, do=do)
     dtype = state_dtype(v)
     decays = chunk_states.decays
-    states, grads = chunk_states.corrected(incoming_state), chunk_grads.corrected(incoming_grad)
+    states, grads = chunk_states.take_corrected(incoming_state), chunk_grads.take_corrected(incoming_grad)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
     dq, dk, dv = intra.dq, intra.dk, intra.dv
 
-    seen = torch.bmm(matrices(to_chunks(do, dtype)), matrices(states[:-1]).mT).view(dq.shape)
+    seen = torch.bmm(chunk_grads.output_grads, matrices(states[:-1]).mT).view(dq.shape)
     dq.addcmul_(seen, decays.from_start, value=scale)
-    reached = torch.bmm(matrices(to_chunks(v, dtype)), matrices(grads[1:]).mT).view(dk.shape)
+    reached = torch.bmm(chunk_states.values, matrices(grads[1:]).mT).view(dk.shape)
     dk.addcmul_(reached, decays.to_end)
     dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
 
     dg = torch.mul(dq, queries).addcmul_(keys, dk, value=-1.0)
     # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
-    dg[..., -1, :] += (states[1:] * grads[1:]).sum(-1)
+    dg[..., -1, :] += states[1:].mul_(grads[1:]).sum(-1)
     num_tokens = g.shape[1]
     dg = to_tokens(add_later_tokens(dg), num_tokens, g.dtype)
     if documents is not None:
         dg.masked_fill_(documents.restarts[:, None, None], 0.0)
-    return to_tokens(dq, num_tokens, q.dtype), to_tokens(dk, num_tokens, k.dtype), to_tokens(dv, num_tokens, v.dtype), dg
+    return (
+        to_tokens(dq, num_tokens, q.dtype),
+        to_tokens(dk, num_tokens, k.dtype),
+        to_tokens(dv, num_tokens, v.dtype),
+        dg,
+    )

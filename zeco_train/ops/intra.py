@@ -18,6 +18,7 @@ from torch import Tensor
 from zeco_train.ops.chunk_layout import (
     BLOCKS,
     CHUNK,
+    ChunkDecays,
     check_inputs,
     halves,
     matrices,
@@ -109,7 +110,9 @@ def intra_grads(
 
     scores = _own_scores(queries, keys)
     own_grads = score_grads.diagonal(dim1=-2, dim2=-1).view(*queries.shape[:-1], 1)
-    dq, dk = (own_grads * keys).contiguous(), (own_grads * queries).contiguous()
+    dq, dk = score_grads.new_empty(2, *queries.shape).unbind()
+    torch.mul(keys, own_grads, out=dq)
+    torch.mul(queries, own_grads, out=dk)
     for pairs in _block_pairs(queries, keys, g, documents):
         later, earlier = _rows(pairs.queries, pairs.block), _rows(pairs.keys, pairs.block)
         _put_blocks(scores, later @ earlier.mT, pairs.block)
@@ -132,7 +135,8 @@ def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, documents: Documents | None) -> Iterator[_BlockPairs]:
     """Yield the block pairs from small to large. The decays of one are overwritten by the next."""
-    decays = token_decays(g, documents, queries.dtype)
+    from_start = token_decays(g, documents, queries.dtype)
+    decays = ChunkDecays(from_start, torch.ones_like(from_start))
     half = (*queries.shape[:-2], CHUNK // 2, queries.shape[-1])
     for block in BLOCKS:
         query_decay = halves(decays.from_start, block)[1]
