@@ -43,7 +43,10 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
         DataError: `out` exists (without `replace`), or the system refuses to write there.
     """
     with _system_errors(out, remedy):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # mkdir's word for a file in the place of the folder
+            raise DataError(out, f"cannot be written ({out.parent} is a file)", remedy) from error
         remove_leftovers(out)
         temporary, lock = _claim(out)
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Batch:
             `reset_state_at_document`.
         continues: the first piece continues a document (without documents: the sequence) from an earlier shard.
         offset: position of the first token in the whole sequence.
-        sequence_ids: which sequences these are.
+        sequence_ids: which sequences these are; empty for padding.
         is_padding: in validation only: run it so that all ranks do the same, and count nothing of it.
     """
 
@@ -71,7 +71,7 @@ class SequenceReader:
         self.num_sequences = (store.num_tokens - 1) // seq_len
         self._reset = reset_state_at_document
 
-    def read(self, sequence_ids: list[int], *, is_padding: bool = False) -> Batch:
+    def read(self, sequence_ids: list[int]) -> Batch:
         """Read this rank's tokens of the sequences, and one more of each: the label of the last."""
         tokens = np.empty((len(sequence_ids), self.length + 1), dtype=np.int64)
         for row, sequence_id in zip(tokens, sequence_ids, strict=True):
@@ -90,7 +90,6 @@ class SequenceReader:
             continues=continues,
             offset=self.offset,
             sequence_ids=sequence_ids,
-            is_padding=is_padding,
         )
 
 
@@ -246,4 +245,4 @@ def validation_batches(
     for start in range(0, count, dp_size * micro_batch):
         first = start + dp_rank * micro_batch
         ids = list(range(first, min(first + micro_batch, count)))
-        yield reader.read(ids or [0], is_padding=not ids)
+        yield reader.read(ids) if ids else replace(reader.read([0]), sequence_ids=[], is_padding=True)

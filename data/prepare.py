@@ -99,7 +99,7 @@ def prepare_store(options: PrepareOptions) -> Prepared:
     ):
         short = _write_all(writer, files, options)
         if writer.num_documents == 0:
-            remedy = f"{short} documents are shorter than --min-tokens {options.min_tokens}" if short else ""
+            remedy = f"left out {short} documents {_too_short(options)}" if short else ""
             raise DataError(_names(options.sources), f"no text in {len(files)} files", remedy)
         validation = None
         if options.validation_fraction > 0:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if prepared.skipped_files.total():
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {_listed(prepared.skipped_files)}")
     if prepared.short_documents:
-        print(f"left out {prepared.short_documents} documents shorter than {options.min_tokens} tokens")
+        print(f"left out {prepared.short_documents} documents {_too_short(options)}")
     if validation:
         print(f"{options.out / VALIDATION_FOLDER}: {_counts(validation)}")
     print(
@@ -253,6 +253,10 @@ def _parse(arguments: Sequence[str] | None) -> PrepareOptions:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing store")
     parsed = parser.parse_args(arguments)
     return PrepareOptions(**{**vars(parsed), "sources": tuple(parsed.sources)})
+
+
+def _too_short(options: PrepareOptions) -> str:
+    return "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens"
 
 
 def _listed(counts: Counter[str]) -> str:
