@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class ZecoError(Exception):
     """Base of all errors whose message is written for the user. `exit_code` is the process's exit status."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Callable[..., ZecoError], tuple[object, ...]]:
+        # Python would call the constructor with the finished message alone; ranks send each other their errors.
+        return _restore, (type(self), str(self), self.__dict__)
+
+
+def _restore(kind: type[ZecoError], message: str, attributes: dict[str, object]) -> ZecoError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(ZecoError):
