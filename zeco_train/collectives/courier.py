@@ -108,7 +108,6 @@ def scan_alone(state: Tensor, log_decay: Tensor, carry_in: Tensor | None, want_c
 class _Job:
     run: Callable[[], None]
     promises: list[Promise]
-    inference: bool
 
 
 @dataclass
@@ -188,7 +187,7 @@ class Courier:
             self._stream.synchronize()
 
     def _submit(self, run: Callable[[], None], promises: list[Promise], device: torch.device) -> None:
-        job = _Job(run, promises, torch.is_inference_mode_enabled())
+        job = _Job(run, promises)
         if device.type == "cuda":
             _run(job, self._lane)
             return
@@ -208,8 +207,7 @@ def _serve(lane: _Lane) -> None:
 def _run(job: _Job, lane: _Lane) -> None:
     if lane.failure is None:
         try:
-            # Modes are per thread: tensors made under inference mode may be written to under it only.
-            with torch.inference_mode(job.inference), torch.no_grad():
+            with torch.no_grad():  # modes are per thread
                 job.run()
         except BaseException as error:  # the thread must live on to fail what follows; the caller raises it
             lane.failure = error
