@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import subprocess
 import sys
 import threading
@@ -101,6 +103,26 @@ def test_slices_make_up_the_whole(store: TokenStore, sp_size: int, micro_batch: 
             parts.append(part)
         assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
         assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)
+
+
+def test_positions_beyond_32_bits(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", [10])
+    num_tokens = 2**33 + 1
+    path = tmp_path / "store" / TOKENS_FILE
+    os.truncate(path, 2 * num_tokens)  # a hole: it takes no space on disk
+    with path.open("r+b") as file:
+        file.seek(2 * (num_tokens - 9))
+        file.write(np.arange(100, 109, dtype=np.uint16).tobytes())
+    np.save(tmp_path / "store" / "doc_offsets.npy", np.array([0, num_tokens - 4, num_tokens]))
+    meta = json.loads((tmp_path / "store" / "meta.json").read_text())
+    (tmp_path / "store" / "meta.json").write_text(json.dumps(meta | {"num_tokens": num_tokens, "num_documents": 2}))
+    settings = {"seq_len": 2**33, "sp_size": 2**30, "sp_rank": 2**30 - 1, "reset_state_at_document": True}
+    batch = loader(TokenStore.open(tmp_path / "store"), **settings).batch(0, 0)
+    assert batch.input_ids[0].tolist() == list(range(100, 108))
+    assert batch.labels[0].tolist() == list(range(101, 109))
+    assert batch.offset == 2**33 - 8
+    assert batch.cu_seqlens is not None
+    assert (batch.cu_seqlens.tolist(), batch.continues) == ([0, 5, 8], True)
 
 
 def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
