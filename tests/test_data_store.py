@@ -67,6 +67,13 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) 
     )
 
 
+def test_split_tail_may_fill_the_fraction_exactly(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(np.zeros(60, dtype=int), [10, 20, 20, 5, 5])
+        with writer.split_tail(0.5, tmp_path / "store" / "validation") as tail:
+            assert (writer.num_tokens, tail.num_tokens) == (30, 30)
+
+
 def test_reads_go_on_after_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = write_store(tmp_path / "store", [100])
     opened = TokenStore.open(tmp_path / "store")
