@@ -17,7 +17,7 @@ from zeco_train.errors import CommunicationError, ZecoError
 from zeco_train.mesh import Launch, ProcessMesh
 from zeco_train.progress import compact
 from zeco_train.trainer import Trainer
-from zeco_train.watchdog import Watchdog, is_communication_failure
+from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_store
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def _train(config: Config, arguments: list[str], launch: Launch) -> int:
     mesh = init(config, launch)
-    watchdog = Watchdog(launch)
+    watchdog = Watchdog(launch, launcher_store(launch))
     try:
         code = _run(config, arguments, mesh, watchdog)
     except ZecoError as error:

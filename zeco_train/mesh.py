@@ -100,18 +100,21 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
 
 
 def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timedelta) -> ProcessMesh:
-    """Join the process group (one of a single rank without a launcher) and lay the (dp, sp) mesh over it."""
+    """Join the process group, if nobody has yet (one of a single rank without a launcher), and lay the mesh over it."""
+    if not dist.is_initialized():
+        _join(device, timeout)
+    devices = init_device_mesh(device.type, (launch.world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
+    forward, reverse = (_sp_group(launch, sp_size, timeout) for _ in ("forward", "reverse"))
+    return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
+
+
+def _join(device: torch.device, timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.FileStore(str(Path(tempfile.mkdtemp(prefix="zeco-")) / "store"), 1)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    devices = init_device_mesh(
-        device.type, (launch.world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp")
-    )
-    forward, reverse = (_sp_group(launch, sp_size, timeout) for _ in ("forward", "reverse"))
-    return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
 
 
 def _sp_group(launch: Launch, sp_size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -26,17 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """This rank's heartbeat, and a reader of the others'. Does nothing in a world of one."""
+    """This rank's heartbeat, and a reader of the others'.
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    Args:
+        launch: this rank and how many there are.
+        store: where heartbeats go, see `launcher_store`; without one nothing is kept and nobody can be named.
+    """
+
+    def __init__(self, launch: Launch, store: dist.Store | None) -> None:
+        self._launch, self._store = launch, store
         self._activity = "start"
         self._stop = threading.Event()
-        self._store: dist.TCPStore | None = None
         # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
         self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        if launch.world_size > 1:
-            self._store = _connect()
+        if store is not None:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def enter(self, activity: str) -> None:
@@ -124,7 +127,10 @@ def is_communication_failure(error: BaseException) -> bool:
     )
 
 
-def _connect() -> dist.TCPStore:
+def launcher_store(launch: Launch) -> dist.TCPStore | None:
+    """A connection of its own to the launcher's store; None in a world of one."""
+    if launch.world_size == 1:
+        return None
     return dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
     )

@@ -1,0 +1,118 @@
+"""Resuming: bit-identical on the same split, within 1e-9 (fp64) on another; the weights of another run; `keep`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.training import largest_difference, train
+from zeco_train.checkpoint import complete_checkpoints
+from zeco_train.errors import CheckpointError
+
+SIX_STEPS = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=0", "data.global_batch=4"]
+
+
+def _forget(run_dir: Path, step: int) -> None:
+    """Make the run look as if it had been killed after the checkpoint of `step`."""
+    for path in complete_checkpoints(run_dir):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+def _resume_on_the_same_split(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    overrides = ["sp=zeco", "sp.size=2", "parallel=zero3", *SIX_STEPS]
+    results = {"unbroken": train(rank, world_size, f"{folder}/same", *overrides)}
+    # From step 4, then once more from step 2: nothing of an earlier resume may be left.
+    for name, step in (("once", 4), ("twice", 2)):
+        torch.distributed.barrier()
+        if rank == 0:
+            _forget(Path(folder, "same"), step)
+        torch.distributed.barrier()
+        torch.manual_seed(1234)  # whatever this process did before must not matter
+        results[name] = train(rank, world_size, f"{folder}/same", *overrides)
+    results["half-way"] = _train_half_way(rank, world_size, folder)
+    return results
+
+
+def _train_half_way(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A run in fp64 on this split, to be continued on others from step 2."""
+    return train(
+        rank, world_size, f"{folder}/fp64", "train.dtype=fp64", "sp=lasp2", "sp.size=4", "parallel=zero2", *SIX_STEPS
+    )
+
+
+def _resume_on_another_split(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict[str, Any]:
+    return train(rank, world_size, folder, "train.dtype=fp64", *SIX_STEPS, *overrides)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed(_resume_on_the_same_split, 4, str(folder), timeout=300)
+
+
+def test_resume_is_bit_identical(runs: list[dict[str, Any]]) -> None:
+    unbroken = runs[0]["unbroken"]
+    for name, steps in (("once", 2), ("twice", 4)):
+        resumed = runs[0][name]
+        assert len(resumed["sequence_ids"]) == steps
+        assert resumed["sequence_ids"] == unbroken["sequence_ids"][-steps:]
+        for key in ("loss", "grad_norm", "lr", "tokens", "val_loss"):
+            assert [row.get(key) for row in resumed["rows"]] == [row.get(key) for row in unbroken["rows"]], (name, key)
+        for parameter, value in unbroken["parameters"].items():
+            assert torch.equal(resumed["parameters"][parameter], value), (name, parameter)
+
+
+def test_rows_are_appended(runs: list[dict[str, Any]], folder: Path) -> None:
+    lines = (folder / "same" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 5, 6, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [(1, ["sp=dp"]), (2, ["sp=zeco", "parallel=ddp"]), (4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"])],
+    ids=["1 rank", "2 ranks", "other groups of 4"],
+)
+def test_resume_on_another_split(
+    runs: list[dict[str, Any]], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(folder / "fp64", run_dir)
+    _forget(run_dir, 2)
+    unbroken = runs[0]["half-way"]
+    resumed = run_distributed(_resume_on_another_split, world_size, str(run_dir), overrides, timeout=120)[0]
+    assert len(resumed["sequence_ids"]) == 4
+    for key in ("loss", "grad_norm", "val_loss"):
+        # The contract.
+        assert largest_difference(resumed["rows"], unbroken["rows"], key) <= 1e-9, key
+
+
+def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    keep = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=2"]
+    results = {"first": train(rank, world_size, f"{folder}/first", *keep)}
+    load = [f"checkpoint.load='{folder}/first'", "optim.lr=1e-20", "optim.weight_decay=0", "train.steps=1"]
+    results["loaded"] = train(rank, world_size, f"{folder}/loaded", *load, "data.seq_len=384", "seed=7")
+    with pytest.raises(CheckpointError, match="loading failed"):
+        train(rank, world_size, f"{folder}/other", *load, "model.hidden_size=96")
+    return results
+
+
+def test_keep_and_load_weights(tmp_path: Path) -> None:
+    runs = run_distributed(_keep_and_load, 2, str(tmp_path), timeout=120)[0]
+    names = [path.name for path in complete_checkpoints(tmp_path / "first")]
+    assert names == ["step_00000005", "step_00000006"]
+    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == names
+    for parameter, value in runs["first"]["parameters"].items():
+        # The one step with a negligible learning rate changes nothing that fp32 can hold.
+        assert torch.equal(runs["loaded"]["parameters"][parameter], value), parameter
+    assert [row["step"] for row in runs["loaded"]["rows"]] == [1]

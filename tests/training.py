@@ -1,0 +1,74 @@
+"""Short training runs inside the ranks of `run_distributed`, for tests that compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zeco_train.build import build, init, open_run
+from zeco_train.config import load_config
+from zeco_train.logs import close_logging
+from zeco_train.mesh import Launch
+from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.trainer import Trainer
+from zeco_train.watchdog import Watchdog
+
+# A model of two small layers on real text; 768 divides by 1, 2, 3, 4 and is no multiple of 64 for 4 ranks' chunks × 3.
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=48",
+    "model.num_heads=3",
+    "model.intermediate_size=80",
+    "data.seq_len=768",
+    "data.global_batch=4",
+    "sched.warmup_steps=2",
+    "train.log_every=1",
+    "train.eval_sequences=3",
+]
+
+
+def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> dict[str, Any]:
+    """Run `train.py`'s parts on this rank.
+
+    Returns:
+        `rows` of metrics.jsonl (rank 0; empty elsewhere), `parameters` in full, and the sequence ids of each step.
+    """
+    arguments = [*SMALL, f"run_dir='{run_dir}'", *overrides]
+    config, launch = load_config(arguments), Launch(rank, world_size, rank)
+    mesh = init(config, launch)
+    stores, folder = open_run(config, arguments, mesh)
+    parts = build(config, stores, folder, mesh, Watchdog(launch, None))
+    steps: list[list[int]] = []
+    add = parts.recorder.add
+
+    def remember(result: Any, progress: Any) -> None:
+        steps.append(result.sequence_ids)
+        add(result, progress)
+
+    parts.recorder.add = remember  # type: ignore[method-assign]
+    Trainer(config, parts).train()
+    parts.loader.close()
+    parts.recorder.close()
+    close_logging()
+    return {
+        "rows": read_metrics(folder / METRICS_FILE) if rank == 0 else [],
+        "parameters": {name: full(p).clone() for name, p in parts.model.named_parameters()},
+        "sequence_ids": steps,
+    }
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor as a whole one. Collective."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def largest_difference(rows: list[dict[str, Any]], reference: list[dict[str, Any]], key: str) -> float:
+    """The largest relative difference of a column, over the steps that have it; both runs must have the same rows."""
+    assert [row["step"] for row in rows] == [row["step"] for row in reference]
+    pairs = [(row[key], other[key]) for row, other in zip(rows, reference, strict=True) if key in other]
+    assert pairs, f"no row has {key}"
+    return max(abs(value - other) / abs(other) for value, other in pairs)
