@@ -7,7 +7,7 @@ nothing past it sees a `DictConfig`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from data.config import DataConfig, check_config
 from models.gla import GLAConfig
@@ -27,6 +27,7 @@ from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig
 from zeco_train.optim import OptimConfig, ScheduleConfig
+from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
 from zeco_train.sp.registry import SPConfig
 
@@ -117,6 +118,11 @@ class Config:
 
     def validate(self) -> None:
         """Raise `ConfigError` for what can be judged without the data and the number of ranks."""
+        for name in ("name", "run_dir"):
+            if not getattr(self, name).strip():
+                raise ConfigError(name, getattr(self, name), "must not be empty")
+        if self.seed < 0:
+            raise ConfigError("seed", self.seed, "must be ≥ 0")
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
             if hasattr(value, "validate"):
@@ -153,28 +159,37 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, or one out of range.
     """
+    config = _compose(overrides)
+    config.validate()
+    return config
+
+
+def _compose(overrides: list[str]) -> Config:
+    check_overrides(overrides, Config, group_options())
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = compose("train", overrides=overrides)
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explain(error, overrides) from error
     assert isinstance(config, Config)
-    config.validate()
     return config
 
 
 def group_options() -> dict[str, list[str]]:
     """The configuration groups and their options, `{"sp": ["dp", "lasp1", …], …}`."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
-    return {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
+    return {
+        group.name: sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
+        for group in groups
+    }
 
 
 def describe(overrides: list[str]) -> str:
     """The text of `train.py --help`: groups with their options, and the configuration that `overrides` give."""
     groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
-    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(load_config(overrides))))
+    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides))))
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
         f"Groups:\n{groups}\n\nKeys, as this command line sets them:\n\n{config}"
@@ -182,39 +197,18 @@ def describe(overrides: list[str]) -> str:
 
 
 def _explain(error: Exception, overrides: list[str]) -> ConfigError:
-    """Hydra's error as one line that names the override at fault, found by trying them one by one on the schema."""
-    schema, groups = OmegaConf.structured(Config), group_options()
-    known = [*groups, *_leaf_keys(schema)]
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException:
-            return ConfigError("argument", text, "is not of Hydra's form KEY=VALUE")
-        key, value = override.key_or_group, override.value()
-        if key in groups and not isinstance(value, dict):
-            if value not in groups[key]:
-                return ConfigError(key, value, f"must be one of {', '.join(groups[key])}")
-            continue
-        try:
-            OmegaConf.update(schema, key, value, merge=True, force_add=False)
-            if override.is_add() and key in known:
-                return ConfigError(f"+{key}", value, f"the key exists; write {key}={value}")
-        except (OmegaConfBaseException, ValueError) as cause:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                return ConfigError(key, value, "unknown key" + (f"; did you mean {close[0]}?" if close else ""))
-            return ConfigError(key, value, _first_line(cause))
-    return ConfigError("configuration", " ".join(overrides), _first_line(error))
-
-
-def _leaf_keys(schema: Any, prefix: str = "") -> list[str]:
-    keys = []
-    for key in schema:
-        name = f"{prefix}{key}"
-        inner = None if OmegaConf.is_missing(schema, key) else schema[key]
-        keys += [name, *_leaf_keys(inner, f"{name}.")] if OmegaConf.is_dict(inner) else [name]
-    return keys
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What `check_overrides` cannot see, in one line: interpolations, and mistakes in the files of `configs/`."""
+    text = str(error).strip() or type(error).__name__
+    full_key = re.search(r"full_key: (\S+)", text)
+    key = full_key[1] if full_key else ""
+    if file := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.+)", text):
+        group, _, option = file[1].rpartition("/")
+        problem = f"{key}: {file[2]}" if key else file[2]
+        if group and key == group:
+            problem = "its first line must be: # @package _global_"
+        return ConfigError(group or "configs", option, f"configs/{file[1]}.yaml: {problem}")
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if key and name.lstrip("+") == key:
+            return ConfigError(key, value, text.splitlines()[0])
+    return ConfigError("configuration", " ".join(overrides), " ".join(text.split()))

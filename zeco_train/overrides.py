@@ -1,0 +1,155 @@
+"""Judges command-line overrides one by one, before Hydra composes them.
+
+Hydra's own errors take several lines and seldom say what is allowed, and for an unknown key behind a `+` there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zeco_train.errors import ConfigError
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_INT64_LIMIT = 1 << 63
+
+
+def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str, Sequence[str]]) -> None:
+    """Check form, key and type of each override; ranges are left to the sections' own `validate`.
+
+    Args:
+        overrides: in Hydra's syntax, KEY=VALUE.
+        schema: the dataclass of the whole configuration.
+        groups: the options of each configuration group.
+
+    Raises:
+        ConfigError: names the override, and what is allowed in its place.
+    """
+    for text in overrides:
+        override = _parse(text)
+        key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
+        if override.is_delete():
+            raise ConfigError("argument", text, "nothing can be deleted; set a value with KEY=VALUE")
+        if override.is_sweep_override():
+            raise ConfigError(
+                key, shown, f"takes one value (as text: \"{key}='{shown}'\"); sweeps run outside train.py"
+            )
+        if override.package is not None:
+            raise ConfigError("argument", text, f"groups stay where they are; write {key}={shown}")
+        if key in groups and not isinstance(value, dict):
+            _check_group(override, shown, groups[key], has_default=key in typing.get_type_hints(schema))
+            continue
+        for name, part in _leaves(key, value):
+            _check_value(name, part, shown if name == key else part, schema, groups)
+        if override.type is OverrideType.ADD:
+            raise ConfigError(f"+{key}", shown, f"the key exists; write {key}={shown}")
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        allowed = "must be KEY=VALUE, as in train.steps=100"
+        if match := re.match(r"(\+{0,2}[\w.]+)=(.+)", text):
+            allowed = f"a value with special characters needs quotes: \"{match[1]}='{match[2]}'\""
+        raise ConfigError("argument", text, allowed) from error
+
+
+def _check_group(override: Override, shown: str, options: Sequence[str], has_default: bool) -> None:
+    """Check an override that picks a file of a group; a group without a default, as `experiment`, is added by a `+`."""
+    group, value = override.key_or_group, override.value()
+    # Files may be added by the list where there is no default to replace.
+    chosen = value if isinstance(value, list) and not has_default else [value]
+    if any(option not in options for option in chosen):
+        raise ConfigError(group, shown, f"must be one of {', '.join(options)}")
+    expected = OverrideType.CHANGE if has_default else OverrideType.ADD
+    if override.type is not expected:
+        raise ConfigError("argument", override.input_line, f"write {'' if has_default else '+'}{group}={shown}")
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values of an override whose value may be a dictionary."""
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
+
+
+def _check_value(key: str, value: Any, shown: Any, schema: type, groups: Mapping[str, Sequence[str]]) -> None:
+    kind = _type_of(key, schema)
+    if kind is None:
+        raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)]))
+    if dataclasses.is_dataclass(kind):
+        raise ConfigError(key, shown, f"is a section; set its keys, such as {key}.{dataclasses.fields(kind)[0].name}")
+    try:
+        OmegaConf.update(OmegaConf.structured(schema), key, value, merge=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(key, shown, f"must be {_allowed(kind)}") from error
+    numbers = typing.get_args(kind) if typing.get_origin(kind) is tuple else None
+    if numbers is not None and isinstance(value, list) and len(value) != len(numbers):
+        raise ConfigError(key, shown, f"must be {_allowed(kind)}")
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int) and not -_INT64_LIMIT <= number < _INT64_LIMIT:
+            raise ConfigError(key, shown, "must fit into 64 bits")
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(key, shown, "must be finite")
+
+
+def _type_of(key: str, schema: Any) -> Any:
+    """The annotated type of a dotted key; None if there is no such key."""
+    kind = schema
+    for part in key.split("."):
+        if dataclasses.is_dataclass(kind):
+            kind = typing.get_type_hints(kind).get(part)
+        elif typing.get_origin(kind) in (list, tuple) and part.isdigit():
+            elements = typing.get_args(kind)
+            kind = elements[0] if typing.get_origin(kind) is list or int(part) < len(elements) else None
+        else:
+            return None
+    return kind
+
+
+def _allowed(kind: Any) -> str:
+    """What values a type takes, in words."""
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_allowed(member) for member in typing.get_args(kind))
+    if kind is types.NoneType:
+        return "null"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(member.name for member in kind)}"
+    if typing.get_origin(kind) in (list, tuple):
+        elements = typing.get_args(kind)
+        return f"a list [{', '.join(_KINDS[e] for e in elements)}{', …' if typing.get_origin(kind) is list else ''}]"
+    return _KINDS[kind]
+
+
+def _keys(schema: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for name, kind in typing.get_type_hints(schema).items():
+        keys.append(f"{prefix}{name}")
+        if dataclasses.is_dataclass(kind):
+            keys += _keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    if key.partition(".")[0] == "hydra":
+        return "train.py only composes its configuration with Hydra, and has no hydra settings"
+    # `steps` for train.steps: a forgotten section is likelier than a misspelt name of another.
+    close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
+    close = close or difflib.get_close_matches(key, known, n=1)
+    return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "--help lists all")
