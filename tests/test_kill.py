@@ -21,7 +21,7 @@ from zeco_train.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("ZECO_KILLS", "2"))
-STEPS = 40
+STEPS = 24
 
 
 def _start(run_dir: Path) -> subprocess.Popen[bytes]:

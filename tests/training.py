@@ -39,8 +39,8 @@ def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> d
     arguments = [*SMALL, f"run_dir='{run_dir}'", *overrides]
     config, launch = load_config(arguments), Launch(rank, world_size, rank)
     mesh = init(config, launch)
-    stores, folder = open_run(config, arguments, mesh)
-    parts = build(config, stores, folder, mesh, Watchdog(launch, None))
+    run = open_run(config, arguments, mesh)
+    parts = build(config, run, mesh, Watchdog(launch, None))
     steps: list[list[int]] = []
     add = parts.recorder.add
 
@@ -53,8 +53,9 @@ def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> d
     parts.loader.close()
     parts.recorder.close()
     close_logging()
+    run.release()
     return {
-        "rows": read_metrics(folder / METRICS_FILE) if rank == 0 else [],
+        "rows": read_metrics(run.path / METRICS_FILE) if rank == 0 else [],
         "parameters": {name: full(p).clone() for name, p in parts.model.named_parameters()},
         "sequence_ids": steps,
     }

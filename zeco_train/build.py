@@ -23,7 +23,7 @@ from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, r
 from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import parallelize
 from zeco_train.recorder import Recorder
-from zeco_train.run_folder import open_run_folder
+from zeco_train.run_folder import RunFolder
 from zeco_train.sp.base import StateScan
 from zeco_train.sp.registry import build_scan
 from zeco_train.watchdog import Watchdog
@@ -48,11 +48,24 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Stores:
-    """The opened token stores; `validation` is None where nothing, or too little for a sequence, is held out."""
+class OpenedRun:
+    """The data and the folder of a run.
+
+    Attributes:
+        train: store to train on.
+        validation: store to validate on; None where nothing, or too little for a sequence, is held out.
+        path: the folder; `folder` holds it on rank 0.
+    """
 
     train: TokenStore
     validation: TokenStore | None
+    path: Path
+    folder: RunFolder | None
+
+    def release(self) -> None:
+        """Let other processes train in the folder."""
+        if self.folder is not None:
+            self.folder.release()
 
 
 def init(config: Config, launch: Launch) -> ProcessMesh:
@@ -68,35 +81,35 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
 
 
-def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> tuple[Stores, Path]:
+def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:
     """Open the data, then the run's folder, and send logging there.
 
     Raises:
         ZecoError: on every rank, the first one's mistake: data, folder, or a run that cannot go on like this.
     """
-    stores = main_first(mesh, lambda: _open_stores(config, mesh))
+    train, validation = main_first(mesh, lambda: _open_stores(config, mesh))
     identity = config.identity() | {
-        "data.tokens_sha256": stores.train.meta.tokens_sha256,
-        "data.tokenizer": stores.train.meta.tokenizer,
+        "data.tokens_sha256": train.meta.tokens_sha256,
+        "data.tokenizer": train.meta.tokenizer,
     }
-    run_dir = Path(config.run_dir)
-    agree(mesh, lambda: open_run_folder(config, identity, arguments) if mesh.is_main else None)
-    agree(mesh, lambda: setup_logging(run_dir, mesh.rank))
-    if stores.validation is None and config.train.eval_sequences and mesh.is_main:
+    path = Path(config.run_dir)
+    folder = agree(mesh, lambda: RunFolder(config, identity, arguments) if mesh.is_main else None)
+    agree(mesh, lambda: setup_logging(path, mesh.rank))
+    if validation is None and config.train.eval_sequences and mesh.is_main:
         logger.warning(
             "no validation loss: too little is held out for a sequence of data.seq_len=%d", config.data.seq_len
         )
-    return stores, run_dir
+    return OpenedRun(train, validation, path, folder)
 
 
-def build(config: Config, stores: Stores, run_dir: Path, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
+def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
     """Build model, optimizer and data, and restore the newest checkpoint of this run, if there is one.
 
     Raises:
         ZecoError: on every rank; see `open_run`, and the checkpoint's errors.
     """
     torch.manual_seed(config.seed)
-    checkpointer = Checkpointer(run_dir, config.checkpoint, mesh)
+    checkpointer = Checkpointer(run.path, config.checkpoint, mesh)
     latest = checkpointer.latest()
 
     model = GLAForCausalLM(config.model).to(config.train.dtype.master)
@@ -114,16 +127,16 @@ def build(config: Config, stores: Stores, run_dir: Path, mesh: ProcessMesh, watc
         checkpointer.load_weights(agree(mesh, lambda: find_weights(load)), model)
 
     recorder = Recorder(
-        run_dir,
+        run.path,
         mesh,
-        build_logger(config.logger, run_dir, mesh.rank),
+        build_logger(config.logger, run.path, mesh.rank),
         total_steps=config.train.steps,
         tokens_per_step=config.data.global_batch * config.data.seq_len,
         flops_per_token=flops_per_token(config.model).total,
     )
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(config)))
     loader = SequenceLoader(
-        stores.train,
+        run.train,
         seq_len=config.data.seq_len,
         seed=config.seed,
         global_batch=config.data.global_batch,
@@ -141,7 +154,7 @@ def build(config: Config, stores: Stores, run_dir: Path, mesh: ProcessMesh, watc
         model=model,
         optimizer=optimizer,
         loader=PrefetchingLoader(loader, progress.sequences),
-        validation=stores.validation,
+        validation=run.validation,
         checkpointer=checkpointer,
         recorder=recorder,
         progress=progress,
@@ -159,7 +172,7 @@ def _device(wanted: Device, launch: Launch) -> torch.device:
     return device
 
 
-def _open_stores(config: Config, mesh: ProcessMesh) -> Stores:
+def _open_stores(config: Config, mesh: ProcessMesh) -> tuple[TokenStore, TokenStore | None]:
     paths = locate_stores(config.data)
     train = TokenStore.open(paths.train)
     check_seq_len(config.data.seq_len, mesh.sp_size, train.num_tokens)
@@ -169,4 +182,4 @@ def _open_stores(config: Config, mesh: ProcessMesh) -> Stores:
         check_vocabulary(validation, config.model.vocab_size)
         if validation.num_tokens <= config.data.seq_len:
             validation = None
-    return Stores(train, validation)
+    return train, validation

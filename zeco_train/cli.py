@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from typing import NoReturn
@@ -16,6 +17,7 @@ from zeco_train.config import Config, describe, load_config
 from zeco_train.errors import CommunicationError, ZecoError
 from zeco_train.mesh import Launch, ProcessMesh
 from zeco_train.progress import compact
+from zeco_train.signals import die_with_launcher
 from zeco_train.trainer import Trainer
 from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_store
 
@@ -30,6 +32,8 @@ _SECONDS_AMONG_RANKS = 2.0
 def main(arguments: list[str]) -> int:
     """Run `train.py` with Hydra overrides as arguments; returns the process's exit code."""
     launch = Launch.from_environment()
+    if launch.world_size > 1:
+        die_with_launcher()
     try:
         if {"-h", "--help"} & set(arguments):
             if launch.rank == 0:
@@ -65,12 +69,12 @@ def _train(config: Config, arguments: list[str], launch: Launch) -> int:
 
 def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watchdog) -> int:
     watchdog.enter("opening data and the run's folder")
-    stores, run_dir = open_run(config, arguments, mesh)
+    run = open_run(config, arguments, mesh)
     watchdog.enter("building the model")
-    parts = build(config, stores, run_dir, mesh, watchdog)
+    parts = build(config, run, mesh, watchdog)
     recorder, progress = parts.recorder, parts.progress
     if progress.step >= config.train.steps:
-        recorder.note(f"the run in {run_dir} has finished its {progress.step} steps; nothing to do")
+        recorder.note(f"the run in {run.path} has finished its {progress.step} steps; nothing to do")
         recorder.close()
         return 0
     recorder.note(_banner(config, parts))
@@ -87,6 +91,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watc
         summary = f"{stopped_by.name} after step {progress.step}: saved; the same command goes on from there"
     if summary is not None and mesh.is_main:
         print(summary, flush=True)
+    run.release()
     return 0 if stopped_by is None else 128 + stopped_by
 
 
@@ -113,9 +118,12 @@ def _end(error: ZecoError, launch: Launch, patience: float) -> int:
 
 def _abandon(error: Exception, watchdog: Watchdog) -> NoReturn:
     """Leave after a peer is lost: name it, save nothing, wait for nobody."""
-    logger.exception("communication failed", exc_info=error)
+    # A launcher that has seen the peer die terminates this process at once, too.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # At a level that only the log file takes: the terminal gets one line, below.
+    logger.info("communication failed", exc_info=error)
     explained, speaks = watchdog.diagnose(error)
-    logger.error("%s", explained)
+    logger.info("%s", explained)
     watchdog.report_leaving()
     if speaks:
         print(f"error: {explained}", file=sys.stderr, flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,34 +18,60 @@ from zeco_train.errors import CheckpointError, ConfigError
 _IDENTITY = "identity.json"
 
 
-def open_run_folder(config: Config, identity: Mapping[str, Any], overrides: list[str]) -> Path:
-    """Make the folder, or find it to be of this very run; write `config.yaml` and append to `overrides.txt`.
+class RunFolder:
+    """A run's folder, held by this process until `release`: a second start of a run that still goes on is refused.
+
+    Opening makes the folder, or finds it to be of this very run, writes `config.yaml` and appends to `overrides.txt`.
 
     Args:
+        config: names the folder.
         identity: what may not change between the starts of one run, by configuration key.
+        overrides: the command line.
 
     Raises:
-        ConfigError: the folder cannot be written, or is not a run's.
+        ConfigError: the folder cannot be written, is in use, or is not a run's.
         CheckpointError: it holds a run with another identity; the first difference is named.
     """
-    run_dir = Path(config.run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        stored = run_dir / _IDENTITY
+
+    def __init__(self, config: Config, identity: Mapping[str, Any], overrides: list[str]) -> None:
+        self.path = Path(config.run_dir)
+        self._lock: int | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._check(identity)
+            self._take()
+            _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_plain(config))))
+            with (self.path / "overrides.txt").open("a") as file:
+                file.write(" ".join(overrides) + "\n")
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror}); name another folder"
+            raise ConfigError("run_dir", self.path, problem) from error
+
+    def release(self) -> None:
+        """Let others write there. A process that ends, in any way, does so too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check(self, identity: Mapping[str, Any]) -> None:
+        stored = self.path / _IDENTITY
         if stored.exists():
-            _compare(run_dir, json.loads(stored.read_text()), identity)
-        elif any(path.name != f"{_IDENTITY}.tmp" for path in run_dir.iterdir()):
-            raise ConfigError("run_dir", run_dir, "is not empty and not a run's folder; name a new one")
+            try:
+                _compare(self.path, json.loads(stored.read_text()), identity)
+            except ValueError as error:
+                raise CheckpointError(f"{stored}: cannot be read: {error}") from error
+        elif any(path.name != f"{_IDENTITY}.tmp" for path in self.path.iterdir()):
+            raise ConfigError("run_dir", self.path, "is not empty and not a run's folder; name a new one")
         else:
             write_durably(stored, json.dumps(identity, indent=2))
-        _write_config(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_plain(config))))
-        with (run_dir / "overrides.txt").open("a") as file:
-            file.write(" ".join(overrides) + "\n")
-    except OSError as error:
-        raise ConfigError("run_dir", run_dir, f"cannot be written ({error.strerror}); name another folder") from error
-    except ValueError as error:
-        raise CheckpointError(f"{run_dir / _IDENTITY}: cannot be read: {error}") from error
-    return run_dir
+
+    def _take(self) -> None:
+        self._lock = os.open(self.path / _IDENTITY, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise ConfigError("run_dir", self.path, "another process is training there; end it first") from error
 
 
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher dies, on Linux.
+
+    torchrun starts ranks in sessions of their own: if it is killed with SIGKILL they would train on, unsupervised, and
+    get in the way of the next start of the same run.
+    """
+    if sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        # It died before the call; nobody will tell.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopRequest:
@@ -22,6 +43,9 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            # It has still to be explained, and a launcher terminates the survivors of a lost rank at once.
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
