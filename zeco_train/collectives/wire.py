@@ -24,12 +24,14 @@ class Transfer:
     def __init__(self, wire: Wire, work: Work, what: str, peer: int | None, *tensors: Tensor) -> None:
         self._wire, self._work, self._what, self._peer = wire, work, what, peer
         self._tensors = tensors
+        # NCCL takes a timeout as the wish to block the host until the message is through.
+        self._bound = () if tensors[0].is_cuda else (wire.timeout,)
 
     def wait(self) -> None:
         """Raises:
         CommunicationError: no completion within the wire's timeout, or the peer is gone.
         """
-        self._wire.guard(lambda: self._work.wait(self._wire.timeout), self._what, self._peer)
+        self._wire.guard(lambda: self._work.wait(*self._bound), self._what, self._peer)
         self._tensors = ()
 
 
