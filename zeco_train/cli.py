@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
             return 0
         return _train(load_config(arguments), arguments, launch)
     except ZecoError as error:
-        return _end(error, launch, _SECONDS_TO_IMPORT)
+        return _end(error, launch, _SECONDS_TO_IMPORT, lambda: True)
     except KeyboardInterrupt:
         return 130
 
@@ -55,7 +56,7 @@ def _train(config: Config, arguments: list[str], launch: Launch) -> int:
         if isinstance(error, CommunicationError):
             _abandon(error, watchdog)
         watchdog.report_failure(str(error))
-        _end(error, launch, _SECONDS_AMONG_RANKS)
+        _end(error, launch, _SECONDS_AMONG_RANKS, watchdog.may_speak)
         os._exit(error.exit_code)
     except Exception as error:
         if is_communication_failure(error):
@@ -107,13 +108,20 @@ def _banner(config: Config, parts: Parts) -> str:
     )
 
 
-def _end(error: ZecoError, launch: Launch, patience: float) -> int:
-    """Say what is wrong, once; the other ranks, which have the same error or will lose a peer, hold back."""
-    if launch.rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
+def _end(error: ZecoError, launch: Launch, patience: float, may_speak: Callable[[], bool]) -> int:
+    """Say what is wrong, once. Mostly every rank has the error, and rank 0 speaks; the others hold back meanwhile.
+
+    One that is still there after that is alone with its error, and speaks itself.
+    """
+    if launch.rank != 0:
         time.sleep(patience)
+    if may_speak():
+        _say(error)
     return error.exit_code
+
+
+def _say(error: ZecoError) -> None:
+    print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
 
 
 def _abandon(error: Exception, watchdog: Watchdog) -> NoReturn:
@@ -122,11 +130,11 @@ def _abandon(error: Exception, watchdog: Watchdog) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # At a level that only the log file takes: the terminal gets one line, below.
     logger.info("communication failed", exc_info=error)
-    explained, speaks = watchdog.diagnose(error)
+    explained = watchdog.diagnose(error)
     logger.info("%s", explained)
     watchdog.report_leaving()
-    if speaks:
-        print(f"error: {explained}", file=sys.stderr, flush=True)
+    if watchdog.may_speak():
+        _say(explained)
     sys.stdout.flush()
     # Not sys.exit: shutting the process groups down would wait for the lost peer.
     os._exit(explained.exit_code)

@@ -58,12 +58,18 @@ class Watchdog:
         """Leave word that this rank ends because a peer is lost, so that nobody takes it for the culprit."""
         self._leave_word("left", "")
 
-    def diagnose(self, error: Exception) -> tuple[CommunicationError, bool]:
-        """Name the rank at fault behind a failed communication.
+    def may_speak(self) -> bool:
+        """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once."""
+        if self._store is None:
+            return True
+        try:
+            return self._store.add(f"{self._prefix}/spoken", 1) == 1
+        except (dist.DistError, RuntimeError) as error:
+            logger.info("the launcher's store is gone: %s", error)
+            return True
 
-        Returns:
-            The error for the user, and whether this rank is the one to print it: the lowest that still lives.
-        """
+    def diagnose(self, error: Exception) -> CommunicationError:
+        """The error for the user behind a failed communication: it names the rank at fault."""
         rank, others = self._launch.rank, [r for r in range(self._launch.world_size) if r != self._launch.rank]
         operation = error.operation if isinstance(error, CommunicationError) else self._activity
         detail = (str(error).splitlines() or [type(error).__name__])[0]
@@ -74,15 +80,13 @@ class Watchdog:
             failed, left = self._words("failed", others), self._words("left", others)
         except (dist.DistError, RuntimeError) as lost:
             logger.info("the store is gone: %s", lost)
-            return CommunicationError(rank, operation, f"{detail} (and the launcher's store is gone)"), True
+            return CommunicationError(rank, operation, f"{detail} (and the launcher's store is gone)")
         silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
         culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
-        gone = {*silent, *failed, *left}
         problem = "; ".join(culprits) if culprits else f"{detail} (every rank is alive: one of them is stuck)"
-        explained = CommunicationError(rank, operation, problem + "; nothing was saved")
-        return explained, rank == min(r for r in range(self._launch.world_size) if r not in gone)
+        return CommunicationError(rank, operation, f"{problem}; nothing was saved since the last checkpoint")
 
     def _beat(self) -> None:
         count = 0
