@@ -85,7 +85,8 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
             ratio = schedule.min_ratio + (1 - schedule.min_ratio) * cosine
         case ScheduleKind.wsd:
             decay_steps = max(1, round(schedule.decay_fraction * steps))
-            remaining = min(1.0, max(0.0, (steps - step) / decay_steps))
+            # The last step has 1 / decay_steps left, not 0: a step without a learning rate would be wasted.
+            remaining = min(1.0, (steps - step + 1) / decay_steps)
             ratio = schedule.min_ratio + (1 - schedule.min_ratio) * remaining
     return peak * ratio
 

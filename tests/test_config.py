@@ -1,0 +1,72 @@
+"""Every YAML composes, and what it sets is what is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from zeco_train.config import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
+
+OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes(group: str, option: str) -> None:
+    needs = ["data.path=store"] if (group, option) == ("data", "tokens") else []
+    prefix = "+" if group == "experiment" else ""
+    config = to_plain(load_config([f"{prefix}{group}={option}", *needs]))
+    if group == "experiment":
+        assert config["name"] == option
+        return
+    # Every value of the file arrives, so no key of it is lost on the way.
+    written = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / group / f"{option}.yaml"))
+    assert isinstance(written, dict)
+    arrived = config[group]
+    for key, value in written.items():
+        assert arrived[key] == value or key == "path", (key, arrived[key], value)
+
+
+def test_all_yaml_files_are_options() -> None:
+    found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
+    assert found == {Path("train.yaml"), *(Path(group, f"{option}.yaml") for group, option in OPTIONS)}
+
+
+def test_the_command_lines_contract() -> None:
+    config = load_config(
+        "name=n seed=3 sp=lasp2 sp.size=2 model=gla_1b data=tokens data.path=p data.seq_len=128 data.global_batch=6 "
+        "data.micro_batch=2 train.steps=7 train.dtype=bf16 train.log_every=2 train.segments=1 parallel.strategy=hsdp "
+        "checkpoint.every=9 logger=wandb".split()
+    )
+    assert (config.name, config.run_dir, config.seed) == ("n", "runs/n", 3)
+    assert (config.sp.backend.value, config.sp.size) == ("lasp2", 2)
+    assert (config.model.name, config.model.hidden_size) == ("gla_1b", 2048)
+    assert (config.data.kind.value, config.data.path) == ("tokens", "p")
+    assert (config.data.seq_len, config.data.global_batch, config.data.micro_batch) == (128, 6, 2)
+    assert (config.train.steps, config.train.dtype, config.train.log_every) == (7, Dtype.bf16, 2)
+    assert (config.parallel.strategy.value, config.checkpoint.every, config.logger.kind.value) == ("hsdp", 9, "wandb")
+    assert config.logger.mode.value == "offline"
+
+
+def test_dtypes() -> None:
+    assert [(d.compute, d.master) for d in Dtype] == [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ]
+
+
+def test_help_shows_groups_and_what_overrides_make() -> None:
+    text = describe(["train.steps=77"])
+    assert "sp=dp|lasp1|lasp2|zeco" in text
+    assert "steps: 77" in text
+
+
+def test_identity_does_not_depend_on_the_split() -> None:
+    base = load_config([]).identity()
+    may_change = ["sp=lasp1", "sp.size=1", "parallel=zero3", "train.steps=5", "train.log_every=3", "checkpoint.every=1"]
+    assert load_config([*may_change, "logger=wandb", "data.micro_batch=2", "name=x"]).identity() == base
+    for change in ("seed=1", "train.dtype=fp64", "model.num_layers=2", "data.seq_len=64", "data.global_batch=4"):
+        assert load_config([change]).identity() != base, change
