@@ -25,7 +25,12 @@ def explain(
         symptom: what was seen, such as "loss is nan".
         forwards: the forward pass of each of this rank's micro-batches.
     """
-    findings = [_first_parameter(model, "weight"), _first_activation(model, forwards), _first_parameter(model, "gradient")]
+    # Gradients before the forward passes, which gather the parameters and leave their gradients out of reach.
+    findings = [
+        _first_parameter(model, "weight"),
+        _first_parameter(model, "gradient"),
+        _first_activation(model, forwards),
+    ]
     gathered: list[list[Finding | None]] = [[]] * world_size
     dist.all_gather_object(gathered, findings)
     found = sorted((f[0], rank, f[1]) for rank, of_rank in enumerate(gathered) for f in of_rank if f is not None)
@@ -36,10 +41,12 @@ def explain(
 
 
 def _first_parameter(model: nn.Module, kind: str) -> Finding | None:
-    for position, (name, parameter) in enumerate(model.named_parameters()):
+    """The first parameter whose weight, or gradient, is not finite, in the order in which they are used or computed."""
+    parameters = list(enumerate(model.named_parameters()))
+    for position, (name, parameter) in parameters if kind == "weight" else reversed(parameters):
         tensor = parameter if kind == "weight" else parameter.grad
         if tensor is not None and not _is_finite(tensor):
-            return (0 if kind == "weight" else 2, position), f"{kind} of {name}"
+            return (0, position) if kind == "weight" else (2, -position), f"{kind} of {name}"
     return None
 
 

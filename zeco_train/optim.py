@@ -31,9 +31,10 @@ class OptimConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name in ("weight_decay", "grad_clip"):
-            _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must be ≥ 0")
-        _require(self.lr > 0, "optim.lr", self.lr, "must be > 0")
+        # The upper bounds keep AdamW's own factors within fp32.
+        _require(0 < self.lr <= 1e30, "optim.lr", self.lr, "must be > 0 and ≤ 1e30")
+        _require(0 <= self.weight_decay <= 1e6, "optim.weight_decay", self.weight_decay, "must be ≥ 0 and ≤ 1e6")
+        _require(self.grad_clip >= 0, "optim.grad_clip", self.grad_clip, "must be ≥ 0")
         _require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
         _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "each must be in [0, 1)")
 
