@@ -35,11 +35,10 @@ def test_all_yaml_files_are_options() -> None:
 
 
 def test_the_command_lines_contract() -> None:
-    config = load_config(
-        "name=n seed=3 sp=lasp2 sp.size=2 model=gla_1b data=tokens data.path=p data.seq_len=128 data.global_batch=6 "
-        "data.micro_batch=2 train.steps=7 train.dtype=bf16 train.log_every=2 train.segments=1 parallel.strategy=hsdp "
-        "checkpoint.every=9 logger=wandb".split()
-    )
+    run = ["name=n", "seed=3", "sp=lasp2", "sp.size=2", "parallel.strategy=hsdp", "checkpoint.every=9", "logger=wandb"]
+    data = ["data=tokens", "data.path=p", "data.seq_len=128", "data.global_batch=6", "data.micro_batch=2"]
+    train = ["model=gla_1b", "train.steps=7", "train.dtype=bf16", "train.log_every=2", "train.segments=1"]
+    config = load_config([*run, *data, *train])
     assert (config.name, config.run_dir, config.seed) == ("n", "runs/n", 3)
     assert (config.sp.backend.value, config.sp.size) == ("lasp2", 2)
     assert (config.model.name, config.model.hidden_size) == ("gla_1b", 2048)

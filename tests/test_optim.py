@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_wsd_is_stable_then_falls_linearly() -> None:
     rates = _rates("wsd", decay_fraction=0.2)
     assert rates[10:80] == [2.0] * 70
     assert rates[80] == 2.0
-    differences = [a - b for a, b in zip(rates[80:], rates[81:], strict=False)]
+    differences = [a - b for a, b in pairwise(rates[80:])]
     assert differences == pytest.approx([2.0 * 0.9 / 20] * 19)
     assert rates[-1] == pytest.approx(2.0 * (0.1 + 0.9 / 20))
 
@@ -37,7 +38,7 @@ def test_cosine_ends_at_the_minimum() -> None:
     rates = _rates("cosine")
     assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 45 / 90))))
     assert rates[-1] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[10:]))
 
 
 def test_constant_stays() -> None:
