@@ -6,8 +6,10 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from data.config import check_batch, check_seq_len, locate_stores
 from data.loader import PrefetchingLoader, SequenceLoader
@@ -92,6 +94,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         "data.tokens_sha256": train.meta.tokens_sha256,
         "data.tokenizer": train.meta.tokenizer,
     }
+    agree(mesh, lambda: _check_same_everywhere(identity, mesh))
     path = Path(config.run_dir)
     folder = agree(mesh, lambda: RunFolder(config, identity, arguments) if mesh.is_main else None)
     agree(mesh, lambda: setup_logging(path, mesh.rank))
@@ -100,6 +103,16 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
             "no validation loss: too little is held out for a sequence of data.seq_len=%d", config.data.seq_len
         )
     return OpenedRun(train, validation, path, folder)
+
+
+def _check_same_everywhere(identity: dict[str, Any], mesh: ProcessMesh) -> None:
+    """Nodes may hold different files under the same path, or be started with different command lines."""
+    everyone: list[dict[str, Any]] = [{}] * mesh.world_size
+    dist.all_gather_object(everyone, identity)
+    for rank, other in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if other.get(key) != value:
+                raise ConfigError(key, other.get(key), f"rank {rank} differs from rank 0, which has {value}")
 
 
 def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
