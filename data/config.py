@@ -10,6 +10,9 @@ from data.corpora import prepare_embedded
 from data.store import PREPARE_HINT, VALIDATION_FOLDER, TokenStore
 from zeco_train.errors import ConfigError
 
+# Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
+LARGEST_COUNT = 10**9
+
 
 class DataKind(Enum):
     """Where tokens come from: the corpus that every machine has, or a prepared token store."""
@@ -127,6 +130,8 @@ def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
     unit = dp_size * micro_batch
     if global_batch <= 0:
         raise ConfigError("data.global_batch", global_batch, f"must be positive; nearest legal value: {unit}")
+    if global_batch > LARGEST_COUNT:
+        raise ConfigError("data.global_batch", global_batch, f"must be ≤ {LARGEST_COUNT}")
     if global_batch % unit != 0:
         nearest = _nearest_multiples(global_batch, unit)
         allowed = f"must be a multiple of dp × data.micro_batch = {dp_size} × {micro_batch} = {unit}"

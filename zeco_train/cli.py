@@ -8,14 +8,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from models.gla import num_parameters
 from zeco_train.build import Parts, build, init, open_run
 from zeco_train.config import Config, describe, load_config
-from zeco_train.errors import CommunicationError, ZecoError
+from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.mesh import Launch, ProcessMesh
 from zeco_train.progress import compact
 from zeco_train.signals import die_with_launcher
@@ -52,17 +54,17 @@ def _train(config: Config, arguments: list[str], launch: Launch) -> int:
     watchdog = Watchdog(launch, launcher_store(launch))
     try:
         code = _run(config, arguments, mesh, watchdog)
-    except ZecoError as error:
-        if isinstance(error, CommunicationError):
-            _abandon(error, watchdog)
-        watchdog.report_failure(str(error))
-        _end(error, launch, _SECONDS_AMONG_RANKS, watchdog.may_speak)
-        os._exit(error.exit_code)
     except Exception as error:
         if is_communication_failure(error):
             _abandon(error, watchdog)
-        watchdog.report_failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        raise
+        expected = _as_expected(error, launch, watchdog.activity)
+        if expected is None:
+            watchdog.report_failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            raise
+        logger.info("ending", exc_info=error)
+        watchdog.report_failure(str(expected))
+        _end(expected, launch, _SECONDS_AMONG_RANKS, watchdog.may_speak)
+        os._exit(expected.exit_code)
     watchdog.stop()
     dist.destroy_process_group()
     return code
@@ -71,11 +73,18 @@ def _train(config: Config, arguments: list[str], launch: Launch) -> int:
 def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watchdog) -> int:
     watchdog.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
-    watchdog.enter("building the model")
-    parts = build(config, run, mesh, watchdog)
+    try:
+        watchdog.enter("building the model")
+        return _go_on(config, build(config, run, mesh, watchdog), run.path)
+    finally:
+        run.release()
+
+
+def _go_on(config: Config, parts: Parts, run_dir: Path) -> int:
+    """Train from where the run is; returns the exit code."""
     recorder, progress = parts.recorder, parts.progress
     if progress.step >= config.train.steps:
-        recorder.note(f"the run in {run.path} has finished its {progress.step} steps; nothing to do")
+        recorder.note(f"the run in {run_dir} has finished its {progress.step} steps; nothing to do")
         recorder.close()
         return 0
     recorder.note(_banner(config, parts))
@@ -90,9 +99,8 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watc
     summary = recorder.summarise()
     if stopped_by is not None:
         summary = f"{stopped_by.name} after step {progress.step}: saved; the same command goes on from there"
-    if summary is not None and mesh.is_main:
+    if summary is not None and parts.mesh.is_main:
         print(summary, flush=True)
-    run.release()
     return 0 if stopped_by is None else 128 + stopped_by
 
 
@@ -106,6 +114,16 @@ def _banner(config: Config, parts: Parts) -> str:
         f"{config.parallel.strategy.value}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
         f"a step, {start}"
     )
+
+
+def _as_expected(error: Exception, launch: Launch, activity: str) -> ZecoError | None:
+    """The error as one whose message is written for the user; None for a fault of this program."""
+    if isinstance(error, ZecoError):
+        return error
+    # On CPUs torch raises a plain RuntimeError.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return OutOfMemoryError(launch.rank, activity, (str(error).splitlines() or ["no details"])[0])
+    return None
 
 
 def _end(error: ZecoError, launch: Launch, patience: float, may_speak: Callable[[], bool]) -> int:

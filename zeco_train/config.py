@@ -7,6 +7,7 @@ nothing past it sees a `DictConfig`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,8 +22,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from data.config import DataConfig, check_config
-from models.gla import GLAConfig
+from data.config import LARGEST_COUNT, DataConfig, check_config
+from models.gla import GLAConfig, num_parameters
 from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig
@@ -90,6 +91,8 @@ class TrainConfig:
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 1")
+        if self.steps > LARGEST_COUNT:
+            raise ConfigError("train.steps", self.steps, f"must be ≤ {LARGEST_COUNT}")
         for name in ("eval_every", "eval_sequences"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
@@ -128,6 +131,15 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuse a model that no rank could initialise, before the system ends the process, or another one."""
+        needed = num_parameters(self.model) * self.train.dtype.master.itemsize
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > available:
+            sizes = f"{needed / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB"
+            raise ConfigError("model", self.model.name, f"{num_parameters(self.model):,} parameters take {sizes}")
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is trained on what; a run's folder holds one identity for ever."""

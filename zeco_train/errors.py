@@ -61,3 +61,13 @@ class CommunicationError(ZecoError):
         where = f" with rank {peer}" if peer is not None else ""
         super().__init__(f"rank {rank}: {operation}{where}: {problem}")
         self.rank, self.operation, self.peer = rank, operation, peer
+
+
+class OutOfMemoryError(ZecoError):
+    """A rank that has not the memory for what it was asked to do: names rank, activity and what would help."""
+
+    exit_code = 7
+
+    def __init__(self, rank: int, activity: str, problem: str) -> None:
+        remedy = "a shorter data.seq_len, a smaller data.micro_batch, or more ranks for a sequence need less"
+        super().__init__(f"rank {rank}: {activity}: out of memory ({problem}); {remedy}")

@@ -16,6 +16,8 @@ from zeco_train.config import Config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 
 _IDENTITY = "identity.json"
+# The part of an identity that no configuration key shows: a digest of all tokens.
+_TOKENS_KEY = "data.tokens_sha256"
 
 
 class RunFolder:
@@ -56,10 +58,7 @@ class RunFolder:
     def _check(self, identity: Mapping[str, Any]) -> None:
         stored = self.path / _IDENTITY
         if stored.exists():
-            try:
-                _compare(self.path, json.loads(stored.read_text()), identity)
-            except ValueError as error:
-                raise CheckpointError(f"{stored}: cannot be read: {error}") from error
+            _compare(self.path, _read_identity(stored), identity)
         elif any(path.name != f"{_IDENTITY}.tmp" for path in self.path.iterdir()):
             raise ConfigError("run_dir", self.path, "is not empty and not a run's folder; name a new one")
         else:
@@ -74,18 +73,30 @@ class RunFolder:
             raise ConfigError("run_dir", self.path, "another process is training there; end it first") from error
 
 
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
+    return stored
+
+
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key in sorted({*stored, *wanted}):
-        if stored.get(key) != wanted.get(key):
-            raise CheckpointError(
-                f"{key}={wanted.get(key)}: the run in {run_dir} has {stored.get(key)} and can only go on with that; "
-                f"for a new run, take another name (and checkpoint.load={run_dir} for its weights)"
-            )
+        if stored.get(key) == wanted.get(key):
+            continue
+        problem = f"{key}={wanted.get(key)}: the run in {run_dir} has {stored.get(key)} and can only go on with that"
+        if key == _TOKENS_KEY:
+            problem = f"data: these are not the tokens that the run in {run_dir} began with (another text, or split)"
+        remedy = f"for a new run, take another name (and checkpoint.load={run_dir} for its weights)"
+        raise CheckpointError(f"{problem}; {remedy}")
 
 
 def _write_config(path: Path, text: str) -> None:
     """Write the configuration; one that differs, from an earlier start, is kept under a number."""
-    if path.exists() and path.read_text() != text:
+    if path.exists() and path.read_bytes() != text.encode():
         number = 1
         while (older := path.with_name(f"config.{number}.yaml")).exists():
             number += 1

@@ -31,11 +31,14 @@ class Watchdog:
     Args:
         launch: this rank and how many there are.
         store: where heartbeats go, see `launcher_store`; without one nothing is kept and nobody can be named.
+
+    Attributes:
+        activity: what this rank is doing now, see `enter`.
     """
 
     def __init__(self, launch: Launch, store: dist.Store | None) -> None:
         self._launch, self._store = launch, store
-        self._activity = "start"
+        self.activity = "start"
         self._stop = threading.Event()
         # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
         self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -44,7 +47,7 @@ class Watchdog:
 
     def enter(self, activity: str) -> None:
         """Say what this rank is doing now, for the message of whoever finds it silent."""
-        self._activity = activity
+        self.activity = activity
 
     def stop(self) -> None:
         """End the heartbeat, at a regular end."""
@@ -71,7 +74,7 @@ class Watchdog:
     def diagnose(self, error: Exception) -> CommunicationError:
         """The error for the user behind a failed communication: it names the rank at fault."""
         rank, others = self._launch.rank, [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        operation = error.operation if isinstance(error, CommunicationError) else self._activity
+        operation = error.operation if isinstance(error, CommunicationError) else self.activity
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         try:
             before = {r: self._heartbeat(r) for r in others}
@@ -93,7 +96,7 @@ class Watchdog:
         while not self._stop.wait(_PERIOD_SECONDS):
             count += 1
             try:
-                self._set(f"heartbeat/{self._launch.rank}", f"{count} {self._activity}")
+                self._set(f"heartbeat/{self._launch.rank}", f"{count} {self.activity}")
             except (dist.DistError, RuntimeError):
                 return
 
