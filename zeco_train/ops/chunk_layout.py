@@ -4,8 +4,8 @@ Tokens [B, T, H, D] are worked on as chunks [N, B, H, C, D]. The chunk comes fir
 recurrence touches contiguous memory, and the C tokens of one head lie together, as matrix products want them.
 
 Decays are products of `exp(g)`, all of them at most 1. Nothing is divided by a decay and no difference of cumulative
-sums is taken, so a decay of e^-50 a token is as exact as none at all. Blocks of 1, 2, 4, ... tokens are merged in pairs:
-the decay between a token of the later block and one of the earlier block is
+sums is taken, so a decay of e^-50 a token is as exact as none at all. Blocks of 1, 2, 4, … tokens are merged in pairs,
+and the decay between a token of the later block and one of the earlier block is
 
     (decay from the start of the later block through the later token) · (decay after the earlier token to that start)
 
@@ -128,11 +128,22 @@ def chunk_log_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype)
     return log_decays
 
 
-def add_later_tokens(x: Tensor) -> Tensor:
-    """Reversed cumulative sum over the tokens of each chunk, in place; x is [..., C, D]."""
+def add_later_tokens(x: Tensor, documents: Documents | None) -> Tensor:
+    """Reversed cumulative sum over the tokens of each chunk, [N, B, H, C, D], in place, not past a restart.
+
+    What would come from past a restart adds up to 0, but only within the rounding of another document's numbers.
+    """
+    pieces = None
+    if documents is not None:
+        starts = F.pad(documents.restarts, (0, -documents.restarts.numel() % CHUNK)).view(-1, 1, 1, CHUNK, 1)
+        pieces = starts.cumsum(-2)
     for block in BLOCKS:
         earlier, later = halves(x, block)
-        earlier.add_(later[..., :1, :])
+        sums = later[..., :1, :]
+        if pieces is not None:
+            earlier_piece, later_piece = halves(pieces, block)
+            sums = sums * (earlier_piece == later_piece[..., :1, :])
+        earlier.add_(sums)
     return x
 
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from zeco_train.ops.chunk_layout import (
     add_later_tokens,
     check_inputs,
-    check_state,
     matrices,
     state_dtype,
     to_chunks,
@@ -111,11 +110,13 @@ def input_grads(
         S[n] += exp(G[n]) ⊙ R,    dS[n] += exp(suffix[n]) ⊙ D_in
         dq_i += scale · S[n] do_i ⊙ decay through i,    dk_j += dS[n+1] v_j ⊙ decay after j,
         dv_j += dS[n+1]ᵀ (k_j ⊙ decay after j),
-        dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1],    0 at a restart
+        dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1]
 
     The last term makes each chunk's dg independent of the tokens after it, on this rank and on the later ones: what
     passes the chunk's end is in the true state there and in its true gradient. At the rank's end those are its final
-    state and D_in, which is the boundary term without which dg is wrong on every rank but the last.
+    state and D_in, which is the boundary term without which dg is wrong on every rank but the last. With documents the
+    sum ends before the next restart, there without that term, and dg is 0 at a restart itself.
+    dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
 
     Args:
         q, k, v, g, documents, scale: as in the forward.
@@ -149,7 +150,7 @@ def input_grads(
     # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
     dg[..., -1, :] += states[1:].mul_(grads[1:]).sum(-1)
     num_tokens = g.shape[1]
-    dg = to_tokens(add_later_tokens(dg), num_tokens, g.dtype)
+    dg = to_tokens(add_later_tokens(dg, documents), num_tokens, g.dtype)
     if documents is not None:
         dg.masked_fill_(documents.restarts[:, None, None], 0.0)
     return (

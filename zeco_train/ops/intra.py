@@ -1,10 +1,10 @@
 """What happens between the tokens of one chunk: the phases that need no other rank and overlap the scans.
 
-Pairs of different tokens are taken block pair by block pair, at the sizes 1, 2, 4, …, 32: each pair of tokens of a chunk
-is split exactly once, at the start of the later block, and the decay between the two is the product of a factor for
-the later token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products, and nothing
-larger than a few times the tokens themselves is ever held. Products of blocks below 16 tokens are taken 16 rows at a
-time, where one batched product costs less than many tiny ones, and only their diagonal blocks are used.
+Pairs of different tokens are taken by pairs of blocks, of 1, 2, 4, …, 32 tokens: two tokens of a chunk are split at
+exactly one size, at the start of the later block, and the decay between them is the product of a factor for the later
+token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products, and nothing larger
+than a few times the tokens themselves is ever held. Products of blocks below 16 tokens are taken 16 rows at a time,
+where one batched product costs less than many tiny ones, and only their diagonal blocks are used.
 """
 
 from __future__ import annotations
