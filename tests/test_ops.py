@@ -1,7 +1,7 @@
 """The operator on one rank and over simulated ranks, against the recurrence; and the recurrence against its own sum.
 
 All comparisons are in fp64 unless said otherwise. Both sides add up some hundred terms of order one, in another order:
-1e-11 relative to the largest element leaves three digits above the errors seen (1e-15 to 3e-14).
+1e-13 relative to the largest element leaves two digits above the largest error seen, 1.3e-15.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from zeco_train import ops
 from zeco_train.ops import Documents, naive_gla
 
-TOLERANCE = 1e-11
+TOLERANCE = 1e-13
 NAMES = ("o", "dq", "dk", "dv", "dg", "incoming_states", "final_state", "initial_grad")
 
 
@@ -314,8 +314,8 @@ def test_log_decay_of_a_restart_is_minus_infinity() -> None:
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 60, 61, 170, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
 def test_fp32(decay: str, cu_seqlens: list[int] | None) -> None:
-    # sums of up to 300 terms in fp32 (eps 6e-8): errors seen are up to 1.5e-6, most of it in dg, a difference of sums
-    check(make_case(300, decay, cu_seqlens=cu_seqlens, dtype=torch.float32), [0, 100, 300], tolerance=1e-5)
+    # sums of up to 300 terms in fp32 (eps 6e-8): errors seen are up to 4e-7
+    check(make_case(300, decay, cu_seqlens=cu_seqlens, dtype=torch.float32), [0, 100, 300], tolerance=4e-6)
 
 
 @pytest.mark.parametrize("decay", ["none", "mixed", "strong"])
@@ -328,7 +328,7 @@ def test_bf16(decay: str) -> None:
     assert [results[name].dtype for name in ("dg", "incoming_states", "final_state")] == [torch.float32] * 3
     found = errors(case, results, oracle(case, [0, 90, 200]))
     for name, error in found.items():
-        assert error <= (4e-3 if name in ("o", "dq", "dk", "dv") else 1e-5), found
+        assert error <= (4e-3 if name in ("o", "dq", "dk", "dv") else 4e-6), found
 
 
 def test_long_shard_forgets_without_nan() -> None:
@@ -336,7 +336,7 @@ def test_long_shard_forgets_without_nan() -> None:
     chunk_states = ops.local_states(case.k, case.v, case.g, None)
     assert chunk_states.log_decay.isfinite().all()
     assert chunk_states.log_decay.max() < -10_000
-    check(case, [0, 500, 1000], tolerance=1e-5)
+    check(case, [0, 500, 1000], tolerance=4e-6)
 
 
 # Mistakes
