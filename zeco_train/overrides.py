@@ -38,6 +38,7 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
     Raises:
         ConfigError: names the override, and what is allowed in its place.
     """
+    settings = OmegaConf.structured(schema)
     for text in overrides:
         override = _parse(text)
         key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
@@ -53,7 +54,7 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
             _check_group(override, shown, groups[key], has_default=key in typing.get_type_hints(schema))
             continue
         for name, part in _leaves(key, value):
-            _check_value(name, part, shown if name == key else part, schema, groups)
+            _check_value(name, part, shown if name == key else part, settings, groups)
         if override.type is OverrideType.ADD:
             raise ConfigError(f"+{key}", shown, f"the key exists; write {key}={shown}")
 
@@ -89,14 +90,16 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{key}.{name}", inner)
 
 
-def _check_value(key: str, value: Any, shown: Any, schema: type, groups: Mapping[str, Sequence[str]]) -> None:
+def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mapping[str, Sequence[str]]) -> None:
+    """Check a value by setting it in `settings`, an instance of the schema for this purpose alone."""
+    schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
     if kind is None:
         raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)]))
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, shown, f"is a section; set its keys, such as {key}.{dataclasses.fields(kind)[0].name}")
     try:
-        OmegaConf.update(OmegaConf.structured(schema), key, value, merge=True)
+        OmegaConf.update(settings, key, value, merge=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(key, shown, f"must be {_allowed(kind)}") from error
     numbers = typing.get_args(kind) if typing.get_origin(kind) is tuple else None
