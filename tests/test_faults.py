@@ -1,0 +1,185 @@
+"""Ranks that die or hang, signals, and non-finite losses: the job ends in time and saves only what is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.commands import Command, Outcome, is_running, torchrun, train_here
+from zeco_train.errors import NonFiniteError
+
+# Bound of a wait for a peer in these runs, and what a loaded machine may need on top of a bound to act on it.
+TIMEOUT = 5.0
+SLACK = 10.0
+START = 90.0
+
+UNSTABLE = ["optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
+ENDLESS = ["train.steps=1000000", f"parallel.timeout_seconds={TIMEOUT}", "checkpoint.keep=0", "run_dir=run"]
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def checkpoints(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "run" / "checkpoints").glob("step_*")}
+
+
+def wait_for_steps(job: Command, folder: Path, count: int) -> None:
+    job.wait_until(lambda: steps_done(folder) >= count, f"step {count}", START)
+    # Looked up while they live, for `check_gone`.
+    job.ranks()
+
+
+def check_named(outcome: Outcome, *parts: str) -> None:
+    """One rank spoke, and said each of `parts`; no traceback came with it."""
+    assert outcome.code != 0
+    assert len(outcome.errors) == 1, outcome.err
+    for part in parts:
+        assert part in outcome.errors[0]
+    assert "zeco_train/" not in outcome.err, outcome.err
+
+
+def check_gone(job: Command) -> None:
+    assert job.ranks()
+    assert not [rank for rank, process in job.ranks().items() if is_running(process)]
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3") as job:
+        wait_for_steps(job, tmp_path, 7)
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        last = steps_done(tmp_path)
+        check_named(job.wait(TIMEOUT + SLACK), "rank 1 no longer answers", "step ")
+        check_gone(job)
+    # At most the step that was under way came to its end.
+    assert steps_done(tmp_path) <= last + 2
+    # A save that was under way has left a folder *.tmp, which nobody loads.
+    complete = {int(name.removeprefix("step_")) for name in checkpoints(tmp_path) if not name.endswith(".tmp")}
+    assert {3, 6} <= complete <= set(range(3, steps_done(tmp_path) + 1, 3))
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0") as job:
+        wait_for_steps(job, tmp_path, 3)
+        ranks = dict(job.ranks())
+        # The one that holds the folder and the progress bar, and speaks where it can.
+        os.kill(ranks[0], signal.SIGSTOP)
+        job.wait_until(lambda: not is_running(ranks[1]), "end of rank 1", TIMEOUT + SLACK)
+        assert is_running(ranks[0])
+        # torchrun does this after the 30 s that it gives a rank to answer its SIGTERM.
+        os.kill(ranks[0], signal.SIGKILL)
+        check_named(job.wait(SLACK), "rank 0 no longer answers", "stopped")
+        check_gone(job)
+    assert checkpoints(tmp_path) == set()
+
+
+@pytest.mark.slow
+def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    before = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0") as job:
+            wait_for_steps(job, tmp_path, before + 3)
+            assert (f"from step {before}" if before else "from the start") in job.out
+            job.signal(number)
+            outcome = job.wait(SLACK)
+            check_gone(job)
+        step = steps_done(tmp_path)
+        assert f"{number.name} after step {step}: saved; the same command goes on from there" in outcome.out
+        assert outcome.errors == []
+        assert "zeco_train/" not in outcome.err
+        assert f"step_{step:08d}" in checkpoints(tmp_path)
+        before = step
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, before + 1))
+
+
+def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30") as job:
+        outcome = job.wait(START)
+    step = steps_done(tmp_path) + 1
+    check_named(outcome, f"step {step}: the gradient norm is ", "is the gradient of model.layers.0.", ", on rank 0")
+    assert f"(exitcode: {NonFiniteError.exit_code})" in outcome.err
+    check_checkpoints(tmp_path, step - 1)
+
+
+def test_a_non_finite_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5")
+    step = steps_done(tmp_path) + 1
+    check_named(outcome, f"step {step}: the loss is ", "is the output of model.layers.0.", ", on rank 0")
+    assert outcome.code == NonFiniteError.exit_code
+    check_checkpoints(tmp_path, step - 1)
+
+
+def check_checkpoints(folder: Path, count: int) -> None:
+    """There is one of each step up to `count`, and all that they hold is finite."""
+    assert checkpoints(folder) == {f"step_{step:08d}" for step in range(1, count + 1)}
+    for name in checkpoints(folder):
+        dcp_to_torch_save(folder / "run" / "checkpoints" / name, folder / "whole.pt")
+        state = torch.load(folder / "whole.pt")
+        tensors = {key: value for key, value in {**state["model"], **state["optim"]}.items() if torch.is_tensor(value)}
+        assert len(tensors) > 3 * len(state["model"])
+        assert [f"{name}: {key}" for key, value in tensors.items() if not value.isfinite().all()] == []
+
+
+FAILING = """
+import sys
+import torch
+from zeco_train import cli, trainer
+
+whole = trainer.Trainer.train_step
+
+def train_step(self, stop):
+    if self.progress.step == 3 and self.parts.mesh.rank == 1:
+        raise {error}
+    return whole(self, stop)
+
+trainer.Trainer.train_step = train_step
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
+    """One that lacks memory speaks for itself; one with a fault of ours shows its traceback, and another names it."""
+    cases = {
+        "torch.OutOfMemoryError('Tried to allocate 2 GiB')": ": out of memory (Tried to allocate 2 GiB)",
+        "OSError('the disk is on fire')": "rank 1 failed: OSError: the disk is on fire",
+    }
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for number, (error, part) in enumerate(cases.items()):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "failing.py").write_text(FAILING.format(error=error))
+            job = torchrun(2, folder, *ENDLESS, "checkpoint.every=0", script=folder / "failing.py")
+            jobs.append((stack.enter_context(job), folder, part))
+        for job, folder, part in jobs:
+            outcome = job.wait(START)
+            assert steps_done(folder) == 3
+            assert len(outcome.errors) == 1, outcome.err
+            assert outcome.errors[0].startswith("rank ")
+            assert part in outcome.errors[0]
+            assert checkpoints(folder) == set()
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS) as job:
+        job.wait_until(lambda: len(job.ranks()) == 2, "two ranks", START)
+        wait_for_steps(job, tmp_path, 1)
+        job.signal(signal.SIGKILL)
+        job.wait(SLACK)
+        # The kernel's doing, within moments; nothing could be seen of ranks that train on.
+        time.sleep(1.0)
+        check_gone(job)
