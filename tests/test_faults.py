@@ -84,6 +84,18 @@ def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == set()
 
 
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS) as job:
+        job.wait_until(lambda: len(job.ranks()) == 2, "two ranks", START)
+        ranks = dict(job.ranks())
+        # It is importing, which takes seconds.
+        os.kill(ranks[1], signal.SIGSTOP)
+        job.wait_until(lambda: not is_running(ranks[0]), "end of rank 0", START)
+        os.kill(ranks[1], signal.SIGKILL)
+        check_named(job.wait(SLACK), "joining the other ranks: rank 1 no longer answers")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
     before = 0

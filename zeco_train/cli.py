@@ -50,10 +50,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(config: Config, arguments: list[str], launch: Launch) -> int:
-    mesh = init(config, launch)
+    # Before the ranks join, so that one that does not come is named, too.
     watchdog = Watchdog(launch, launcher_store(launch))
     try:
-        code = _run(config, arguments, mesh, watchdog)
+        watchdog.enter("joining the other ranks")
+        code = _run(config, arguments, init(config, launch), watchdog)
     except Exception as error:
         if is_communication_failure(error):
             _abandon(error, watchdog)
@@ -63,7 +64,8 @@ def _train(config: Config, arguments: list[str], launch: Launch) -> int:
             raise
         logger.info("ending", exc_info=error)
         watchdog.report_failure(str(expected))
-        _end(expected, launch, _SECONDS_AMONG_RANKS, watchdog.may_speak)
+        patience = _SECONDS_AMONG_RANKS if dist.is_initialized() else _SECONDS_TO_IMPORT
+        _end(expected, launch, patience, watchdog.may_speak)
         os._exit(expected.exit_code)
     watchdog.stop()
     dist.destroy_process_group()

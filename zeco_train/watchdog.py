@@ -64,7 +64,7 @@ class Watchdog:
     def may_speak(self) -> bool:
         """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once."""
         if self._store is None:
-            return True
+            return self._launch.rank == 0
         try:
             return self._store.add(f"{self._prefix}/spoken", 1) == 1
         except (dist.DistError, RuntimeError) as error:
@@ -76,6 +76,8 @@ class Watchdog:
         rank, others = self._launch.rank, [r for r in range(self._launch.world_size) if r != self._launch.rank]
         operation = error.operation if isinstance(error, CommunicationError) else self.activity
         detail = (str(error).splitlines() or [type(error).__name__])[0]
+        if self._store is None:
+            return CommunicationError(rank, operation, detail)
         try:
             before = {r: self._heartbeat(r) for r in others}
             time.sleep(_LISTEN_SECONDS)
@@ -89,7 +91,8 @@ class Watchdog:
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
         problem = "; ".join(culprits) if culprits else f"{detail} (every rank is alive: one of them is stuck)"
-        return CommunicationError(rank, operation, f"{problem}; nothing was saved since the last checkpoint")
+        problem += "; nothing more was saved, the same command goes on from the last checkpoint"
+        return CommunicationError(rank, operation, problem)
 
     def _beat(self) -> None:
         count = 0
@@ -135,8 +138,8 @@ def is_communication_failure(error: BaseException) -> bool:
 
 
 def launcher_store(launch: Launch) -> dist.TCPStore | None:
-    """A connection of its own to the launcher's store; None in a world of one."""
-    if launch.world_size == 1:
+    """A connection of its own to torchrun's store; None in a world of one, and under launchers that have no store."""
+    if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
