@@ -90,7 +90,8 @@ class Watchdog:
         culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
-        problem = "; ".join(culprits) if culprits else f"{detail} (every rank is alive: one is stuck, or slower than parallel.timeout_seconds)"
+        alive = f"{detail} (every rank is alive: one is stuck, or slower than parallel.timeout_seconds)"
+        problem = "; ".join(culprits) or alive
         problem += "; nothing more was saved, the same command goes on from the last checkpoint"
         return CommunicationError(rank, operation, problem)
 
