@@ -34,19 +34,17 @@ class ChunkStates:
         prefix: [N + 1, B, H, K], summed g of the chunks before each boundary, −inf after a restart; the last is G_tot.
         state: [B, H, K, V], S_loc, what this rank's tokens add to the state after them: a copy of the last of `states`,
             for a scan may read it after they are overwritten.
+        log_decay: [B, H, K], G_tot, log of the factor by which the incoming state survives this rank's tokens: a copy of
+            the last of `prefix`, which need not be kept with it for the backward.
         decays: the decays inside each chunk. values: [N·B·H, C, V], v by chunks. Kept for outputs and gradients.
     """
 
     states: Tensor
     prefix: Tensor
     state: Tensor
+    log_decay: Tensor
     decays: ChunkDecays
     values: Tensor
-
-    @property
-    def log_decay(self) -> Tensor:
-        """[B, H, K], G_tot: log of the factor by which the incoming state survives this rank's tokens."""
-        return self.prefix[-1]
 
     def take_corrected(self, incoming_state: Tensor) -> Tensor:
         """[N + 1, B, H, K, V], the true states: S[n] + exp(G[n]) ⊙ R, for the incoming state R [B, H, K, V].
@@ -110,7 +108,7 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, documents: Documents | None) -
         states[n + 1].addcmul_(decay, states[n])
     log_decays = chunk_log_decays(g, documents, dtype)
     prefix = torch.cat([torch.zeros_like(log_decays[:1]), log_decays.cumsum(0)])
-    return ChunkStates(states, prefix, states[-1].clone(), decays, values)
+    return ChunkStates(states, prefix, states[-1].clone(), prefix[-1].clone(), decays, values)
 
 
 def local_state_grads(q: Tensor, do: Tensor, g: Tensor, documents: Documents | None, scale: float) -> ChunkStateGrads:
