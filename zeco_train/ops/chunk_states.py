@@ -34,8 +34,8 @@ class ChunkStates:
         prefix: [N + 1, B, H, K], summed g of the chunks before each boundary, −inf after a restart; the last is G_tot.
         state: [B, H, K, V], S_loc, what this rank's tokens add to the state after them: a copy of the last of `states`,
             for a scan may read it after they are overwritten.
-        log_decay: [B, H, K], G_tot, log of the factor by which the incoming state survives this rank's tokens: a copy of
-            the last of `prefix`, which need not be kept with it for the backward.
+        log_decay: [B, H, K], G_tot, log of the factor by which the incoming state survives this rank's tokens: a copy
+            of the last of `prefix`, which need not be kept with it for the backward.
         decays: the decays inside each chunk. values: [N·B·H, C, V], v by chunks. Kept for outputs and gradients.
     """
 
