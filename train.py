@@ -1,8 +1,12 @@
 """Train a model: `torchrun --nproc-per-node N train.py KEY=VALUE …`, or plain `python train.py` on one rank."""
 
+import signal
 import sys
 
-from zeco_train.cli import main
+# Ctrl-C while torch is being imported ends the process without a traceback; the trainer sets handlers of its own.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from zeco_train.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

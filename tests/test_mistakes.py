@@ -167,7 +167,7 @@ def check_line(outcome: Outcome, code: int, *parts: str) -> None:
         ("data.path=/tmp", ["data.path=/tmp: ", "data=embedded takes none"]),
         ("train.segments=2", ["train.segments=2: this version has 1 only"]),
         ("train.recompute=full", ["train.recompute=full: this version has none only"]),
-        ("train.device=cuda", ["train.device=cuda: rank 0 has no CUDA device"]),
+        ("train.device=cuda", ["train.device=cuda: 1 ranks on this machine, 0 CUDA devices"]),
     ],
 )
 def test_configuration(override: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

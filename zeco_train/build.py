@@ -16,7 +16,7 @@ from data.loader import PrefetchingLoader, SequenceLoader
 from data.store import TokenStore, check_vocabulary
 from models.gla import GLAForCausalLM
 from models.hooks import flops_per_token, has_weight_decay, sharding_units
-from zeco_train.checkpoint import Checkpointer, Progress, find_weights
+from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Config, Device, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import build_logger
@@ -96,6 +96,10 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     }
     agree(mesh, lambda: _check_same_everywhere(identity, mesh))
     path = Path(config.run_dir)
+    load = config.checkpoint.load
+    if load is not None:
+        # Before the folder is claimed: a slip here should not leave one behind.
+        agree(mesh, lambda: find_weights(load) if not complete_checkpoints(path) else None)
     folder = agree(mesh, lambda: RunFolder(config, identity, arguments) if mesh.is_main else None)
     agree(mesh, lambda: setup_logging(path, mesh.rank))
     if validation is None and config.train.eval_sequences and mesh.is_main:
@@ -178,8 +182,9 @@ def _device(wanted: Device, launch: Launch) -> torch.device:
     available = torch.cuda.device_count()
     if wanted is Device.cpu or (wanted is Device.auto and not available):
         return torch.device("cpu")
-    if launch.local_rank >= available:
-        raise ConfigError("train.device", wanted.value, f"rank {launch.rank} has no CUDA device, there are {available}")
+    if launch.local_world_size > available:
+        problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or train.device=cpu"
+        raise ConfigError("train.device", wanted.value, problem)
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device

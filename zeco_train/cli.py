@@ -45,8 +45,6 @@ def main(arguments: list[str]) -> int:
         return _train(load_config(arguments), arguments, launch)
     except ZecoError as error:
         return _end(error, launch, _SECONDS_TO_IMPORT, lambda: True)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _train(config: Config, arguments: list[str], launch: Launch) -> int:

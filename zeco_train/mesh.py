@@ -6,11 +6,9 @@ Process groups come from here and are handed to whoever communicates; nothing el
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,6 +27,7 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int = 1
 
     @classmethod
     def from_environment(cls) -> Launch:
@@ -36,7 +35,7 @@ class Launch:
         return cls(*(int(os.environ.get(name, default)) for name, default in _LAUNCH_VARIABLES))
 
 
-_LAUNCH_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+_LAUNCH_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.FileStore(str(Path(tempfile.mkdtemp(prefix="zeco-")) / "store"), 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _sp_group(launch: Launch, sp_size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -46,8 +46,8 @@ class ParallelConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        if not self.timeout_seconds > 0:
-            raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be > 0")
+        if not 1 <= self.timeout_seconds <= 1e6:
+            raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be from 1 to 1e6")
 
 
 def parallelize(

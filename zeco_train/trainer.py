@@ -92,6 +92,7 @@ class Trainer:
             if not math.isfinite(value):
                 forwards = [lambda batch=batch: self.loss_sum(batch) for batch in batches]
                 raise explain(parts.model, step, f"the {name} is {value}", forwards, parts.mesh.world_size)
+        parts.watchdog.enter(f"step {step}, optimizer")
         clip_gradients(parts.model, grad_norm, config.optim.grad_clip)
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
