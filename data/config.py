@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from data.corpora import prepare_embedded
-from data.store import PREPARE_HINT, VALIDATION_FOLDER, TokenStore
+from data.store import PREPARE_HINT, VALIDATION_FOLDER
 from zeco_train.errors import ConfigError
 
 # Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
@@ -72,17 +72,6 @@ def locate_stores(config: DataConfig) -> StorePaths:
         train = prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)
     held_out = train / VALIDATION_FOLDER
     return StorePaths(train, held_out if held_out.is_dir() else None)
-
-
-def open_train_store(config: DataConfig) -> TokenStore:
-    """Open the store to train on. Raises as `locate_stores` and `TokenStore.open` do."""
-    return TokenStore.open(locate_stores(config).train)
-
-
-def open_validation_store(config: DataConfig) -> TokenStore | None:
-    """Open the store to validate on; None where nothing is held out. Raises as `open_train_store` does."""
-    path = locate_stores(config).validation
-    return TokenStore.open(path) if path is not None else None
 
 
 def check_config(config: DataConfig) -> None:

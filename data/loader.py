@@ -48,47 +48,76 @@ class Batch:
     is_padding: bool = False
 
 
+@dataclass(frozen=True)
+class DataSplit:
+    """Which part of every step's sequences is this rank's.
+
+    Attributes:
+        seq_len: tokens of a whole sequence, over the ranks that share it.
+        micro_batch: sequences of a data-parallel rank in one forward and backward.
+        dp_rank, dp_size: which of how many parts of a step's sequences.
+        sp_rank, sp_size: which of how many equal shards of a sequence.
+        reset_state_at_document: give the borders of documents; then one sequence at a time.
+
+    Raises:
+        ConfigError: a `seq_len` that does not divide, or a `micro_batch` that documents do not allow.
+    """
+
+    seq_len: int
+    micro_batch: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    sp_rank: int = 0
+    sp_size: int = 1
+    reset_state_at_document: bool = False
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
+        assert 0 <= self.sp_rank < self.sp_size, (self.sp_rank, self.sp_size)
+        check_seq_len(self.seq_len, self.sp_size)
+        check_reset(self.reset_state_at_document, self.micro_batch)
+
+    @property
+    def length(self) -> int:
+        """Tokens of this rank's shard."""
+        return self.seq_len // self.sp_size
+
+    @property
+    def offset(self) -> int:
+        """Position of the shard's first token in the sequence."""
+        return self.sp_rank * self.length
+
+
 class SequenceReader:
     """Reads one sequence-parallel rank's slices of sequences from a store.
 
-    Args:
-        seq_len: tokens of the whole sequence.
-        sp_rank, sp_size: which of how many equal shards.
-        reset_state_at_document: give the borders of documents; then for one sequence at a time.
-
     Raises:
-        ConfigError: a `seq_len` that does not divide, or is longer than the store.
+        ConfigError: sequences longer than the store.
     """
 
-    def __init__(
-        self, store: TokenStore, *, seq_len: int, sp_rank: int, sp_size: int, reset_state_at_document: bool = False
-    ) -> None:
-        check_seq_len(seq_len, sp_size, store.num_tokens)
-        assert 0 <= sp_rank < sp_size, (sp_rank, sp_size)
-        self.store, self.seq_len = store, seq_len
-        self.length = seq_len // sp_size
-        self.offset = sp_rank * self.length
-        self.num_sequences = (store.num_tokens - 1) // seq_len
-        self._reset = reset_state_at_document
+    def __init__(self, store: TokenStore, split: DataSplit) -> None:
+        check_seq_len(split.seq_len, split.sp_size, store.num_tokens)
+        self.store, self.split = store, split
+        self.num_sequences = (store.num_tokens - 1) // split.seq_len
 
     def read(self, sequence_ids: list[int]) -> Batch:
         """Read this rank's tokens of the sequences, and one more of each: the label of the last."""
-        tokens = np.empty((len(sequence_ids), self.length + 1), dtype=np.int64)
+        split, length = self.split, self.split.length
+        tokens = np.empty((len(sequence_ids), length + 1), dtype=np.int64)
         for row, sequence_id in zip(tokens, sequence_ids, strict=True):
-            start = sequence_id * self.seq_len + self.offset
-            row[:] = self.store.read(start, start + self.length + 1)
-        cu_seqlens, continues = None, self.offset > 0
-        if self._reset:
+            start = sequence_id * split.seq_len + split.offset
+            row[:] = self.store.read(start, start + length + 1)
+        cu_seqlens, continues = None, split.offset > 0
+        if split.reset_state_at_document:
             assert len(sequence_ids) == 1, sequence_ids
-            start = sequence_ids[0] * self.seq_len
-            offsets = self.store.doc_offsets
-            cu_seqlens, continues = shard_cu_seqlens(offsets, start, self.seq_len, self.offset, self.length)
+            start, offsets = sequence_ids[0] * split.seq_len, self.store.doc_offsets
+            cu_seqlens, continues = shard_cu_seqlens(offsets, start, split.seq_len, split.offset, length)
         return Batch(
             input_ids=torch.from_numpy(tokens[:, :-1].copy()),
             labels=torch.from_numpy(tokens[:, 1:].copy()),
             cu_seqlens=cu_seqlens,
             continues=continues,
-            offset=self.offset,
+            offset=split.offset,
             sequence_ids=sequence_ids,
         )
 
@@ -100,38 +129,16 @@ class SequenceLoader:
     Data-parallel rank d takes the d-th contiguous part of them, and micro-step m the m-th `micro_batch` of that.
 
     Raises:
-        ConfigError: as `check_seq_len`, `check_batch` and `check_reset` of data.config.
+        ConfigError: as `check_seq_len` and `check_batch` of data.config.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        seq_len: int,
-        seed: int,
-        global_batch: int,
-        micro_batch: int = 1,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        sp_rank: int = 0,
-        sp_size: int = 1,
-        reset_state_at_document: bool = False,
-        shuffle: bool = True,
-    ) -> None:
-        check_batch(global_batch, micro_batch, dp_size)
-        check_reset(reset_state_at_document, micro_batch)
-        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-        self.reader = SequenceReader(
-            store,
-            seq_len=seq_len,
-            sp_rank=sp_rank,
-            sp_size=sp_size,
-            reset_state_at_document=reset_state_at_document,
-        )
-        self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.micro_steps = global_batch // (dp_size * micro_batch)
-        self._first = dp_rank * (global_batch // dp_size)
-        self._seed, self._shuffle = seed, shuffle
+    def __init__(self, store: TokenStore, split: DataSplit, *, seed: int, global_batch: int) -> None:
+        check_batch(global_batch, split.micro_batch, split.dp_size)
+        self.reader = SequenceReader(store, split)
+        self.global_batch, self.micro_batch = global_batch, split.micro_batch
+        self.micro_steps = global_batch // (split.dp_size * split.micro_batch)
+        self._first = split.dp_rank * (global_batch // split.dp_size)
+        self._seed = seed
 
     @property
     def num_sequences(self) -> int:
@@ -141,7 +148,7 @@ class SequenceLoader:
     def sequence_id(self, position: int) -> int:
         """The sequence at a place of the endless stream; epoch = position // num_sequences."""
         epoch, index = divmod(position, self.num_sequences)
-        return Permutation(self.num_sequences, self._seed, epoch)(index) if self._shuffle else index
+        return Permutation(self.num_sequences, self._seed, epoch)(index)
 
     def sequence_ids(self, consumed: int, micro_step: int) -> list[int]:
         """The sequences of this rank's micro-batch."""
@@ -212,18 +219,7 @@ class PrefetchingLoader:
         return False
 
 
-def validation_batches(
-    store: TokenStore,
-    *,
-    seq_len: int,
-    micro_batch: int = 1,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    sp_rank: int = 0,
-    sp_size: int = 1,
-    reset_state_at_document: bool = False,
-    max_sequences: int | None = None,
-) -> Iterator[Batch]:
+def validation_batches(store: TokenStore, split: DataSplit, *, max_sequences: int | None = None) -> Iterator[Batch]:
     """One rank's validation batches: every sequence once over all data-parallel ranks, in fixed order.
 
     All ranks give the same number of batches, as collectives need; what is too much is padding (`Batch.is_padding`).
@@ -234,15 +230,12 @@ def validation_batches(
     Raises:
         DataError: the store is shorter than a sequence.
     """
-    if store.num_tokens - 1 < seq_len:
-        problem = f"its {store.num_tokens} tokens are too few for validation with data.seq_len={seq_len}"
+    if store.num_tokens - 1 < split.seq_len:
+        problem = f"its {store.num_tokens} tokens are too few for validation with data.seq_len={split.seq_len}"
         raise DataError(store.path, problem, "use a larger validation part or shorter sequences")
-    reader = SequenceReader(
-        store, seq_len=seq_len, sp_rank=sp_rank, sp_size=sp_size, reset_state_at_document=reset_state_at_document
-    )
-    check_reset(reset_state_at_document, micro_batch)
+    reader = SequenceReader(store, split)
     count = reader.num_sequences if max_sequences is None else min(reader.num_sequences, max_sequences)
-    for start in range(0, count, dp_size * micro_batch):
-        first = start + dp_rank * micro_batch
-        ids = list(range(first, min(first + micro_batch, count)))
+    for start in range(0, count, split.dp_size * split.micro_batch):
+        first = start + split.dp_rank * split.micro_batch
+        ids = list(range(first, min(first + split.micro_batch, count)))
         yield reader.read(ids) if ids else replace(reader.read([0]), sequence_ids=[], is_padding=True)

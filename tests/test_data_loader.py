@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,16 +20,15 @@ from omegaconf import OmegaConf
 from data.config import (
     DataConfig,
     DataKind,
+    StorePaths,
     check_batch,
     check_config,
     check_reset,
     check_seq_len,
     locate_stores,
-    open_train_store,
-    open_validation_store,
 )
 from data.documents import shard_cu_seqlens
-from data.loader import Batch, PrefetchingLoader, SequenceLoader, validation_batches
+from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, validation_batches
 from data.permutation import Permutation
 from data.store import TOKENS_FILE, StoreWriter, TokenStore
 from zeco_train.errors import ConfigError, DataError
@@ -50,8 +51,8 @@ def store(tmp_path: Path) -> TokenStore:
     return TokenStore.open(tmp_path / "store")
 
 
-def loader(store: TokenStore, **settings: object) -> SequenceLoader:
-    return SequenceLoader(store, **({"seq_len": SEQ_LEN, "seed": 7, "global_batch": 4} | settings))  # type: ignore[arg-type]
+def loader(store: TokenStore, seed: int = 7, global_batch: int = 4, **split: Any) -> SequenceLoader:
+    return SequenceLoader(store, DataSplit(**({"seq_len": SEQ_LEN} | split)), seed=seed, global_batch=global_batch)
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 255, 256, 257, 1000, 1024, 4097])
@@ -129,9 +130,9 @@ def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
     write_store(tmp_path / "a", [48])
     write_store(tmp_path / "b", [49])
     assert loader(TokenStore.open(tmp_path / "a")).num_sequences == 1
-    whole = loader(TokenStore.open(tmp_path / "b"), shuffle=False, sp_rank=1, sp_size=2)
+    whole = SequenceReader(TokenStore.open(tmp_path / "b"), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
     assert whole.num_sequences == 2
-    assert whole.batch(1, 0).labels[0].tolist() == list(range(37, 49))
+    assert whole.read([1]).labels[0].tolist() == list(range(37, 49))
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
@@ -162,8 +163,6 @@ def test_epochs(store: TokenStore) -> None:
     other = [loader(store, seed=8).sequence_id(position) for position in range(9)]
     assert sorted(other) == list(range(9))
     assert other != epochs[0]
-    in_order = loader(store, global_batch=6, shuffle=False)
-    assert [in_order.sequence_id(position) for position in range(12)] == [*range(9), 0, 1, 2]
 
 
 def pieces_by_hand(offsets: list[int], sequence_start: int, offset: int, length: int) -> tuple[list[int], bool]:
@@ -178,9 +177,10 @@ def test_documents_on_every_shard(store: TokenStore, sp_size: int) -> None:
     length = SEQ_LEN // sp_size
     seen = set()
     for rank in range(sp_size):
-        part = loader(store, sp_rank=rank, sp_size=sp_size, reset_state_at_document=True, shuffle=False)
+        split = DataSplit(SEQ_LEN, sp_rank=rank, sp_size=sp_size, reset_state_at_document=True)
+        part = SequenceReader(store, split)
         for sequence in range(9):
-            batch = part.batch(sequence, 0)
+            batch = part.read([sequence])
             cuts, continues = pieces_by_hand(
                 np.cumsum([0, *LENGTHS]).tolist(), sequence * SEQ_LEN, rank * length, length
             )
@@ -208,8 +208,8 @@ def test_validation_gives_every_sequence_once(store: TokenStore) -> None:
         count = min(9, most or 9)
         ids, rounds = [], set()
         for dp_rank in range(dp_size):
-            settings = {"dp_rank": dp_rank, "dp_size": dp_size, "micro_batch": micro_batch, "max_sequences": most}
-            batches = list(validation_batches(store, seq_len=SEQ_LEN, sp_rank=1, sp_size=2, **settings))  # type: ignore[arg-type]
+            split = DataSplit(SEQ_LEN, micro_batch, dp_rank, dp_size, sp_rank=1, sp_size=2)
+            batches = list(validation_batches(store, split, max_sequences=most))
             rounds.add(len(batches))
             for batch in batches:
                 assert batch.input_ids.shape[0] >= 1
@@ -223,7 +223,7 @@ def test_validation_gives_every_sequence_once(store: TokenStore) -> None:
 
 def test_validation_store_too_short(store: TokenStore) -> None:
     with pytest.raises(DataError, match=r"its 240 tokens are too few for validation with data\.seq_len=240"):
-        next(validation_batches(store, seq_len=240))
+        next(validation_batches(store, DataSplit(240)))
 
 
 def test_prefetching_gives_the_same_batches(store: TokenStore) -> None:
@@ -358,31 +358,23 @@ def test_yaml_has_the_fields_of_the_config(name: str) -> None:
 
 
 def test_stores_of_a_config(store: TokenStore, tmp_path: Path) -> None:
-    path = str(store.path)
-    assert open_train_store(DataConfig(kind=DataKind.tokens, path=path)).num_tokens == 240
-    assert open_validation_store(DataConfig(kind=DataKind.tokens, path=path)) is None
-    write_store(tmp_path / "other", [30])
-    config = DataConfig(kind=DataKind.tokens, path=path, validation_path=str(tmp_path / "other"))
-    validation = open_validation_store(config)
-    assert validation is not None
-    assert validation.num_tokens == 30
+    config = DataConfig(kind=DataKind.tokens, path=str(store.path))
+    assert locate_stores(config) == StorePaths(store.path, None)
+    other = tmp_path / "other"
+    assert locate_stores(replace(config, validation_path=str(other))) == StorePaths(store.path, other)
     write_store(store.path / "validation", [40])
-    validation = open_validation_store(DataConfig(kind=DataKind.tokens, path=path))
-    assert validation is not None
-    assert validation.num_tokens == 40
+    assert locate_stores(config) == StorePaths(store.path, store.path / "validation")
     with pytest.raises(ConfigError, match=r"^data\.path=None"):
         locate_stores(DataConfig(kind=DataKind.tokens))
-    with pytest.raises(DataError, match="no such token store"):
-        open_train_store(DataConfig(kind=DataKind.tokens, path=str(tmp_path / "none")))
 
 
 def test_embedded_corpus(tmp_path: Path) -> None:
-    config = DataConfig(cache_dir=str(tmp_path))
-    train, validation = open_train_store(config), open_validation_store(config)
-    assert validation is not None
+    paths = locate_stores(DataConfig(cache_dir=str(tmp_path)))
+    assert paths.validation is not None
+    train, validation = TokenStore.open(paths.train), TokenStore.open(paths.validation)
     assert train.num_tokens > 5_000_000
     assert 0.02 < validation.num_tokens / (train.num_tokens + validation.num_tokens) < 0.1
-    first = loader(train, seq_len=4096, shuffle=False).batch(0, 0).input_ids[0]
+    first = SequenceReader(train, DataSplit(4096)).read([0]).input_ids[0]
     assert b"import" in bytes((first[first >= 3] - 3).tolist())
 
 

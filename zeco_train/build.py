@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from data.config import check_batch, check_seq_len, locate_stores
-from data.loader import PrefetchingLoader, SequenceLoader
+from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.store import TokenStore, check_vocabulary
 from models.gla import GLAForCausalLM
 from models.hooks import flops_per_token, has_weight_decay, sharding_units
@@ -42,6 +42,7 @@ class Parts:
     scan: StateScan
     model: GLAForCausalLM
     optimizer: torch.optim.Optimizer
+    split: DataSplit
     loader: PrefetchingLoader
     validation: TokenStore | None
     checkpointer: Checkpointer
@@ -152,24 +153,23 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         flops_per_token=flops_per_token(config.model).total,
     )
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(config)))
-    loader = SequenceLoader(
-        run.train,
-        seq_len=config.data.seq_len,
-        seed=config.seed,
-        global_batch=config.data.global_batch,
-        micro_batch=config.data.micro_batch,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
-        sp_rank=mesh.sp_rank,
-        sp_size=mesh.sp_size,
-        reset_state_at_document=config.data.reset_state_at_document,
+    split = DataSplit(
+        config.data.seq_len,
+        config.data.micro_batch,
+        mesh.dp_rank,
+        mesh.dp_size,
+        mesh.sp_rank,
+        mesh.sp_size,
+        config.data.reset_state_at_document,
     )
+    loader = SequenceLoader(run.train, split, seed=config.seed, global_batch=config.data.global_batch)
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
         scan=build_scan(config.sp, mesh.scan_groups, mesh.timeout),
         model=model,
         optimizer=optimizer,
+        split=split,
         loader=PrefetchingLoader(loader, progress.sequences),
         validation=run.validation,
         checkpointer=checkpointer,

@@ -118,21 +118,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean token loss over the held-out sequences, None if there are none."""
-        parts, mesh, data = self.parts, self.parts.mesh, self.config.data
+        parts, mesh = self.parts, self.parts.mesh
         if parts.validation is None:
             return None
         parts.watchdog.enter(f"validation after step {self.progress.step}")
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for batch in validation_batches(
-            parts.validation,
-            seq_len=data.seq_len,
-            micro_batch=data.micro_batch,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            sp_rank=mesh.sp_rank,
-            sp_size=mesh.sp_size,
-            reset_state_at_document=data.reset_state_at_document,
-            max_sequences=self.config.train.eval_sequences,
+            parts.validation, parts.split, max_sequences=self.config.train.eval_sequences
         ):
             loss = self.loss_sum(batch)
             if not batch.is_padding:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.loader import Batch, SequenceLoader
+from data.loader import Batch, DataSplit, SequenceLoader
 from data.store import TOKENS_FILE, StoreWriter, TokenStore
 
 LARGEST_RATIO = 1.01
@@ -69,7 +69,7 @@ def make_store(folder: Path, tokens: NDArray[np.uint16]) -> None:
 def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
     """Read the slice of `rank` of the first sequence, cold and warm."""
     store = TokenStore.open(path)
-    loader = SequenceLoader(store, seq_len=seq_len, seed=0, global_batch=1, sp_rank=rank, sp_size=sp_size)
+    loader = SequenceLoader(store, DataSplit(seq_len, sp_rank=rank, sp_size=sp_size), seed=0, global_batch=1)
     descriptor = os.open(path / TOKENS_FILE, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
