@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tests.distributed import run_distributed
 from zeco_train.collectives import Courier, launch_all_gather, launch_chain, launch_serial, launch_two_shot
+from zeco_train.collectives.transition import fold
 from zeco_train.errors import CommunicationError
 from zeco_train.sp.base import PendingScan
-from zeco_train.sp.transition import compose, fold
 
 TIMEOUT = timedelta(seconds=60)
 BLOCKS = (1, 2, 3, 7, 100)
@@ -356,20 +356,16 @@ def test_pending_scan_does_not_keep_the_process_alive(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_transition_is_a_monoid() -> None:
+def test_two_shards_fold_as_one() -> None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(3, 1, 2, 5, 3, generator=generator, dtype=torch.float64)
     log_decays = -torch.rand(3, 1, 2, 5, generator=generator, dtype=torch.float64)
     log_decays[1, 0, 0] = -torch.inf
-    (s0, s1, s2), (g0, g1, g2) = states, log_decays
-    left = compose(s2, g2, *compose(s1, g1, s0, g0))
-    right = compose(*compose(s2, g2, s1, g1), s0, g0)
-    for a, b in zip(left, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
-    identity = torch.zeros_like(s0), torch.zeros_like(g0)
-    for pair in (compose(s1, g1, *identity), compose(*identity, s1, g1)):
-        assert torch.equal(pair[0], s1)
-        assert torch.equal(pair[1], g1)
-    # Folding a composed pair is folding one after the other, and a decay of 0 cuts the incoming state off.
-    torch.testing.assert_close(fold(*right, s0), fold(s2, g2, fold(s1, g1, fold(s0, g0, s0))), rtol=0, atol=1e-14)
-    assert torch.equal(fold(s1, g1, s0)[0, 0], s1[0, 0])
+    (incoming, s1, s2), (_, g1, g2) = states, log_decays
+    one_by_one = fold(s2, g2, fold(s1, g1, incoming))
+    torch.testing.assert_close(fold(fold(s2, g2, s1), g1 + g2, incoming), one_by_one, rtol=0, atol=1e-14)
+    # No tokens change nothing, a zero start leaves the shard's own state, and a decay of 0 cuts the incoming state off.
+    zero = torch.zeros_like(incoming)
+    assert torch.equal(fold(zero, torch.zeros_like(g1), incoming), incoming)
+    assert torch.equal(fold(s1, g1, zero), s1)
+    assert torch.equal(fold(s1, g1, incoming)[0, 0], s1[0, 0])

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.transition import fold
 from zeco_train.collectives.wire import Transfer, Wire, check_scan
-from zeco_train.sp.transition import fold
 
 
 def launch_chain(

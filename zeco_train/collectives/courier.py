@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from zeco_train.collectives.transition import fold
 from zeco_train.errors import CommunicationError
-from zeco_train.sp.transition import fold
 
 
 class Promise:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeco_train.collectives.transition import fold
 from zeco_train.collectives.wire import Wire, check_scan
-from zeco_train.sp.transition import fold
 
 _OPERATION = "serial_scan"
 # Each message is waited for on both sides before the next one, so all can bear the same tag.

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.transition import fold
 from zeco_train.collectives.wire import Wire, check_scan
-from zeco_train.sp.transition import fold
 
 
 def launch_two_shot(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.sp.transition import fold
+from zeco_train.collectives.transition import fold
 
 
 class LocalScan:
