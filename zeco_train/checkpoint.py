@@ -74,7 +74,8 @@ class Progress:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(p.parent for p in (run_dir / "checkpoints").glob("step_*[0-9]/run.json"))
+    folders = (path.parent for path in (run_dir / "checkpoints").glob("step_*[0-9]/run.json"))
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step_")))
 
 
 class Checkpointer:
@@ -113,12 +114,16 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged or of another model.
         """
+        # Settings are the configuration's; the checkpoint's would silently replace them.
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         rng_state = torch.get_rng_state()
         self._read({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path)
         set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=_OPTIONS
         )
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
         torch.set_rng_state(rng_state)
         return agree(self._mesh, lambda: read_progress(path))
 
@@ -151,10 +156,9 @@ class Checkpointer:
         try:
             write_durably(partial / "run.json", json.dumps(asdict(progress), indent=2))
             if final.exists():
-                # The same step saved twice in one run holds the same state: the one on disk stays.
-                shutil.rmtree(partial)
-            else:
-                partial.rename(final)
+                # Somebody's hand was in it, or it would have been loaded; nothing is deleted that a user may want.
+                final.rename(final.with_name(f"{final.name}.damaged"))
+            partial.rename(final)
             _sync_folder(self.folder)
             if self._config.keep:
                 for old in complete_checkpoints(self._run_dir)[: -self._config.keep]:

@@ -6,13 +6,15 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from models.gla import num_parameters
 from zeco_train.build import Parts, build, init, open_run
@@ -50,9 +52,12 @@ def main(arguments: list[str]) -> int:
 def _train(config: Config, arguments: list[str], launch: Launch) -> int:
     # Before the ranks join, so that one that does not come is named, too.
     watchdog = Watchdog(launch, launcher_store(launch))
+    closing = ExitStack()
     try:
         watchdog.enter("joining the other ranks")
-        code = _run(config, arguments, init(config, launch), watchdog)
+        mesh = init(config, launch)
+        watchdog.guard(mesh.timeout, lambda error: _abandon(error, watchdog))
+        code = _run(config, arguments, mesh, watchdog, closing)
     except Exception as error:
         if is_communication_failure(error):
             _abandon(error, watchdog)
@@ -64,42 +69,42 @@ def _train(config: Config, arguments: list[str], launch: Launch) -> int:
         watchdog.report_failure(str(expected))
         patience = _SECONDS_AMONG_RANKS if dist.is_initialized() else _SECONDS_TO_IMPORT
         _end(expected, launch, patience, watchdog.may_speak)
+        # After the user has been told: a tracker may take its time to finish.
+        closing.close()
         os._exit(expected.exit_code)
+    closing.close()
+    # A launcher that sees one rank end with a signal's code terminates the others: all end together.
+    dist.barrier()
     watchdog.stop()
     dist.destroy_process_group()
     return code
 
 
-def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watchdog) -> int:
+def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watchdog, closing: ExitStack) -> int:
+    """Open, build and train; `closing` gets what has to be closed at the end, whatever the end is.
+
+    Returns:
+        The exit code: 0, or 128 and the signal that ended the run before its time.
+    """
     watchdog.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
-    try:
-        watchdog.enter("building the model")
-        return _go_on(config, build(config, run, mesh, watchdog), run.path)
-    finally:
-        run.release()
-
-
-def _go_on(config: Config, parts: Parts, run_dir: Path) -> int:
-    """Train from where the run is; returns the exit code."""
+    closing.callback(run.release)
+    watchdog.enter("building the model")
+    parts = build(config, run, mesh, watchdog)
     recorder, progress = parts.recorder, parts.progress
+    closing.callback(recorder.close)
+    closing.callback(parts.loader.close)
     if progress.step >= config.train.steps:
-        recorder.note(f"the run in {run_dir} has finished its {progress.step} steps; nothing to do")
-        recorder.close()
+        recorder.exit_code = 0
+        recorder.note(f"the run in {run.path} has finished its {progress.step} steps; nothing to do")
         return 0
     recorder.note(_banner(config, parts))
-    try:
-        stopped_by = Trainer(config, parts).train()
-    except BaseException:
-        recorder.close(exit_code=1)
-        raise
-    finally:
-        parts.loader.close()
-    recorder.close()
+    stopped_by = Trainer(config, parts).train()
     summary = recorder.summarise()
     if stopped_by is not None:
-        summary = f"{stopped_by.name} after step {progress.step}: saved; the same command goes on from there"
-    if summary is not None and parts.mesh.is_main:
+        done = f"after step {progress.step}: saved" if progress.step else "before the first step was done"
+        summary = f"{stopped_by.name} {done}; the same command goes on from there"
+    if summary is not None and mesh.is_main:
         print(summary, flush=True)
     return 0 if stopped_by is None else 128 + stopped_by
 
@@ -139,13 +144,16 @@ def _end(error: ZecoError, launch: Launch, patience: float, may_speak: Callable[
 
 
 def _say(error: ZecoError) -> None:
-    print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+    # Above a progress bar, if there is one.
+    tqdm.write("error: " + " ".join(str(error).split()), file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _abandon(error: Exception, watchdog: Watchdog) -> NoReturn:
     """Leave after a peer is lost: name it, save nothing, wait for nobody."""
-    # A launcher that has seen the peer die terminates this process at once, too.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread():
+        # A launcher that has seen the peer die terminates this process at once, too.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # At a level that only the log file takes: the terminal gets one line, below.
     logger.info("communication failed", exc_info=error)
     explained = watchdog.diagnose(error)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeco_train.errors import ConfigError, ZecoError
 
@@ -102,8 +102,9 @@ def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timed
     """Join the process group, if nobody has yet (one of a single rank without a launcher), and lay the mesh over it."""
     if not dist.is_initialized():
         _join(device, timeout)
-    devices = init_device_mesh(device.type, (launch.world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-    forward, reverse = (_sp_group(launch, sp_size, timeout) for _ in ("forward", "reverse"))
+    devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
+    rows = devices.mesh.tolist()
+    forward, reverse = (_group(rows, timeout) for _ in ("forward", "reverse"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
 
 
@@ -115,8 +116,15 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def _sp_group(launch: Launch, sp_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    members = [list(range(start, start + sp_size)) for start in range(0, launch.world_size, sp_size)]
+def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], timeout: timedelta) -> DeviceMesh:
+    """A mesh of all ranks in order, every group of which has `timeout`; torch's own give theirs 10 or 30 minutes."""
+    ranks = torch.arange(shape[0] * shape[1]).view(shape)
+    groups = [_group(ranks.T.tolist(), timeout), _group(ranks.tolist(), timeout)]
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+
+
+def _group(members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group of those listed. Collective."""
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
     assert group is not None
     return group

@@ -5,7 +5,7 @@ All of them are one mechanism with another mesh, so that gradient sums, norms an
 | strategy | mesh | parameters | gradients, optimizer state |
 |---|---|---|---|
 | `ddp` | (world, 1) | whole on every rank | whole on every rank |
-| `zero2` | (world,) | sharded, gathered once a step | sharded |
+| `zero2` | (world,) | sharded, whole from a step's first forward pass to its last backward pass | sharded |
 | `zero3` | (world,) | sharded, gathered around each block in both passes | sharded |
 | `hsdp` | (dp, sp) | sharded over an SP group, copied over dp | likewise |
 """
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zeco_train.errors import ConfigError
-from zeco_train.mesh import ProcessMesh
+from zeco_train.mesh import ProcessMesh, device_mesh
 
 
 class Strategy(Enum):
@@ -76,17 +76,30 @@ def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
     device, world_size = mesh.device.type, mesh.world_size
     match strategy:
         case Strategy.ddp:
-            return init_device_mesh(device, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+            return device_mesh(device, (world_size, 1), ("replicate", "shard"), mesh.timeout)
         case Strategy.hsdp:
             return mesh.devices
         case Strategy.zero2 | Strategy.zero3:
             return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
 
 
-def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass sums gradients over ranks, or only adds them up locally."""
+def begin_micro_batch(model: nn.Module, strategy: Strategy, last: bool) -> None:
+    """Set what the micro-batch's backward pass communicates; `last` is the optimizer step's last one.
+
+    Whole gradients (`ddp`, or between the copies of `hsdp`) are summed once a step. Sharded ones are reduced in every
+    micro-batch: until then each rank would hold a whole gradient, which is what sharding is to avoid. `zero2` keeps its
+    gathered parameters through the micro-batches of a step.
+    """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)
+    match strategy:
+        case Strategy.ddp:
+            model.set_requires_gradient_sync(last)
+        case Strategy.hsdp:
+            model.set_requires_all_reduce(last)
+        case Strategy.zero2:
+            model.set_reshard_after_backward(last)
+        case Strategy.zero3:
+            pass
 
 
 def reshard(model: nn.Module) -> None:

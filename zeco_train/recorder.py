@@ -32,7 +32,6 @@ class StepResult:
         lr: learning rate.
         seconds: of the whole step; data_seconds: the part spent waiting for the loader.
         sequence_ids: sequences that this rank took part in.
-        stop: some rank was told to stop.
     """
 
     loss: float
@@ -41,11 +40,14 @@ class StepResult:
     seconds: float
     data_seconds: float
     sequence_ids: list[int]
-    stop: bool
 
 
 class Recorder:
-    """Averages times over the steps between two rows, and writes the rows."""
+    """Averages times over the steps between two rows, and writes the rows.
+
+    Attributes:
+        exit_code: what the tracker is told at the end; 1, a failure, until the run has ended as it should.
+    """
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._display: ProgressDisplay | None = None
         self._since_row: list[StepResult] = []
+        self.exit_code = 1
 
     def start(self, progress: Progress, config: dict[str, Any]) -> str | None:
         """Open the files and start or continue the tracker's run, on rank 0.
@@ -86,7 +89,7 @@ class Recorder:
     def add(self, result: StepResult, progress: Progress) -> None:
         """Take in a finished step."""
         self._since_row.append(result)
-        logger.debug("step %d: sequences %s", progress.step, result.sequence_ids)
+        logger.info("step %d: sequences %s", progress.step, result.sequence_ids)
         if self._display is not None:
             self._display.advance(progress.step)
 
@@ -117,18 +120,20 @@ class Recorder:
         self._display.report(row.as_dict())
         self._tracker.log(row.step, row.as_dict())
 
-    def close(self, exit_code: int = 0) -> None:
+    def close(self) -> None:
         """End the display and the tracker's run, and close the files."""
         if self._display is not None:
             self._display.close()
         if self._writer is not None:
             self._writer.close()
-        self._tracker.finish(exit_code)
+        self._tracker.finish(self.exit_code)
 
     def summarise(self) -> str | None:
-        """Draw the run's plot and return its last line, on rank 0."""
-        if not self._mesh.is_main:
+        """End a run that went as it should: draw its plot and return its last line, on rank 0."""
+        self.exit_code = 0
+        if self._display is None:
             return None
+        self._display.close()
         plot_run(self._run_dir)
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a request to save and leave at the next step."""
+"""Ctrl-C and SIGTERM as a request to save and leave; and an end of ranks whose launcher is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType, TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 _PR_SET_PDEATHSIG = 1

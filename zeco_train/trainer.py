@@ -16,7 +16,7 @@ from zeco_train.build import Parts
 from zeco_train.config import Config
 from zeco_train.nonfinite import explain
 from zeco_train.optim import learning_rate, set_learning_rate
-from zeco_train.parallelize import clip_gradients, global_norm, reshard, sync_gradients
+from zeco_train.parallelize import begin_micro_batch, clip_gradients, global_norm, reshard
 from zeco_train.recorder import StepResult
 from zeco_train.signals import StopRequest
 from zeco_train.sp.base import SequenceShard
@@ -47,51 +47,54 @@ class Trainer:
         with StopRequest() as stop:
             while progress.step < config.steps:
                 result = self.train_step(stop)
+                if isinstance(result, Signals):
+                    self.save()
+                    return result
                 recorder.add(result, progress)
                 finished = progress.step == config.steps
                 validate = finished or (config.eval_every and progress.step % config.eval_every == 0)
-                val_loss = self.evaluate() if validate and not result.stop else None
-                if finished or result.stop or progress.step == 1 or progress.step % config.log_every == 0 or validate:
+                val_loss = self.evaluate() if validate else None
+                if finished or validate or progress.step == 1 or progress.step % config.log_every == 0:
                     recorder.write(progress, val_loss)
-                if finished or result.stop or (every and progress.step % every == 0):
+                if finished or (every and progress.step % every == 0):
                     self.save()
-                if result.stop and not finished:
-                    return stop.signal or Signals.SIGTERM
         return None
 
-    def train_step(self, stop: StopRequest) -> StepResult:
+    def train_step(self, stop: StopRequest) -> StepResult | Signals:
         """One optimizer step on the next global batch.
 
         The loss is the sum over this rank's tokens, divided by the tokens of the *global* batch, so that the sum of
         gradients over all ranks and micro-batches is the gradient of the mean, however the batch is split.
+
+        Returns:
+            The step's numbers; or a stop signal that some rank got before the last micro-batch, and then the step has
+            not happened: weights and progress are those of the step before.
         """
         started, step = time.perf_counter(), self.progress.step + 1
         parts, config = self.parts, self.config
         lr = learning_rate(step, config.train.steps, config.optim.lr, config.sched)
         set_learning_rate(parts.optimizer, lr)
 
-        local_loss, data_seconds, batches = 0.0, 0.0, []
+        loss, data_seconds = torch.zeros((), dtype=torch.float64, device=parts.mesh.device), 0.0
+        batches: list[Batch] = []
         for micro_step in range(self.micro_steps):
             parts.watchdog.enter(f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}")
+            if signal := self._agreed_signal(stop):
+                parts.optimizer.zero_grad(set_to_none=True)
+                reshard(parts.model)
+                return signal
             waited = time.perf_counter()
-            batch = parts.loader.next()
+            batches.append(parts.loader.next())
             data_seconds += time.perf_counter() - waited
-            sync_gradients(parts.model, micro_step == self.micro_steps - 1)
-            loss = self.loss_sum(batch) / self.tokens_per_step
-            loss.backward()
-            local_loss += loss.item()
-            batches.append(batch)
+            begin_micro_batch(parts.model, config.parallel.strategy, last=micro_step == self.micro_steps - 1)
+            micro_loss = self.loss_sum(batches[-1]) / self.tokens_per_step
+            micro_loss.backward()
+            loss += micro_loss.detach()
 
-        parts.watchdog.enter(f"step {step}, reduction of the loss")
-        total = torch.tensor(
-            [local_loss, float(stop.signal is not None)], dtype=torch.float64, device=parts.mesh.device
-        )
-        dist.all_reduce(total)
+        parts.watchdog.enter(f"step {step}, gradient norm")
+        dist.all_reduce(loss)
         grad_norm = global_norm(parts.model)
-        for name, value in (("loss", total[0].item()), ("gradient norm", grad_norm.item())):
-            if not math.isfinite(value):
-                forwards = [lambda batch=batch: self.loss_sum(batch) for batch in batches]
-                raise explain(parts.model, step, f"the {name} is {value}", forwards, parts.mesh.world_size)
+        self._check_finite(step, {"loss": loss.item(), "gradient norm": grad_norm.item()}, batches)
         parts.watchdog.enter(f"step {step}, optimizer")
         clip_gradients(parts.model, grad_norm, config.optim.grad_clip)
         parts.optimizer.step()
@@ -100,7 +103,23 @@ class Trainer:
         self.progress.advance(config.data.global_batch, self.tokens_per_step)
         seconds = time.perf_counter() - started
         ids = [sequence for batch in batches for sequence in batch.sequence_ids]
-        return StepResult(total[0].item(), grad_norm.item(), lr, seconds, data_seconds, ids, stop=total[1].item() > 0)
+        return StepResult(loss.item(), grad_norm.item(), lr, seconds, data_seconds, ids)
+
+    def _agreed_signal(self, stop: StopRequest) -> Signals | None:
+        """The stop signal that any rank has got; asked between micro-batches, since a launcher does not wait for long.
+
+        Travels between hosts (gloo), so that it does not wait for a GPU's queue.
+        """
+        number = torch.tensor(stop.signal or 0)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return Signals(int(number.item())) if number.item() else None
+
+    def _check_finite(self, step: int, values: dict[str, float], batches: list[Batch]) -> None:
+        """Raise `NonFiniteError`, with the first tensor concerned, if the step's loss or norm is NaN or infinite."""
+        for name, value in values.items():
+            if not math.isfinite(value):
+                forwards = [lambda batch=batch: self.loss_sum(batch) for batch in batches]
+                raise explain(self.parts.model, step, f"the {name} is {value}", forwards, self.parts.mesh.world_size)
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch."""
@@ -123,9 +142,7 @@ class Trainer:
             return None
         parts.watchdog.enter(f"validation after step {self.progress.step}")
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        for batch in validation_batches(
-            parts.validation, parts.split, max_sequences=self.config.train.eval_sequences
-        ):
+        for batch in validation_batches(parts.validation, parts.split, max_sequences=self.config.train.eval_sequences):
             loss = self.loss_sum(batch)
             if not batch.is_padding:
                 total += torch.stack([loss.double(), loss.new_tensor(batch.labels.numel()).double()])

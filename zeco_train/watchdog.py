@@ -1,8 +1,9 @@
 """Who is at fault when a peer does not answer.
 
-Every rank counts up a heartbeat in the launcher's store from a thread of its own. Nobody reads it while all goes
-well. When a communication fails or times out, the others look whose heartbeat has stopped: a rank that is dead,
-stopped (SIGSTOP) or on a lost node. A rank that ends with an error of its own leaves its message there too.
+Every rank counts up a heartbeat in the launcher's store from a thread of its own. When a communication fails or times
+out, the others look whose heartbeat has stopped: a rank that is dead, stopped (SIGSTOP) or on a lost node. A rank that
+ends with an error of its own leaves its message there too. While all goes well each rank reads its neighbour's
+heartbeat only: some waits have no bound of their own (a host that waits for a CUDA stream), and end through this.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -48,6 +50,15 @@ class Watchdog:
     def enter(self, activity: str) -> None:
         """Say what this rank is doing now, for the message of whoever finds it silent."""
         self.activity = activity
+
+    def guard(self, timeout: timedelta, abandon: Callable[[Exception], object]) -> None:
+        """Watch the next rank from now on: once it is silent for longer than `timeout`, call `abandon` from a thread.
+
+        Communication that is bounded by `timeout` fails earlier, and on its own.
+        """
+        if self._store is not None:
+            limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
+            threading.Thread(target=self._watch, args=(limit, abandon), name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """End the heartbeat, at a regular end."""
@@ -102,6 +113,20 @@ class Watchdog:
             try:
                 self._set(f"heartbeat/{self._launch.rank}", f"{count} {self.activity}")
             except (dist.DistError, RuntimeError):
+                return
+
+    def _watch(self, limit: float, abandon: Callable[[Exception], object]) -> None:
+        neighbour = (self._launch.rank + 1) % self._launch.world_size
+        last, since = "", time.monotonic()
+        while not self._stop.wait(max(_PERIOD_SECONDS, limit / 20)):
+            try:
+                count, _ = self._heartbeat(neighbour)
+            except (dist.DistError, RuntimeError):
+                return
+            if count != last:
+                last, since = count, time.monotonic()
+            elif time.monotonic() - since > limit:
+                abandon(CommunicationError(self._launch.rank, self.activity, f"silent for {limit:.0f} s", neighbour))
                 return
 
     def _heartbeat(self, rank: int) -> tuple[str, str]:
