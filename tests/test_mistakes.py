@@ -343,7 +343,7 @@ def test_run_folders_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_elsewhere(run: Path, store: Path) -> None:
     before = snapshot(run)
-    with (run / "identity.json").open() as file:
+    with (run / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4")
     check_line(outcome, CONFIG, f"run_dir={run}: another process is training there")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, r
 from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import parallelize
 from zeco_train.recorder import Recorder
-from zeco_train.run_folder import RunFolder
+from zeco_train.run_folder import RunFolder, check_shared
 from zeco_train.sp.base import StateScan
 from zeco_train.sp.registry import build_scan
 from zeco_train.watchdog import Watchdog
@@ -101,13 +101,45 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     if load is not None:
         # Before the folder is claimed: a slip here should not leave one behind.
         agree(mesh, lambda: find_weights(load) if not complete_checkpoints(path) else None)
-    folder = agree(mesh, lambda: RunFolder(config, identity, arguments) if mesh.is_main else None)
-    agree(mesh, lambda: setup_logging(path, mesh.rank))
-    if validation is None and config.train.eval_sequences and mesh.is_main:
+    folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
+    try:
+        _check_shared_folder(path, folder, mesh)
+        agree(mesh, lambda: folder.begin(to_plain(resolve(config, mesh)), arguments) if folder else None)
+        agree(mesh, lambda: setup_logging(path, mesh.rank))
+    except BaseException:
+        if folder is not None:
+            folder.release()
+        raise
+    if folder is not None:
+        _warn(config, validation, folder)
+    return OpenedRun(train, validation, path, folder)
+
+
+def resolve(config: Config, mesh: ProcessMesh) -> Config:
+    """The configuration with what it leaves to the number of ranks and the machine."""
+    sp = replace(config.sp, size=mesh.sp_size)
+    return replace(config, sp=sp, train=replace(config.train, device=Device(mesh.device.type)))
+
+
+def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:
+    """Every rank writes its part of a checkpoint into the run's folder, so it has to be one and the same."""
+    mark = [folder.mark if folder is not None else ""]
+    dist.broadcast_object_list(mark, src=0)
+    agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
+
+
+def _warn(config: Config, validation: TokenStore | None, folder: RunFolder) -> None:
+    """Say, on rank 0, what the user may miss."""
+    if folder.lock_problem is not None:
+        logger.warning(
+            "run_dir=%s: this file system has no locks (%s), so a second start of the run would not be noticed",
+            folder.path,
+            folder.lock_problem,
+        )
+    if validation is None and config.train.eval_sequences:
         logger.warning(
             "no validation loss: too little is held out for a sequence of data.seq_len=%d", config.data.seq_len
         )
-    return OpenedRun(train, validation, path, folder)
 
 
 def _check_same_everywhere(identity: dict[str, Any], mesh: ProcessMesh) -> None:
@@ -152,7 +184,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         tokens_per_step=config.data.global_batch * config.data.seq_len,
         flops_per_token=flops_per_token(config.model).total,
     )
-    progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(config)))
+    progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh))))
     split = DataSplit(
         config.data.seq_len,
         config.data.micro_batch,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import secrets
+import shlex
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from zeco_train.checkpoint import write_durably
-from zeco_train.config import Config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 
 _IDENTITY = "identity.json"
+# Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
+_LOCK = "lock"
+# In which a network file system shows one node what another one wrote.
+_SECONDS_TO_APPEAR = 10.0
 # The part of an identity that no configuration key shows: a digest of all tokens.
 _TOKENS_KEY = "data.tokens_sha256"
 
@@ -23,54 +30,151 @@ _TOKENS_KEY = "data.tokens_sha256"
 class RunFolder:
     """A run's folder, held by this process until `release`: a second start of a run that still goes on is refused.
 
-    Opening makes the folder, or finds it to be of this very run, writes `config.yaml` and appends to `overrides.txt`.
+    Opening makes the folder, or finds it to be of this very run. It changes nothing in it before `begin`, but that the
+    lock file holds `mark` meanwhile.
 
     Args:
-        config: names the folder.
+        path: the folder.
         identity: what may not change between the starts of one run, by configuration key.
-        overrides: the command line.
+
+    Attributes:
+        mark: random text, by which other ranks recognise the folder (see `check_shared`).
+        lock_problem: why the file system cannot lock, so that a second start would go unnoticed; mostly None.
 
     Raises:
         ConfigError: the folder cannot be written, is in use, or is not a run's.
         CheckpointError: it holds a run with another identity; the first difference is named.
     """
 
-    def __init__(self, config: Config, identity: Mapping[str, Any], overrides: list[str]) -> None:
-        self.path = Path(config.run_dir)
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path, self._identity = path, identity
+        self.mark = secrets.token_hex(16)
+        self.lock_problem: str | None = None
         self._lock: int | None = None
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._check(identity)
+        self._begun = False
+        with _system_errors(path):
+            self._is_new = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            _check_owner(path)
             self._take()
-            _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_plain(config))))
+            try:
+                if (path / _IDENTITY).exists():
+                    _compare(path, _read_identity(path / _IDENTITY), identity)
+                self._write_mark(self.mark)
+            except BaseException:
+                self.release()
+                raise
+
+    def begin(self, config: Mapping[str, Any], overrides: list[str]) -> None:
+        """Make the folder this run's: its identity, `config.yaml`, and a line in `overrides.txt`.
+
+        Args:
+            config: the whole configuration, resolved.
+            overrides: the command line; written so that it can be pasted into a shell.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        with _system_errors(self.path):
+            self._write_mark("")
+            if not (self.path / _IDENTITY).exists():
+                write_durably(self.path / _IDENTITY, json.dumps(self._identity, indent=2))
+            self._begun = True
+            _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
             with (self.path / "overrides.txt").open("a") as file:
-                file.write(" ".join(overrides) + "\n")
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror}); name another folder"
-            raise ConfigError("run_dir", self.path, problem) from error
+                file.write(shlex.join(overrides) + "\n")
 
     def release(self) -> None:
-        """Let others write there. A process that ends, in any way, does so too."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Let others write there, and leave nothing behind that `begin` has not made the run's.
 
-    def _check(self, identity: Mapping[str, Any]) -> None:
-        stored = self.path / _IDENTITY
-        if stored.exists():
-            _compare(self.path, _read_identity(stored), identity)
-        elif any(path.name != f"{_IDENTITY}.tmp" for path in self.path.iterdir()):
-            raise ConfigError("run_dir", self.path, "is not empty and not a run's folder; name a new one")
-        else:
-            write_durably(stored, json.dumps(identity, indent=2))
+        A process that ends, in any way, lets others write there, too.
+        """
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if not self._begun:
+                self._write_mark("")
+                if not (self.path / _IDENTITY).exists():
+                    (self.path / _LOCK).unlink()
+                    if self._is_new:
+                        self.path.rmdir()
+        os.close(self._lock)
+        self._lock = None
 
     def _take(self) -> None:
-        self._lock = os.open(self.path / _IDENTITY, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.release()
-            raise ConfigError("run_dir", self.path, "another process is training there; end it first") from error
+        while self._lock is None:
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise ConfigError("run_dir", self.path, "another process is training there; end it first") from error
+            except OSError as error:
+                self.lock_problem = error.strerror or str(error)
+            if _is_file(self.path / _LOCK, lock):
+                self._lock = lock
+            else:
+                # A start that was refused has removed it, between our open and our lock.
+                os.close(lock)
+
+    def _write_mark(self, text: str) -> None:
+        """Fill the lock file, unless that is what it holds."""
+        assert self._lock is not None
+        if os.pread(self._lock, 1 + len(self.mark), 0) != text.encode():
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, text.encode(), 0)
+            os.fsync(self._lock)
+
+
+def check_shared(path: Path, mark: str, rank: int) -> None:
+    """Check that `path` on this machine is the folder that rank 0 holds, by the mark in it.
+
+    Args:
+        mark: of rank 0's `RunFolder`.
+        rank: this one, to be named.
+
+    Raises:
+        ConfigError: it is another folder, or none.
+    """
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while _read_mark(path) != mark:
+        if time.monotonic() > deadline:
+            problem = f"is not the same folder on rank {rank}; name one on a file system that all nodes share"
+            raise ConfigError("run_dir", path, problem)
+        time.sleep(0.1)
+
+
+def _read_mark(path: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        # Listing makes a client of NFS ask the server for what the folders hold by now.
+        for folder in (path.parent, path):
+            next(folder.iterdir(), None)
+        return (path / _LOCK).read_text()
+    return None
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse a folder that is not empty and not a run's, before anything is made in it."""
+    # In this order: another start may be making the folder a run's, and its identity comes first.
+    names = {entry.name for entry in path.iterdir()}
+    if names - {_LOCK, f"{_IDENTITY}.tmp"} and not (path / _IDENTITY).exists():
+        raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("run_dir", path, f"cannot be written ({error.strerror}); name another folder") from error
 
 
 def _read_identity(path: Path) -> dict[str, Any]:
