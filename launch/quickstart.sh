@@ -6,10 +6,18 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
 cd "$root"
 
-ranks="$(python -c 'import torch; print(torch.cuda.device_count() or 2)')"
+# The largest power of two that there are GPUs for, so that it divides the sequence's length.
+ranks="$(python -c 'import torch; n = torch.cuda.device_count(); print(1 << n.bit_length() - 1 if n else 2)')"
 run_dir=runs/quickstart
-# Its own earlier result is replaced; a folder that is not a run's is left for train.py to refuse.
-if [ -f "$run_dir/identity.json" ]; then rm -rf "$run_dir"; fi
+# Its own earlier result is replaced, unless it is another folder's turn or somebody is still training there. What is
+# not a run's folder is left for train.py to refuse.
+if [ -f "$run_dir/identity.json" ] && [[ " $*" != *" run_dir="* && " $*" != *" name="* ]]; then
+  if command -v flock >/dev/null; then
+    flock -n "$run_dir/lock" rm -rf "$run_dir" || fail "run_dir=$run_dir: another process is training there; end it first"
+  else
+    rm -rf "$run_dir"
+  fi
+fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec torchrun --standalone --nproc-per-node "$ranks" train.py +experiment=quickstart name=quickstart "$@"

@@ -84,6 +84,19 @@ def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == set()
 
 
+def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_path: Path) -> None:
+    with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96") as job:
+        wait_for_steps(job, tmp_path, 3)
+        ranks = dict(job.ranks())
+        os.kill(ranks[3], signal.SIGSTOP)
+        # The last of the others may have to hear of it from its neighbour.
+        bound = TIMEOUT + 2 * SLACK
+        job.wait_until(lambda: not any(is_running(ranks[r]) for r in (0, 1, 2)), "end of the others", bound)
+        os.kill(ranks[3], signal.SIGKILL)
+        check_named(job.wait(SLACK), "rank 3 no longer answers")
+    assert checkpoints(tmp_path) == set()
+
+
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks", START)

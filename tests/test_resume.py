@@ -97,6 +97,34 @@ def test_resume_on_another_split(
         assert largest_difference(resumed["rows"], unbroken["rows"], key) <= 1e-9, key
 
 
+def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    short = ["train.steps=4", "checkpoint.every=2", "train.eval_sequences=0"]
+    train(rank, world_size, folder, *short)
+    if rank == 0:
+        _forget(Path(folder), 2)
+        (Path(folder) / "checkpoints" / "step_00000002" / "run.json").unlink()
+    torch.distributed.barrier()
+    # No complete checkpoint: from the start again, with other settings of the optimizer.
+    train(rank, world_size, folder, *short)
+    if rank == 0:
+        _forget(Path(folder), 2)
+    torch.distributed.barrier()
+    train(rank, world_size, folder, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
+    checkpoint = complete_checkpoints(Path(folder))[-1]
+    groups = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {key: None for key in groups if key.endswith((".weight_decay", ".betas"))}
+    torch.distributed.checkpoint.load(state, checkpoint_id=str(checkpoint))
+    return [{key.rpartition(".")[2]: value} for key, value in state.items()]
+
+
+def test_damaged_checkpoints_stay_and_settings_are_the_configurations(tmp_path: Path) -> None:
+    settings = run_distributed(_meddle, 2, str(tmp_path / "run"), timeout=120)[0]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000002.damaged", "step_00000004"]
+    assert {value["weight_decay"] for value in settings if "weight_decay" in value} == {0.7, 0.0}
+    assert all(list(value["betas"]) == [0.5, 0.6] for value in settings if "betas" in value)
+
+
 def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     keep = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=2"]
     results = {"first": train(rank, world_size, f"{folder}/first", *keep)}
