@@ -139,7 +139,8 @@ class TokenStore:
         """Return tokens [start, stop) as [stop − start] int64; nothing else of the file is touched.
 
         Raises:
-            DataError: the file has become shorter since it was opened, or cannot be read.
+            DataError: the file has become shorter since it was opened, cannot be read, or has an id that meta.json's
+                vocabulary has not.
         """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         tokens = np.empty(stop - start, dtype=self._dtype)
@@ -156,6 +157,10 @@ class TokenStore:
             done += count
         with self._lock:
             self._bytes_requested += len(view)
+        if tokens.max(initial=0) >= self.vocab_size:
+            first = int(np.argmax(tokens >= self.vocab_size))
+            problem = f"token {start + first} is {tokens[first]}, meta.json has ids below {self.vocab_size}"
+            raise DataError(self.path / TOKENS_FILE, problem, "copy the store again or prepare it again")
         return tokens.astype(np.int64)
 
     def verify(self) -> None:

@@ -172,6 +172,21 @@ def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
         opened.verify()
 
 
+@pytest.mark.parametrize("vocab_size", [1000, 65537])
+def test_ids_beyond_the_vocabulary(tmp_path: Path, vocab_size: int) -> None:
+    write_store(tmp_path / "store", [100], vocab_size)
+    opened = TokenStore.open(tmp_path / "store")
+    with (tmp_path / "store" / TOKENS_FILE).open("r+b") as file:
+        for position, token in [(40, vocab_size), (60, vocab_size + 5), (20, vocab_size - 1)]:
+            file.seek(position * opened.itemsize)
+            file.write(token.to_bytes(opened.itemsize, "little"))
+    problem = f"token 40 is {vocab_size}, meta.json has ids below {vocab_size}; copy the store again or"
+    with pytest.raises(DataError, match=f"tokens.bin: {problem}"):
+        opened.read(10, 90)
+    assert opened.read(10, 40)[10] == vocab_size - 1
+    assert opened.read(41, 60).shape == (19,)
+
+
 def test_check_vocabulary(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [10], vocab_size=259)
     opened = TokenStore.open(tmp_path / "store")
