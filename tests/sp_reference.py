@@ -16,6 +16,7 @@ from torch import Tensor
 from data.documents import shard_cu_seqlens
 from zeco_train import ops
 from zeco_train.sp.autograd import gla
+from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.base import PendingScan, SequenceShard, StateScan
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanAlgorithm
@@ -178,7 +179,7 @@ class Reference:
 class RecordingScan:
     """A backend, with a note of every call and of what each `wait` returned (`R` forward, `D_in` in reverse)."""
 
-    def __init__(self, scan: StateScan) -> None:
+    def __init__(self, scan: ScanBackend) -> None:
         self._scan = scan
         self.events: list[str] = []
         self.received: dict[str, Tensor] = {}
@@ -189,6 +190,9 @@ class RecordingScan:
         self.events.append("launch reverse" if reverse else "launch forward")
         pending = self._scan.launch(state, log_decay, reverse=reverse, **options)
         return RecordingPendingScan(self, pending, "D_in" if reverse else "R")
+
+    def drain(self) -> None:
+        self._scan.drain()
 
 
 class RecordingPendingScan:

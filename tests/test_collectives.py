@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_distributed
-from zeco_train.collectives import Courier, launch_all_gather, launch_chain, launch_serial, launch_two_shot
+from zeco_train.collectives import (
+    Courier,
+    ScanRequest,
+    launch_all_gather,
+    launch_chain,
+    launch_serial,
+    launch_two_shot,
+)
 from zeco_train.collectives.transition import fold
 from zeco_train.errors import CommunicationError
 from zeco_train.sp.base import PendingScan
@@ -39,21 +46,19 @@ class Lane:
     """One direction's group with its courier, as a backend holds them."""
 
     def __init__(self, group: dist.ProcessGroup, reverse: bool = False, timeout: timedelta = TIMEOUT) -> None:
-        self.group, self.reverse, self.timeout, self.courier = group, reverse, timeout, Courier()
+        self.reverse, self.courier = reverse, Courier(group, timeout)
 
     def launch(self, variant: str, state: Tensor, log_decay: Tensor, **options: Any) -> PendingScan:
-        options = {"timeout": self.timeout, "reverse": self.reverse, **options}
+        request = ScanRequest(state, log_decay, self.reverse, **options)
         name, _, blocks = variant.partition("/")
-        if name == "serial":
-            return launch_serial(state, log_decay, self.group, **options)
         if name == "chain":
-            options["blocks"] = int(blocks)
-        scans: dict[str, Callable[..., PendingScan]] = {
-            "chain": launch_chain,
+            return launch_chain(request, self.courier, blocks=int(blocks))
+        scans: dict[str, Callable[[ScanRequest, Courier], PendingScan]] = {
             "two_shot": launch_two_shot,
             "all_gather": launch_all_gather,
+            "serial": launch_serial,
         }
-        return scans[name](state, log_decay, self.group, courier=self.courier, **options)
+        return scans[name](request, self.courier)
 
 
 def new_lanes(world_size: int) -> tuple[Lane, Lane]:
@@ -322,14 +327,14 @@ EXIT_SCRIPT = """
 import sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from zeco_train.collectives import Courier, launch_chain
+from zeco_train.collectives import Courier, ScanRequest, launch_chain
 rank, minute = int(sys.argv[1]), timedelta(seconds=60)
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2, timeout=minute)
 dist.barrier()
 if rank == 1:
     time.sleep(60)
-pair, courier = (torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2)), Courier()
-launch_chain(*pair, dist.group.WORLD, courier=courier, timeout=minute, blocks=2, reverse=True)
+courier = Courier(dist.group.WORLD, minute)
+launch_chain(ScanRequest(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), reverse=True), courier, blocks=2)
 time.sleep(0.2)
 print("ends", flush=True)
 sys.exit(6)

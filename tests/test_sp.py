@@ -144,6 +144,7 @@ def suite(rank: int, world_size: int) -> None:
     reference = Reference(case)
     for name, scan in scans.items():
         check_segments(case, scan, rank, reference, name)
+        scan.drain()
     dist.barrier()  # nobody leaves while a peer still waits for what it sent
 
 

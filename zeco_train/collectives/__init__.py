@@ -4,26 +4,28 @@ All take a pair of this rank's tokens, from a zero start, and give the state tha
 
     R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p        (in reverse: from the last rank down)
 
-Only the public API of `torch.distributed` is used, over gloo or NCCL. A group given to a scan must carry scans of one
-direction and nothing else, and every rank must launch the same scans in the same order. Give it a timeout of its own
-(`new_group(timeout=…)`) equal to the scans': on CUDA, where `wait` orders streams and does not block the host, NCCL's
-watchdog enforces that one; on CPUs it bounds what a failed collective leaves behind in gloo's threads.
+A collective takes a `ScanRequest`, which holds this rank's tensors, and the `Courier` of a process group. Only the
+public API of `torch.distributed` is used, over gloo or NCCL. A courier's group must carry scans of one direction and
+nothing else, and every rank must launch the same scans in the same order. Give it a timeout of its own
+(`new_group(timeout=…)`) equal to the courier's: on CUDA, where `wait` orders streams and does not block the host,
+NCCL's watchdog enforces that one; on CPUs it bounds what a failed collective leaves behind in gloo's threads.
 """
 
 from zeco_train.collectives.all_gather import launch_all_gather
 from zeco_train.collectives.chain import launch_chain
-from zeco_train.collectives.courier import Courier, PendingScan
-from zeco_train.collectives.serial import PendingSerialScan, launch_serial, recv_incoming, send_folded
+from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives.serial import PendingSerialScan, launch_serial
 from zeco_train.collectives.two_shot import launch_two_shot
 
 __all__ = [
     "Courier",
     "PendingScan",
     "PendingSerialScan",
+    "ScanRequest",
     "launch_all_gather",
     "launch_chain",
     "launch_serial",
     "launch_two_shot",
-    "recv_incoming",
-    "send_folded",
+    "scan_alone",
 ]

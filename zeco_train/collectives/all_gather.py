@@ -13,44 +13,28 @@ Time = (P − 1)(α' + βS); P pairs are held in memory meanwhile.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from functools import partial
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.transition import fold
-from zeco_train.collectives.wire import Wire, check_scan
+from zeco_train.collectives.wire import Wire
 
 
-def launch_all_gather(
-    state: Tensor,
-    log_decay: Tensor,
-    group: ProcessGroup,
-    *,
-    courier: Courier,
-    timeout: timedelta,
-    reverse: bool = False,
-    carry_in: Tensor | None = None,
-    want_carry: bool = False,
-) -> PendingScan:
-    """Start the scan; it ends without this rank's `wait`. Arguments and errors as in `launch_chain`."""
-    check_scan(state, log_decay, carry_in)
-    wire = Wire(group, "all_gather_scan", reverse, timeout)
-    if wire.size == 1:
-        return scan_alone(state, log_decay, carry_in, want_carry)
-    scan = PendingScan(want_carry)
-    with courier.launching(state, log_decay, carry_in):
-        return courier.submit(lambda: _gather(scan, wire, state, log_decay, carry_in), scan, state.device)
+def launch_all_gather(request: ScanRequest, courier: Courier) -> PendingScan:
+    """Start the scan; it ends without this rank's `wait`. Errors as of `Courier.launch`."""
+    return courier.launch(request, "all_gather_scan", lambda wire, scan: partial(_gather, request, wire, scan))
 
 
-def _gather(scan: PendingScan, wire: Wire, state: Tensor, log_decay: Tensor, carry_in: Tensor | None) -> None:
+def _gather(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
+    state = request.state
     if wire.is_first:
-        scan.incoming.deliver(torch.zeros_like(state) if carry_in is None else carry_in)
-        if carry_in is not None:
-            state = fold(state, log_decay, carry_in)
-    message = torch.cat((state, log_decay.unsqueeze(-1)), dim=-1)
+        scan.incoming.deliver(request.first_incoming())
+        if request.carry_in is not None:
+            state = fold(state, request.log_decay, request.carry_in)
+    message = torch.cat((state, request.log_decay.unsqueeze(-1)), dim=-1)
     pairs = message.new_empty((wire.size, *message.shape))
     wire.all_gather(pairs, message, "states and log-decays").wait()
 

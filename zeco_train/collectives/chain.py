@@ -10,93 +10,81 @@ adds a broadcast of S from the last rank. Rounds: P − 2 + b. With α seconds a
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.transition import fold
-from zeco_train.collectives.wire import Transfer, Wire, check_scan
+from zeco_train.collectives.wire import Transfer, Wire
 
 
-def launch_chain(
-    state: Tensor,
-    log_decay: Tensor,
-    group: ProcessGroup,
-    *,
-    courier: Courier,
-    timeout: timedelta,
-    blocks: int,
-    reverse: bool = False,
-    carry_in: Tensor | None = None,
-    want_carry: bool = False,
-) -> PendingScan:
+def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> PendingScan:
     """Start the scan. All receives are posted before this returns; blocks flow on without this rank's `wait`.
 
     Args:
-        state: [B, H, K, V], fp32 or fp64, this rank's contribution from a zero start.
-        log_decay: [B, H, K], same dtype, ≤ 0, may be −inf.
-        group: the ranks to scan over, used by scans of this direction only.
-        courier: the one that belongs to `group`.
-        timeout: bound of each wait for a peer.
+        request: this rank's part.
+        courier: that of the group and of the request's direction.
         blocks: pieces along K, ≥ 1; more than K are taken as K. They need not divide K.
-        reverse: scan from the last rank to the first.
-        carry_in: [B, H, K, V], read by the first rank in scan direction only; None is zero.
-        want_carry: `carry_out` will be asked for. All ranks must agree.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, `blocks` < 1, or a group without this process.
-        CommunicationError: an earlier scan of the courier failed, or a peer is gone.
+        ValueError: `blocks` < 1.
+        Errors besides as of `Courier.launch`.
     """
-    check_scan(state, log_decay, carry_in)
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")
-    wire = Wire(group, "all_scan_chain", reverse, timeout)
-    if wire.size == 1:
-        return scan_alone(state, log_decay, carry_in, want_carry)
-    scan = PendingScan(want_carry)
-    states = state.tensor_split(min(blocks, state.shape[2]), dim=2)
-    tags = courier.take_tags(len(states))
-    with courier.launching(state, log_decay, carry_in):
-        if wire.is_first:
-            incoming = torch.zeros_like(state) if carry_in is None else carry_in
-            scan.incoming.deliver(incoming)
-            parts = incoming.tensor_split(len(states), dim=2)
-            receives: list[Transfer | None] = [None] * len(states)
-        else:
-            parts = tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in states)
-            receives = [
-                wire.receive(part, wire.position - 1, tag, f"block {i}")
-                for i, (part, tag) in enumerate(zip(parts, tags, strict=True))
-            ]
-        log_decays = log_decay.tensor_split(len(states), dim=2)
-        return courier.submit(lambda: _flow(scan, wire, states, log_decays, parts, receives, tags), scan, state.device)
+    tags = courier.take_tags(min(blocks, request.state.shape[2]))
+    return courier.launch(request, "all_scan_chain", lambda wire, scan: _post(request, tags, wire, scan))
 
 
-def _flow(
-    scan: PendingScan,
-    wire: Wire,
-    states: tuple[Tensor, ...],
-    log_decays: tuple[Tensor, ...],
-    parts: tuple[Tensor, ...],
-    receives: list[Transfer | None],
-    tags: range,
-) -> None:
-    """Receive, fold and send on, block by block; `parts` are the blocks of the incoming state."""
+@dataclass
+class _Block:
+    """A piece along K, [B, H, K / b, V], on this rank; `incoming` is its piece of R_p, `receive` what brings it."""
+
+    name: str
+    tag: int
+    state: Tensor
+    log_decay: Tensor
+    incoming: Tensor
+    receive: Transfer | None = None
+
+
+def _post(request: ScanRequest, tags: range, wire: Wire, scan: PendingScan) -> Callable[[], None]:
+    """Cut the request into blocks and post their receives; the rest is `_flow`."""
+    if wire.is_first:
+        incoming = request.first_incoming()
+        scan.incoming.deliver(incoming)
+        parts = incoming.tensor_split(len(tags), dim=2)
+    else:
+        like = request.state.tensor_split(len(tags), dim=2)
+        parts = tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in like)
+    states, log_decays = (x.tensor_split(len(tags), dim=2) for x in (request.state, request.log_decay))
+    names = (f"block {i}" for i in range(len(tags)))
+    blocks = [_Block(*fields) for fields in zip(names, tags, states, log_decays, parts, strict=True)]
+    if not wire.is_first:
+        for block in blocks:
+            block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
+    return partial(_flow, blocks, wire, scan)
+
+
+def _flow(blocks: list[_Block], wire: Wire, scan: PendingScan) -> None:
+    """Receive, fold and send on, block by block."""
     folded: list[Tensor] = []
     sends: list[Transfer] = []
-    for i, receive in enumerate(receives):
-        if receive is not None:
-            receive.wait()
+    for block in blocks:
+        if block.receive is not None:
+            block.receive.wait()
         if wire.is_last and scan.carry is None:
             continue
-        folded.append(fold(states[i], log_decays[i], parts[i]).contiguous())
+        folded.append(fold(block.state, block.log_decay, block.incoming).contiguous())
         if not wire.is_last:
-            sends.append(wire.send(folded[i], wire.position + 1, tags[i], f"block {i}"))
+            sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
     if not wire.is_first:
-        scan.incoming.deliver(torch.cat(parts, dim=2))
+        scan.incoming.deliver(torch.cat([block.incoming for block in blocks], dim=2))
     # What follows concerns this rank's successors: its own `wait` has all that it needs.
     for send in sends:
         send.wait()

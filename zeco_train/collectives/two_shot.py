@@ -14,49 +14,33 @@ that leaves the rank); `carry_out` adds S. Rounds: 2. Time ≈ 2(α' + βS), α'
 
 from __future__ import annotations
 
-from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from zeco_train.collectives.courier import Courier, PendingScan, scan_alone
+from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.transition import fold
-from zeco_train.collectives.wire import Wire, check_scan
+from zeco_train.collectives.wire import Wire
 
 
-def launch_two_shot(
-    state: Tensor,
-    log_decay: Tensor,
-    group: ProcessGroup,
-    *,
-    courier: Courier,
-    timeout: timedelta,
-    reverse: bool = False,
-    carry_in: Tensor | None = None,
-    want_carry: bool = False,
-) -> PendingScan:
-    """Start the scan; it ends without this rank's `wait`. Arguments and errors as in `launch_chain`, any P and H·V."""
-    check_scan(state, log_decay, carry_in)
-    wire = Wire(group, "all_scan_two_shot", reverse, timeout)
-    if wire.size == 1:
-        return scan_alone(state, log_decay, carry_in, want_carry)
-    scan = PendingScan(want_carry)
-    with courier.launching(state, log_decay, carry_in):
-        return courier.submit(lambda: _exchange(scan, wire, state, log_decay, carry_in), scan, state.device)
+def launch_two_shot(request: ScanRequest, courier: Courier) -> PendingScan:
+    """Start the scan, for any P and H·V; it ends without this rank's `wait`. Errors as of `Courier.launch`."""
+    return courier.launch(request, "all_scan_two_shot", lambda wire, scan: partial(_exchange, request, wire, scan))
 
 
-def _exchange(scan: PendingScan, wire: Wire, state: Tensor, log_decay: Tensor, carry_in: Tensor | None) -> None:
+def _exchange(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
+    state = request.state
     batch, heads, key_dim, value_dim = state.shape
     cut = _Cut(heads, value_dim, wire.size)
-    local = torch.zeros_like(state) if carry_in is None else carry_in
     if wire.is_first:
-        scan.incoming.deliver(local)
-        if carry_in is not None:
-            state = fold(state, log_decay, carry_in)
+        scan.incoming.deliver(request.first_incoming())
+        if request.carry_in is not None:
+            state = fold(state, request.log_decay, request.carry_in)
 
-    message = cut.pack(state, log_decay)
+    message = cut.pack(state, request.log_decay)
     received = torch.empty_like(message)
     wire.all_to_all(received, message, "slices").wait()
     results = _fold_slices(received, wire, cut, with_carry=scan.carry is not None)

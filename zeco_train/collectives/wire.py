@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -151,23 +150,3 @@ class Wire:
 
 # torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def check_scan(state: Tensor, log_decay: Tensor, carry_in: Tensor | None) -> None:
-    """Check the arguments that all scans share.
-
-    Raises:
-        ValueError: a shape, dtype or device that does not fit.
-    """
-    if state.ndim != 4 or state.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"state must be [B, H, K, V] in float32 or float64, not {_describe(state)}")
-    if log_decay.shape != state.shape[:3] or (log_decay.dtype, log_decay.device) != (state.dtype, state.device):
-        raise ValueError(f"log_decay must be [B, H, K] like the state, {_describe(state)}, not {_describe(log_decay)}")
-    if carry_in is not None and (
-        carry_in.shape != state.shape or (carry_in.dtype, carry_in.device) != (state.dtype, state.device)
-    ):
-        raise ValueError(f"carry_in must be like the state, {_describe(state)}, not {_describe(carry_in)}")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -8,36 +8,12 @@ launched ahead: `wait` receives and `finish` folds and sends.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from zeco_train.collectives import PendingSerialScan, launch_serial
+from zeco_train.collectives import PendingSerialScan, ScanRequest, launch_serial
+from zeco_train.sp.backend import ScanBackend
 
 
-class SerialScan:
-    """LASP-1's scan over the ranks of a sequence; arguments as for `zeco_train.sp.zeco.AllScan`."""
+class SerialScan(ScanBackend):
+    """LASP-1's scan over the ranks of a sequence."""
 
-    def __init__(self, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> None:
-        self._groups, self._timeout = groups, timeout
-
-    def launch(
-        self,
-        state: Tensor,
-        log_decay: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> PendingSerialScan:
-        """Keep what is needed; nothing goes on the wire before `wait`. See `StateScan.launch`."""
-        return launch_serial(
-            state,
-            log_decay,
-            self._groups[reverse],
-            timeout=self._timeout,
-            reverse=reverse,
-            carry_in=carry_in,
-            want_carry=want_carry,
-        )
+    def start(self, request: ScanRequest) -> PendingSerialScan:
+        return launch_serial(request, self.courier(request))

@@ -7,38 +7,12 @@ with ZeCO the gathering is started before the intra-chunk work and waited for af
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from zeco_train.collectives import Courier, PendingScan, launch_all_gather
+from zeco_train.collectives import PendingScan, ScanRequest, launch_all_gather
+from zeco_train.sp.backend import ScanBackend
 
 
-class AllGatherScan:
-    """LASP-2's scan over the ranks of a sequence; arguments as for `zeco_train.sp.zeco.AllScan`."""
+class AllGatherScan(ScanBackend):
+    """LASP-2's scan over the ranks of a sequence."""
 
-    def __init__(self, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> None:
-        self._groups, self._timeout = groups, timeout
-        self._couriers = (Courier(), Courier())
-
-    def launch(
-        self,
-        state: Tensor,
-        log_decay: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> PendingScan:
-        """Start the all-gather; it goes on while the caller computes. See `StateScan.launch`."""
-        return launch_all_gather(
-            state,
-            log_decay,
-            self._groups[reverse],
-            courier=self._couriers[reverse],
-            timeout=self._timeout,
-            reverse=reverse,
-            carry_in=carry_in,
-            want_carry=want_carry,
-        )
+    def start(self, request: ScanRequest) -> PendingScan:
+        return launch_all_gather(request, self.courier(request))

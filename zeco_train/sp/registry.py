@@ -8,8 +8,9 @@ from enum import Enum
 
 from torch.distributed import ProcessGroup
 
+from zeco_train.collectives import Courier
 from zeco_train.errors import ConfigError
-from zeco_train.sp.base import StateScan
+from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.lasp1 import SerialScan
 from zeco_train.sp.lasp2 import AllGatherScan
@@ -56,14 +57,18 @@ class SPConfig:
             raise ConfigError("sp.all_scan.blocks", self.all_scan.blocks, "must be ≥ 1")
 
 
-def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> StateScan:
-    """The scan of `config.backend` over an SP group, given once for each direction (forward, reverse)."""
+def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> ScanBackend:
+    """The scan of `config.backend` over an SP group, given once for each direction (forward, reverse).
+
+    Each wait for a peer is bounded by `timeout`.
+    """
+    couriers = tuple(Courier(group, timeout) for group in groups)
     match config.backend:
         case Backend.dp:
             return LocalScan()
         case Backend.lasp1:
-            return SerialScan(groups, timeout)
+            return SerialScan(couriers)
         case Backend.lasp2:
-            return AllGatherScan(groups, timeout)
+            return AllGatherScan(couriers)
         case Backend.zeco:
-            return AllScan(groups, timeout, config.all_scan.algorithm, config.all_scan.blocks)
+            return AllScan(couriers, config.all_scan.algorithm, config.all_scan.blocks)

@@ -15,13 +15,10 @@ On the wire, per rank and direction: one state of S bytes, received once and sen
 
 from __future__ import annotations
 
-from datetime import timedelta
 from enum import Enum
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from zeco_train.collectives import Courier, PendingScan, launch_chain, launch_two_shot
+from zeco_train.collectives import Courier, PendingScan, ScanRequest, launch_chain, launch_two_shot
+from zeco_train.sp.backend import ScanBackend
 
 
 class AllScanAlgorithm(Enum):
@@ -31,58 +28,22 @@ class AllScanAlgorithm(Enum):
     two_shot = "two_shot"
 
 
-class AllScan:
+class AllScan(ScanBackend):
     """ZeCO's scan over the ranks of a sequence.
 
     Args:
-        groups: the SP group for forward and for reverse scans, apart, since one group runs its messages in series.
-        timeout: bound of each wait for a peer.
+        couriers: see `ScanBackend`.
         algorithm, blocks: see `AllScanConfig`.
     """
 
-    def __init__(
-        self,
-        groups: tuple[ProcessGroup, ProcessGroup],
-        timeout: timedelta,
-        algorithm: AllScanAlgorithm = AllScanAlgorithm.chain,
-        blocks: int = 4,
-    ) -> None:
-        self._groups, self._timeout = groups, timeout
+    def __init__(self, couriers: tuple[Courier, ...], algorithm: AllScanAlgorithm, blocks: int) -> None:
+        super().__init__(couriers)
         self._algorithm, self._blocks = algorithm, blocks
-        self._couriers = (Courier(), Courier())
 
-    def launch(
-        self,
-        state: Tensor,
-        log_decay: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> PendingScan:
-        """Start the scan; it goes on while the caller computes. See `StateScan.launch`."""
-        group, courier = self._groups[reverse], self._couriers[reverse]
+    def start(self, request: ScanRequest) -> PendingScan:
+        """Start the All-Scan: it goes on while the caller computes its intra-chunk scores."""
         match self._algorithm:
             case AllScanAlgorithm.chain:
-                return launch_chain(
-                    state,
-                    log_decay,
-                    group,
-                    courier=courier,
-                    timeout=self._timeout,
-                    blocks=self._blocks,
-                    reverse=reverse,
-                    carry_in=carry_in,
-                    want_carry=want_carry,
-                )
+                return launch_chain(request, self.courier(request), blocks=self._blocks)
             case AllScanAlgorithm.two_shot:
-                return launch_two_shot(
-                    state,
-                    log_decay,
-                    group,
-                    courier=courier,
-                    timeout=self._timeout,
-                    reverse=reverse,
-                    carry_in=carry_in,
-                    want_carry=want_carry,
-                )
+                return launch_two_shot(request, self.courier(request))
