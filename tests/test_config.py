@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from zeco_train.config import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
+from zeco_train.errors import ConfigError
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 
@@ -69,3 +70,38 @@ def test_identity_does_not_depend_on_the_split() -> None:
     assert load_config([*may_change, "logger=wandb", "data.micro_batch=2", "name=x"]).identity() == base
     for change in ("seed=1", "train.dtype=fp64", "model.num_layers=2", "data.seq_len=64", "data.global_batch=4"):
         assert load_config([change]).identity() != base, change
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data=tokens", "data.path=x", "data.validation_fraction=0.1"], "it needs data=embedded"),
+        (["data=tokens", "data.path=x", "data.cache_dir=y"], "it needs data=embedded"),
+        (["sp=lasp2", "sp.all_scan.algorithm=two_shot"], "it needs sp=zeco"),
+        (["sp=lasp1", "sp={all_scan:{blocks:2}}"], "it needs sp=zeco"),
+        (["sp.backend=dp", "sp.all_scan.blocks=2"], "it needs sp=zeco"),
+        (["sp.all_scan.algorithm=two_shot", "sp.all_scan.blocks=2"], "it needs sp.all_scan.algorithm=chain"),
+        (["sched.decay_fraction=0.1"], "it needs sched=wsd"),
+        (["sched=constant", "sched.min_ratio=0.1"], "it needs sched=wsd or cosine"),
+        (["logger.mode=online"], "it needs logger=wandb"),
+        (["logger.tags=[a]"], "it needs logger=wandb"),
+    ],
+)
+def test_settings_without_effect(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    assert str(caught.value).endswith(f": would be ignored; {expected}")
+    given = overrides[-1].partition("=")[0]
+    assert caught.value.field == ("sp.all_scan.blocks" if given == "sp" else given)
+
+
+def test_settings_with_effect() -> None:
+    for overrides in (
+        ["data.validation_fraction=0.1", "data.cache_dir=y"],
+        ["sp.all_scan.algorithm=chain", "sp.all_scan.blocks=2"],
+        ["sched=wsd", "sched.decay_fraction=0.1", "sched.min_ratio=0.1"],
+        ["logger=wandb", "logger.mode=online", "logger.tags=[a]"],
+        # Set by a file, not by the user.
+        ["sp=zeco", "sp.backend=lasp2"],
+    ):
+        load_config(overrides)

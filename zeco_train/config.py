@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -22,15 +23,16 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from data.config import LARGEST_COUNT, DataConfig, check_config
+from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
 from models.gla import GLAConfig, num_parameters
 from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.errors import ConfigError
-from zeco_train.loggers import LoggerConfig
-from zeco_train.optim import OptimConfig, ScheduleConfig
+from zeco_train.loggers import LoggerConfig, LoggerKind
+from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
-from zeco_train.sp.registry import SPConfig
+from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -169,15 +171,43 @@ def load_config(overrides: list[str]) -> Config:
     """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
 
     Raises:
-        ConfigError: an unknown key or option, a value of the wrong type, or one out of range.
+        ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
     """
+    given = check_overrides(overrides, Config, group_options())
     config = _compose(overrides)
     config.validate()
+    _check_effect(config, given)
     return config
 
 
+# Keys (with all below them), what they need, and whether a configuration has it.
+_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
+    ("data.validation_fraction", "data=embedded", lambda config: config.data.kind is DataKind.embedded),
+    ("data.cache_dir", "data=embedded", lambda config: config.data.kind is DataKind.embedded),
+    ("sp.all_scan", "sp=zeco", lambda config: config.sp.backend is Backend.zeco),
+    (
+        "sp.all_scan.blocks",
+        "sp.all_scan.algorithm=chain",
+        lambda config: config.sp.all_scan.algorithm is AllScanAlgorithm.chain,
+    ),
+    ("sched.decay_fraction", "sched=wsd", lambda config: config.sched.kind is ScheduleKind.wsd),
+    ("sched.min_ratio", "sched=wsd or cosine", lambda config: config.sched.kind is not ScheduleKind.constant),
+    *(
+        (f"logger.{name}", "logger=wandb", lambda config: config.logger.kind is LoggerKind.wandb)
+        for name in ("project", "entity", "group", "tags", "mode")
+    ),
+)
+
+
+def _check_effect(config: Config, given: Mapping[str, Any]) -> None:
+    """Refuse what the user sets and nothing would read; what the files of `configs/` set is not judged."""
+    for key, value in given.items():
+        for name, needed, is_met in _NEEDS:
+            if (key == name or key.startswith(f"{name}.")) and not is_met(config):
+                raise ConfigError(key, value, f"would be ignored; it needs {needed}")
+
+
 def _compose(overrides: list[str]) -> Config:
-    check_overrides(overrides, Config, group_options())
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -201,6 +231,7 @@ def group_options() -> dict[str, list[str]]:
 def describe(overrides: list[str]) -> str:
     """The text of `train.py --help`: groups with their options, and the configuration that `overrides` give."""
     groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
+    check_overrides(overrides, Config, group_options())
     config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides))))
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"

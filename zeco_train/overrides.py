@@ -27,7 +27,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _INT64_LIMIT = 1 << 63
 
 
-def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str, Sequence[str]]) -> None:
+def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Check form, key and type of each override; ranges are left to the sections' own `validate`.
 
     Args:
@@ -35,10 +35,13 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
         schema: the dataclass of the whole configuration.
         groups: the options of each configuration group.
 
+    Returns:
+        The value that each key gets, groups aside.
+
     Raises:
         ConfigError: names the override, and what is allowed in its place.
     """
-    settings = OmegaConf.structured(schema)
+    settings, values = OmegaConf.structured(schema), {}
     for text in overrides:
         override = _parse(text)
         key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
@@ -54,9 +57,11 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
             _check_group(override, shown, groups[key], has_default=key in typing.get_type_hints(schema))
             continue
         for name, part in _leaves(key, value):
-            _check_value(name, part, shown if name == key else part, settings, groups)
+            values[name] = shown if name == key else part
+            _check_value(name, part, values[name], settings, groups)
         if override.type is OverrideType.ADD:
             raise ConfigError(f"+{key}", shown, f"the key exists; write {key}={shown}")
+    return values
 
 
 def _parse(text: str) -> Override:
