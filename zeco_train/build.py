@@ -18,7 +18,7 @@ from models.gla import GLAForCausalLM
 from models.hooks import flops_per_token, has_weight_decay, sharding_units
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Config, Device, to_plain
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, DataError
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, resolve_sp_size
@@ -195,6 +195,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         config.data.reset_state_at_document,
     )
     loader = SequenceLoader(run.train, split, seed=config.seed, global_batch=config.data.global_batch)
+    _check_shards_fit(loader, progress.sequences, mesh)
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
@@ -208,6 +209,31 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         recorder=recorder,
         progress=progress,
     )
+
+
+def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
+    """Check on the first batch that the ranks of a sequence have the same one, and that their shards of it join.
+
+    A shard's last label is the first token of the next shard, read there from another node's copy of the tokens.
+
+    Raises:
+        DataError: on every rank; names the first two ranks that differ.
+    """
+    batch = agree(mesh, lambda: loader.batch(consumed, 0))
+    own = batch.sequence_ids, batch.input_ids[:, 0].tolist(), batch.labels[:, -1].tolist()
+    everyone = [own] * mesh.world_size
+    dist.all_gather_object(everyone, own)
+    for rank in range(1, mesh.world_size):
+        if rank % mesh.sp_size == 0:
+            continue
+        (before_ids, _, labels), (ids, tokens, _) = everyone[rank - 1], everyone[rank]
+        pair = f"ranks {rank - 1} and {rank}, which share sequences,"
+        if before_ids != ids:
+            problem = f"{pair} have different ones in their first batch, {before_ids} and {ids}"
+            raise DataError("data", problem, "start all ranks with the same command line")
+        if labels != tokens:
+            problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
+            raise DataError(loader.reader.store.path, problem, "copy the token store to all nodes again")
 
 
 def _device(wanted: Device, launch: Launch) -> torch.device:
