@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.modules import GatedRMSNorm, RMSNorm, accumulation_dtype, swiglu
+from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from zeco_train.errors import ConfigError
 from zeco_train.loss import linear_cross_entropy
+from zeco_train.ops import accumulation_dtype
 from zeco_train.sp.autograd import gla
 from zeco_train.sp.base import SequenceShard
 

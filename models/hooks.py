@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from models.gla import GLAConfig, GLAForCausalLM
-
-CHUNK = 64
+from zeco_train.ops import CHUNK
 
 
 def sharding_units(model: GLAForCausalLM) -> list[nn.Module]:
@@ -23,10 +22,10 @@ def sharding_units(model: GLAForCausalLM) -> list[nn.Module]:
     return [model.model.embeddings, *model.model.layers, model.lm_head]
 
 
-def has_weight_decay(name: str, parameter: Parameter) -> bool:
+def has_weight_decay(parameter: Parameter) -> bool:
     """Matrices decay, the embedding and the head among them; norms and biases, which are vectors, do not.
 
-    The rule goes by shape, so `name` is not looked at. It holds for sharded parameters too: they keep their dimensions.
+    It holds for sharded parameters too: they keep their dimensions.
     """
     return parameter.ndim >= 2
 

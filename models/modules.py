@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, else fp32: the dtype of statistics, decays, states and losses."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from zeco_train.ops import accumulation_dtype
 
 
 class RMSNorm(nn.Module):

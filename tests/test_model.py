@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import gla as gla_module
 from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import CHUNK, flops_per_token, sharding_units
+from models.hooks import flops_per_token, sharding_units
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
+from zeco_train.ops import CHUNK
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 

@@ -197,7 +197,7 @@ def test_impossible_shapes_are_refused_in_one_line(change: dict[str, Any], messa
 
 
 def test_only_matrices_decay() -> None:
-    decayed = {name: has_weight_decay(name, p) for name, p in GLAForCausalLM(GLAConfig()).named_parameters()}
+    decayed = {name: has_weight_decay(p) for name, p in GLAForCausalLM(GLAConfig()).named_parameters()}
     assert decayed["model.embeddings.weight"]
     assert decayed["lm_head.weight"]
     assert decayed["model.layers.0.attn.gk_proj.1.weight"]

@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed import run_distributed
 from tests.sp_reference import Case, Reference, build_scans, check_segments, ordinary_pass
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
 
 # Subgroups whose ranks are not those of the world.
 GROUPS = ((0,), (2, 3), (1, 2, 3), (0, 1, 2, 3))
@@ -95,3 +100,18 @@ def suite(rank: int, world_size: int) -> None:
 
 def test_documents_over_ranks_equal_documents_alone() -> None:
     run_distributed(suite, 4)
+
+
+def test_a_shard_finds_its_restarts_once() -> None:
+    cpu = torch.device("cpu")
+    shard = SequenceShard(LocalScan(), 0, 6, torch.tensor([0, 2, 6]))
+    first, again = shard.documents(6, cpu), shard.documents(6, cpu)
+    assert first is not None
+    assert first is again
+    assert first.restarts.tolist() == [True, False, True, False, False, False]
+    with pytest.raises(ValueError, match="rise from 0 to 7"):  # not those of another number of tokens
+        shard.documents(7, cpu)
+    continued = replace(shard, continues=True).documents(6, cpu)
+    assert continued is not None
+    assert continued.restarts.tolist() == [False, False, True, False, False, False]
+    assert replace(shard, cu_seqlens=None).documents(6, cpu) is None

@@ -92,14 +92,12 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     return peak * ratio
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimConfig, decays: Callable[[str, nn.Parameter], bool]
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters in two groups: those that `decays(name, parameter)` picks, and the rest."""
+def build_optimizer(model: nn.Module, config: OptimConfig, decays: Callable[[nn.Parameter], bool]) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters in two groups: those that `decays(parameter)` picks, and the rest."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            groups[decays(name, parameter)].append(parameter)
+            groups[decays(parameter)].append(parameter)
     return torch.optim.AdamW(
         [
             {"params": groups[True], "weight_decay": config.weight_decay},

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeco_train.collectives.transition import fold
 from zeco_train.ops import chunked, naive_gla
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
@@ -54,7 +55,8 @@ def run_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple
     chunk_states = chunked.local_states(k, v, g, None)
     zero = torch.zeros_like(chunk_states.state)
     scores = chunked.intra_scores(q, k, g, None, scale)
-    o, final_state = chunked.outputs(q, v, g, scores, chunk_states, zero, None, scale)
+    o = chunked.outputs(q, v, g, scores, chunk_states, zero, None, scale)
+    final_state = fold(chunk_states.state, chunk_states.log_decay, zero)
     del chunk_states, scores
     chunk_grads = chunked.local_state_grads(q, do, g, None, scale)
     chunk_states = chunked.local_states(k, v, g, None)

@@ -32,8 +32,8 @@ def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> Pend
         blocks: pieces along K, ≥ 1; more than K are taken as K. They need not divide K.
 
     Raises:
-        ValueError: `blocks` < 1.
-        Errors besides as of `Courier.launch`.
+        ValueError: `blocks` < 1, or the group is without this process.
+        CommunicationError: an earlier scan of the courier failed, or a peer is gone.
     """
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")

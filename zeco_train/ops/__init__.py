@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from zeco_train.ops import chunked
+from zeco_train.ops.chunk_layout import CHUNK, accumulation_dtype
 from zeco_train.ops.chunked import (
     ChunkStateGrads,
     ChunkStates,
@@ -22,10 +23,12 @@ from zeco_train.ops.documents import Documents
 from zeco_train.ops.naive import naive_gla
 
 __all__ = [
+    "CHUNK",
     "ChunkStateGrads",
     "ChunkStates",
     "Documents",
     "IntraGrads",
+    "accumulation_dtype",
     "input_grads",
     "intra_grads",
     "intra_scores",
@@ -38,7 +41,9 @@ __all__ = [
 
 
 def select(device: torch.device) -> ModuleType:
-    """The module whose functions are the phases on this device; their names and signatures are those of `chunked`."""
-    match device.type:
-        case _:
-            return chunked
+    """The module whose functions are the phases on this device; their names and signatures are those of `chunked`.
+
+    The only place where a device gets an implementation. `chunked` is plain PyTorch, right on every device, and so far
+    the only one: kernels for CUDA are to be returned here.
+    """
+    return chunked

@@ -47,9 +47,9 @@ class ChunkDecays:
         return self.from_start[..., -1, :]
 
 
-def state_dtype(v: Tensor) -> torch.dtype:
-    """The dtype of states and of all arithmetic: fp64 for fp64 values, else fp32."""
-    return torch.float64 if v.dtype == torch.float64 else torch.float32
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, decays, statistics and all arithmetic on tensors of `dtype`: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def to_chunks(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from zeco_train.ops.chunk_layout import (
     ChunkDecays,
+    accumulation_dtype,
     check_inputs,
     check_state,
     chunk_decays,
     chunk_decays_from_start,
     chunk_log_decays,
     matrices,
-    state_dtype,
     to_chunks,
 )
 from zeco_train.ops.documents import Documents
@@ -96,7 +96,7 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, documents: Documents | None) -
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
     check_inputs(documents, k=k, v=v, g=g)
-    dtype = state_dtype(v)
+    dtype = accumulation_dtype(v.dtype)
     decays = chunk_decays(g, documents, dtype)
     keys = decays.to_end * to_chunks(k, dtype)
     values = matrices(to_chunks(v, dtype))
@@ -125,7 +125,7 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, documents: Documents | N
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
     check_inputs(documents, q=q, do=do, g=g)
-    dtype = state_dtype(do)
+    dtype = accumulation_dtype(do.dtype)
     from_start = chunk_decays_from_start(g, documents, dtype)
     queries = (from_start * to_chunks(q, dtype)).mul_(scale)
     output_grads = matrices(to_chunks(do, dtype))

@@ -5,7 +5,7 @@ Each phase is a plain function of tensors: no autograd, no ranks. A forward is
     chunk_states = local_states(k, v, g, documents)
     R = exclusive scan of (chunk_states.state, chunk_states.log_decay) over the ranks
     scores = intra_scores(q, k, g, documents, scale)                       # while the scan is under way
-    o, final_state = outputs(q, v, g, scores, chunk_states, R, documents, scale)
+    o = outputs(q, v, g, scores, chunk_states, R, documents, scale)
 
 and a backward, with R saved and `chunk_states` made anew,
 
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.chunk_layout import (
+    accumulation_dtype,
     add_later_tokens,
     check_inputs,
     matrices,
-    state_dtype,
     to_chunks,
     to_tokens,
 )
@@ -61,8 +61,8 @@ def outputs(
     incoming_state: Tensor,
     documents: Documents | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute the outputs and the state after this rank: step 4 of the forward.
+) -> Tensor:
+    """Compute the outputs: step 4 of the forward.
 
         S[n] += exp(G[n]) ⊙ R,    o_i = scale · (q_i ⊙ decay through i in its chunk)ᵀ S[n] + Σ_j A_ij v_j
 
@@ -76,19 +76,18 @@ def outputs(
 
     Returns:
         o: [B, T, H, V] in the dtype of v.
-        final_state: [B, H, K, V] in the dtype of the states, exp(G_tot) ⊙ R + S_loc.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
     check_inputs(documents, q=q, v=v, g=g)
-    dtype = state_dtype(v)
+    dtype = accumulation_dtype(v.dtype)
     states = chunk_states.take_corrected(incoming_state)
     queries = chunk_states.decays.from_start * to_chunks(q, dtype)
     o = torch.bmm(matrices(scores), chunk_states.values)
     o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=scale)
     o = o.view(*scores.shape[:-1], -1)
-    return to_tokens(o, v.shape[1], v.dtype), states[-1].clone()
+    return to_tokens(o, v.shape[1], v.dtype)
 
 
 def input_grads(
@@ -110,12 +109,8 @@ def input_grads(
         S[n] += exp(G[n]) ⊙ R,    dS[n] += exp(suffix[n]) ⊙ D_in
         dq_i += scale · S[n] do_i ⊙ decay through i,    dk_j += dS[n+1] v_j ⊙ decay after j,
         dv_j += dS[n+1]ᵀ (k_j ⊙ decay after j),
-        dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1]
+        dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S[n+1] ⊙ dS[n+1]        (`_decay_grads`)
 
-    The last term makes each chunk's dg independent of the tokens after it, on this rank and on the later ones: what
-    passes the chunk's end is in the true state there and in its true gradient. At the rank's end those are its final
-    state and D_in, which is the boundary term without which dg is wrong on every rank but the last. With documents the
-    sum ends before the next restart, there without that term, and dg is 0 at a restart itself.
     dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
 
     Args:
@@ -134,7 +129,7 @@ def input_grads(
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
     check_inputs(documents, q=q, k=k, v=v, g=g, do=do)
-    dtype = state_dtype(v)
+    dtype = accumulation_dtype(v.dtype)
     decays = chunk_states.decays
     states, grads = chunk_states.take_corrected(incoming_state), chunk_grads.take_corrected(incoming_grad)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
@@ -146,16 +141,33 @@ def input_grads(
     dk.addcmul_(reached, decays.to_end)
     dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
 
-    dg = torch.mul(dq, queries).addcmul_(keys, dk, value=-1.0)
-    # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
-    dg[..., -1, :] += states[1:].mul_(grads[1:]).sum(-1)
-    num_tokens = g.shape[1]
-    dg = to_tokens(add_later_tokens(dg, documents), num_tokens, g.dtype)
+    token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
+    boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
+    dg = _decay_grads(token_terms, boundary_terms, documents)
+    dq, dk, dv, dg = (
+        to_tokens(grad, x.shape[1], x.dtype) for grad, x in zip((dq, dk, dv, dg), (q, k, v, g), strict=True)
+    )
     if documents is not None:
         dg.masked_fill_(documents.restarts[:, None, None], 0.0)
-    return (
-        to_tokens(dq, num_tokens, q.dtype),
-        to_tokens(dk, num_tokens, k.dtype),
-        to_tokens(dv, num_tokens, v.dtype),
-        dg,
-    )
+    return dq, dk, dv, dg
+
+
+def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, documents: Documents | None) -> Tensor:
+    """Compute dg: sums of the terms of a token and those after it, to its chunk's end, and of the term at that end.
+
+    The boundary term makes each chunk's dg independent of the tokens after it, on this rank and on the later ones: what
+    passes the chunk's end is in the true state there and in its true gradient. At the rank's end those are its final
+    state and D_in, without which dg is wrong on every rank but the last. With documents the sum ends before the next
+    restart, there without that term.
+
+    Args:
+        token_terms: [N, B, H, C, K], q ⊙ dq − k ⊙ dk; overwritten.
+        boundary_terms: [N, B, H, K], Σ_V S[n+1] ⊙ dS[n+1].
+        documents: restarts of the state.
+
+    Returns:
+        [N, B, H, C, K], right but at a restart itself, where dg is 0.
+    """
+    # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
+    token_terms[..., -1, :] += boundary_terms
+    return add_later_tokens(token_terms, documents)

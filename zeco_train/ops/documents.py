@@ -13,13 +13,10 @@ class Documents:
     """The restarts of one rank. A restart at token t means that t sees nothing before itself: its decay is 0.
 
     Attributes:
-        cu_seqlens: [D + 1] int64, the borders of the documents' pieces on this rank, from 0 to T.
-        continues: the first piece continues a document of the rank before, so token 0 does not restart.
-        restarts: [T] bool, true at the first token of every other piece.
+        restarts: [T] bool, true at the first token of every piece of a document on this rank, but for the first piece
+            where that continues a document of the rank before.
     """
 
-    cu_seqlens: Tensor
-    continues: bool
     restarts: Tensor
 
     @classmethod
@@ -56,7 +53,7 @@ class Documents:
         restarts = torch.zeros(num_tokens, dtype=torch.bool)
         starts = borders[borders < num_tokens]
         restarts[starts[starts > 0] if continues else starts] = True
-        return cls(borders.to(device), continues, restarts.to(device))
+        return cls(restarts.to(device))
 
 
 def _shorten(values: list[int]) -> str:

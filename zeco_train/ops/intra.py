@@ -19,11 +19,11 @@ from zeco_train.ops.chunk_layout import (
     BLOCKS,
     CHUNK,
     ChunkDecays,
+    accumulation_dtype,
     check_inputs,
     halves,
     matrices,
     merge_blocks,
-    state_dtype,
     to_chunks,
     token_decays,
 )
@@ -80,7 +80,7 @@ def intra_scores(q: Tensor, k: Tensor, g: Tensor, documents: Documents | None, s
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
     check_inputs(documents, q=q, k=k, g=g)
-    dtype = state_dtype(q)
+    dtype = accumulation_dtype(q.dtype)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
     scores = _own_scores(queries, keys)
     for pairs in _block_pairs(queries, keys, g, documents):
@@ -103,7 +103,7 @@ def intra_grads(
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
     check_inputs(documents, q=q, k=k, v=v, g=g, do=do)
-    dtype = state_dtype(v)
+    dtype = accumulation_dtype(v.dtype)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
     output_grads = matrices(to_chunks(do, dtype))
     score_grads = torch.bmm(output_grads, matrices(to_chunks(v, dtype)).mT).mul_(scale)

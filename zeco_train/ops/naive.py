@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.chunk_layout import check_inputs, check_state, state_dtype
+from zeco_train.ops.chunk_layout import accumulation_dtype, check_inputs, check_state
 from zeco_train.ops.documents import Documents
 
 
@@ -45,7 +45,7 @@ def naive_gla(
     """
     documents = Documents.from_cu_seqlens(cu_seqlens, continues, q.shape[1], q.device)
     check_inputs(documents, q=q, k=k, v=v, g=g)
-    dtype = state_dtype(v)
+    dtype = accumulation_dtype(v.dtype)
     batch, num_tokens, heads, key_dim = q.shape
     zero = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=dtype, device=v.device)
     if initial_state is not None:

@@ -70,7 +70,7 @@ class _GatedLinearAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         phases = ops.select(q.device)
         scale = q.shape[-1] ** -0.5
-        documents = ops.Documents.from_cu_seqlens(shard.cu_seqlens, shard.continues, q.shape[1], q.device)
+        documents = shard.documents(q.shape[1], q.device)
 
         states = phases.local_states(k, v, g, documents)
         pending = None
@@ -78,7 +78,7 @@ class _GatedLinearAttention(torch.autograd.Function):
             pending = shard.scan.launch(states.state, states.log_decay, carry_in=carry_in, want_carry=want_carry)
         scores = phases.intra_scores(q, k, g, documents, scale)
         received = incoming_state if pending is None else pending.wait()
-        o, _ = phases.outputs(q, v, g, scores, states, received, documents, scale)
+        o = phases.outputs(q, v, g, scores, states, received, documents, scale)
         carry_out = None
         if pending is not None:
             pending.finish()

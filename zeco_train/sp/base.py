@@ -12,9 +12,13 @@ are apart, so that communication overlaps whatever a caller does between them. B
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from zeco_train.ops import Documents
 
 
 class PendingScan(Protocol):
@@ -79,3 +83,20 @@ class SequenceShard:
     seq_len: int
     cu_seqlens: Tensor | None = None
     continues: bool = False
+
+    def documents(self, num_tokens: int, device: torch.device) -> Documents | None:
+        """The restarts of the state among this shard's `num_tokens` tokens, on their device; None without documents.
+
+        Found once, however many layers ask: it takes the borders to the host, for which CUDA has to be waited for.
+
+        Raises:
+            ValueError: `cu_seqlens` does not rise from 0 to `num_tokens`.
+        """
+        key = num_tokens, device
+        if key not in self._documents:
+            self._documents[key] = Documents.from_cu_seqlens(self.cu_seqlens, self.continues, num_tokens, device)
+        return self._documents[key]
+
+    @cached_property
+    def _documents(self) -> dict[tuple[int, torch.device], Documents | None]:
+        return {}
