@@ -146,6 +146,15 @@ def torchrun(ranks: int, folder: Path, *arguments: str, script: Path = REPOSITOR
     return Command([*launcher, str(script), *SMALL, *arguments], folder)
 
 
+def check_line(outcome: Outcome, code: int, *parts: str) -> None:
+    """The one line is all that stderr has, and says each of `parts`."""
+    assert outcome.code == code, outcome
+    assert len(outcome.errors) == 1, outcome
+    assert outcome.err == f"error: {outcome.errors[0]}\n"
+    for part in parts:
+        assert part in outcome.errors[0]
+
+
 def snapshot(folder: Path) -> dict[str, bytes | None]:
     """All that lies in a folder: contents of files, None for folders, by path."""
     paths = sorted(folder.rglob("*"))

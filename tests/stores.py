@@ -1,0 +1,40 @@
+"""Token stores and texts that tests read and write."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.store import StoreWriter, TokenStore
+from data.tokenizer import ByteTokenizer
+
+
+def documents(path: Path) -> list[str]:
+    """The texts of a byte store."""
+    opened = TokenStore.open(path)
+    opened.verify()
+    ids = [opened.read(start, stop) for start, stop in itertools.pairwise(opened.doc_offsets.tolist())]
+    assert all(tokens[-1] == 1 and not (tokens[:-1] == 1).any() for tokens in ids)
+    return [ByteTokenizer().decode(tokens) for tokens in ids]
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    """A .jsonl file of the records."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_store(
+    folder: Path, num_tokens: int = 4000, seed: int = 0, vocab_size: int = 259, kind: str = "bytes"
+) -> Path:
+    """A store of one random document."""
+    tokens = np.random.default_rng(seed).integers(2, vocab_size, num_tokens)
+    tokens[-1] = 1
+    with StoreWriter(folder, vocab_size=vocab_size, eos_id=1, tokenizer={"kind": kind}) as writer:
+        writer.append(tokens, [num_tokens])
+        writer.finish("sources")
+    return folder
