@@ -194,6 +194,10 @@ class PrefetchingLoader:
             self._error = item
         raise self._error
 
+    def again(self, consumed: int, micro_step: int) -> Batch:
+        """A micro-batch out of turn, see `SequenceLoader.batch`."""
+        return self._loader.batch(consumed, micro_step)
+
     def close(self) -> None:
         """Stop the thread, and wait a little for a read that is under way."""
         self._stop.set()

@@ -26,7 +26,7 @@ from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import parallelize
 from zeco_train.recorder import Recorder
 from zeco_train.run_folder import RunFolder, check_shared
-from zeco_train.sp.base import StateScan
+from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.watchdog import Watchdog
 
@@ -39,7 +39,7 @@ class Parts:
 
     mesh: ProcessMesh
     watchdog: Watchdog
-    scan: StateScan
+    scan: ScanBackend
     model: GLAForCausalLM
     optimizer: torch.optim.Optimizer
     split: DataSplit

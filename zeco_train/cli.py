@@ -100,6 +100,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, watchdog: Watc
         return 0
     recorder.note(_banner(config, parts))
     stopped_by = Trainer(config, parts).train()
+    parts.scan.drain()
     summary = recorder.summarise()
     if stopped_by is not None:
         done = f"after step {progress.step}: saved" if progress.step else "before the first step was done"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from signal import Signals
 
 import torch
@@ -76,7 +77,7 @@ class Trainer:
         set_learning_rate(parts.optimizer, lr)
 
         loss, data_seconds = torch.zeros((), dtype=torch.float64, device=parts.mesh.device), 0.0
-        batches: list[Batch] = []
+        sequence_ids: list[int] = []
         for micro_step in range(self.micro_steps):
             parts.watchdog.enter(f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}")
             if signal := self._agreed_signal(stop):
@@ -84,17 +85,18 @@ class Trainer:
                 reshard(parts.model)
                 return signal
             waited = time.perf_counter()
-            batches.append(parts.loader.next())
+            batch = parts.loader.next()
             data_seconds += time.perf_counter() - waited
             begin_micro_batch(parts.model, config.parallel.strategy, last=micro_step == self.micro_steps - 1)
-            micro_loss = self.loss_sum(batches[-1]) / self.tokens_per_step
+            micro_loss = self.loss_sum(batch) / self.tokens_per_step
             micro_loss.backward()
             loss += micro_loss.detach()
+            sequence_ids += batch.sequence_ids
 
         parts.watchdog.enter(f"step {step}, gradient norm")
         dist.all_reduce(loss)
         grad_norm = global_norm(parts.model)
-        self._check_finite(step, {"loss": loss.item(), "gradient norm": grad_norm.item()}, batches)
+        self._check_finite(step, {"loss": loss.item(), "gradient norm": grad_norm.item()})
         parts.watchdog.enter(f"step {step}, optimizer")
         clip_gradients(parts.model, grad_norm, config.optim.grad_clip)
         parts.optimizer.step()
@@ -102,8 +104,7 @@ class Trainer:
 
         self.progress.advance(config.data.global_batch, self.tokens_per_step)
         seconds = time.perf_counter() - started
-        ids = [sequence for batch in batches for sequence in batch.sequence_ids]
-        return StepResult(loss.item(), grad_norm.item(), lr, seconds, data_seconds, ids)
+        return StepResult(loss.item(), grad_norm.item(), lr, seconds, data_seconds, sequence_ids)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
         """The stop signal that any rank has got; asked between micro-batches, since a launcher does not wait for long.
@@ -114,12 +115,16 @@ class Trainer:
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return Signals(int(number.item())) if number.item() else None
 
-    def _check_finite(self, step: int, values: dict[str, float], batches: list[Batch]) -> None:
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
         """Raise `NonFiniteError`, with the first tensor concerned, if the step's loss or norm is NaN or infinite."""
         for name, value in values.items():
             if not math.isfinite(value):
-                forwards = [lambda batch=batch: self.loss_sum(batch) for batch in batches]
+                # Read again, since keeping a step's batches for this would take memory in every step.
+                forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
                 raise explain(self.parts.model, step, f"the {name} is {value}", forwards, self.parts.mesh.world_size)
+
+    def _forward_again(self, micro_step: int) -> Tensor:
+        return self.loss_sum(self.parts.loader.again(self.progress.sequences, micro_step))
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch."""
