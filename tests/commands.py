@@ -85,7 +85,7 @@ class Command:
     """A process that runs `train.py`, with its ranks; leaving the `with` block kills whatever is left of them."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
         self._ranks: dict[int, int] = {}
@@ -138,6 +138,10 @@ class Command:
             assert what == "end" or self._process.poll() is None, f"ended before {what}\n{self.out}\n{self.err}"
             time.sleep(0.05)
         return time.monotonic() - started
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
 
 
 def torchrun(ranks: int, folder: Path, *arguments: str, script: Path = REPOSITORY / "train.py") -> Command:
