@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zeco_train.ops import accumulation_dtype
+
 IGNORE_INDEX = -100
 
 
@@ -57,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_enabled: bool
     ) -> Tensor:
         want_hidden, want_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
-        loss_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        loss_dtype = accumulation_dtype(hidden.dtype)
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         dhidden = torch.empty_like(rows) if want_hidden else None
         # A sum over many chunks in bf16 would lose the small contributions.

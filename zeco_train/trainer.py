@@ -49,6 +49,7 @@ class Trainer:
             while progress.step < config.steps:
                 result = self.train_step(stop)
                 if isinstance(result, Signals):
+                    recorder.write(progress, None)
                     self.save()
                     return result
                 recorder.add(result, progress)
@@ -128,16 +129,11 @@ class Trainer:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch."""
-        device, mesh = self.parts.mesh.device, self.parts.mesh
-        shard = SequenceShard(
-            self.parts.scan,
-            batch.offset,
-            self.config.data.seq_len,
-            None if batch.cu_seqlens is None else batch.cu_seqlens.to(device),
-            batch.continues,
-        )
-        assert batch.input_ids.shape[1] * mesh.sp_size == self.config.data.seq_len
-        return self.parts.model(batch.input_ids.to(device), shard, labels=batch.labels.to(device))
+        parts, seq_len = self.parts, self.config.data.seq_len
+        assert batch.input_ids.shape[1] * parts.mesh.sp_size == seq_len
+        shard = SequenceShard(parts.scan, batch.offset, seq_len, batch.cu_seqlens, batch.continues)
+        input_ids, labels = (tokens.to(parts.mesh.device) for tokens in (batch.input_ids, batch.labels))
+        return parts.model(input_ids, shard, labels=labels)
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
