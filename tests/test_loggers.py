@@ -108,7 +108,6 @@ def run_wandb(script: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
     done = run_wandb(_OFFLINE, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.split()
@@ -122,6 +121,5 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 def test_wandb_online_without_an_account(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
     done = run_wandb(_ONLINE, tmp_path)
     assert done.stdout == "logger.mode=online: W&B knows no account here; wandb login, or mode offline\n", done.stderr
