@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
+from torch import Tensor
 
-from zeco_train.ops import chunked
 from zeco_train.ops.chunk_layout import CHUNK, accumulation_dtype
 from zeco_train.ops.chunked import (
     ChunkStateGrads,
@@ -21,13 +19,18 @@ from zeco_train.ops.chunked import (
 )
 from zeco_train.ops.documents import Documents
 from zeco_train.ops.naive import naive_gla
+from zeco_train.ops.passes import CHUNKED, BackwardPass, ForwardPass, Passes
 
 __all__ = [
     "CHUNK",
+    "CHUNKED",
+    "BackwardPass",
     "ChunkStateGrads",
     "ChunkStates",
     "Documents",
+    "ForwardPass",
     "IntraGrads",
+    "Passes",
     "accumulation_dtype",
     "input_grads",
     "intra_grads",
@@ -40,10 +43,13 @@ __all__ = [
 ]
 
 
-def select(device: torch.device) -> ModuleType:
-    """The module whose functions are the phases on this device; their names and signatures are those of `chunked`.
+def select(q: Tensor, g: Tensor) -> Passes:
+    """The implementation for tokens like these: the only place where a device or a dtype gets one.
 
-    The only place where a device gets an implementation. `chunked` is plain PyTorch, right on every device, and so far
-    the only one: kernels for CUDA are to be returned here.
+    Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays; PyTorch for everything else, fp64 above all.
     """
-    return chunked
+    if q.is_cuda and g.dtype == torch.float32 and q.dtype in (torch.bfloat16, torch.float32):
+        from zeco_train.ops.cuda import CUDA  # Triton is imported where it is used
+
+        return CUDA
+    return CHUNKED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ class Documents:
     """
 
     restarts: Tensor
+
+    @cached_property
+    def pieces(self) -> Tensor:
+        """[T] int32, the number of restarts through each token: equal for tokens that may see each other."""
+        return self.restarts.cumsum(0, dtype=torch.int32)
 
     @classmethod
     def from_cu_seqlens(

@@ -68,47 +68,42 @@ class _GatedLinearAttention(torch.autograd.Function):
         carry_in: Tensor | None,
         want_carry: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        phases = ops.select(q.device)
         scale = q.shape[-1] ** -0.5
         documents = shard.documents(q.shape[1], q.device)
 
-        states = phases.local_states(k, v, g, documents)
+        local = ops.select(q, g).forward(q, k, v, g, documents, scale)
         pending = None
         if incoming_state is None:
-            pending = shard.scan.launch(states.state, states.log_decay, carry_in=carry_in, want_carry=want_carry)
-        scores = phases.intra_scores(q, k, g, documents, scale)
-        received = incoming_state if pending is None else pending.wait()
-        o = phases.outputs(q, v, g, scores, states, received, documents, scale)
+            pending = shard.scan.launch(local.state, local.log_decay, carry_in=carry_in, want_carry=want_carry)
+        local.overlap()
         carry_out = None
         if pending is not None:
+            o = local.outputs(pending.wait())
             pending.finish()
             carry_out = pending.carry_out() if want_carry else None
-        elif want_carry:
-            carry_out = torch.full_like(states.state, torch.nan)
+        else:
+            assert incoming_state is not None
+            o = local.outputs(incoming_state)
+            carry_out = torch.full_like(local.state, torch.nan) if want_carry else None
 
-        ctx.save_for_backward(q, k, v, g, received, states.log_decay)
-        ctx.shard, ctx.documents, ctx.scale = shard, documents, scale
+        ctx.save_for_backward(q, k, v, local.log_decay, *local.saved)
+        ctx.shard, ctx.documents, ctx.scale, ctx.passes = shard, documents, scale, ops.select(q, g)
         ctx.set_materialize_grads(False)
         return o, carry_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, received, log_decay = ctx.saved_tensors
-        phases, documents, scale = ops.select(q.device), ctx.documents, ctx.scale
+        q, k, v, log_decay, *saved = ctx.saved_tensors
         wants_dcarry_in = ctx.needs_input_grad[6]
         do = torch.zeros_like(v) if do is None else do
 
-        state_grads = phases.local_state_grads(q, do, g, documents, scale)
+        local = ctx.passes.backward(q, k, v, do, tuple(saved), ctx.documents, ctx.scale)
         pending = ctx.shard.scan.launch(
-            state_grads.state_grad, log_decay, reverse=True, carry_in=dcarry_out, want_carry=wants_dcarry_in
+            local.state_grad, log_decay, reverse=True, carry_in=dcarry_out, want_carry=wants_dcarry_in
         )
-        states = phases.local_states(k, v, g, documents)
-        intra = phases.intra_grads(q, k, v, g, do, documents, scale)
-        incoming_grad = pending.wait()
-        dq, dk, dv, dg = phases.input_grads(
-            q, k, v, g, do, states, received, state_grads, incoming_grad, intra, documents, scale
-        )
+        local.overlap()
+        dq, dk, dv, dg = local.input_grads(pending.wait())
         pending.finish()
         dcarry_in = pending.carry_out() if wants_dcarry_in else None
         return dq, dk, dv, dg, None, None, dcarry_in, None

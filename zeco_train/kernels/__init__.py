@@ -1,0 +1,1 @@
+"""Triton kernels. Nothing here is imported where there is no CUDA device."""

@@ -1,0 +1,1 @@
+"""The kernels of gated linear attention, by phase (DESIGN, section 3). Triton only."""

@@ -1,0 +1,184 @@
+"""Launches of the operator's kernels: shapes, grids and outputs, for one shape and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zeco_train.kernels.gla.input_grads import input_grads_kernel
+from zeco_train.kernels.gla.intra import intra_grads_kernel, scores_kernel
+from zeco_train.kernels.gla.outputs import outputs_kernel
+from zeco_train.kernels.gla.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
+from zeco_train.kernels.gla.tuning import Tuning
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class LocalStates:
+    """States at the chunks' borders, each from the zero start of its segment, and what joins them. In reverse: their
+    gradients after the chunks, from the zero end of the segment.
+
+    Attributes:
+        states: [N, B, H, K, V] in the dtype of the inputs.
+        log_decays: [N, B, H, K] fp32, log of the factor by which the segment's start survives to each.
+        starts: [J, B, H, K, V] fp32, states that the segments start from: with a zero start of the rank, until
+            `Launcher.correct` makes them the true ones.
+        start_decays: [J, B, H, K] fp32, log of the factor by which the rank's start survives to each segment's.
+        state: [B, H, K, V] fp32, S_loc, or D_loc. log_decay: [B, H, K] fp32, G_tot.
+    """
+
+    states: Tensor
+    log_decays: Tensor
+    starts: Tensor
+    start_decays: Tensor
+    state: Tensor
+    log_decay: Tensor
+
+
+class Launcher:
+    """The kernels for tokens like these; all tensors given to it are contiguous.
+
+    Args:
+        k: [B, T, H, K]. v: [B, T, H, V].
+        pieces: [T] int32, restarts through each token; None without documents.
+        scale: factor of the outputs.
+        tuning: tiles and launch options.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, pieces: Tensor | None, scale: float, tuning: Tuning) -> None:
+        self.B, self.T, self.H, self.K = k.shape
+        self.V = v.shape[-1]
+        self.BH = self.B * self.H
+        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        self.device, self.dtype, self.scale = k.device, k.dtype, scale
+        self.tuning, self.pieces = tuning, pieces
+        # bf16 products are exact whatever is asked for; tf32 alone would lose 3e-4 of fp32 inputs
+        self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": pieces is not None, "PRECISION": "tf32x3"}
+        tiles = self._state_tiles(*self.tuning.states.tile(self.K, self.V))
+        segments = max(1, min(self.num_chunks, triton.cdiv(self.tuning.programs, tiles * self.BH)))
+        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
+        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+
+    def _state_tiles(self, BK: int, BV: int) -> int:
+        return triton.cdiv(self.K, BK) * triton.cdiv(self.V, BV)
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
+        """The walks over the segments from zero, joined over the segments.
+
+        Args:
+            x: k, or q in reverse. y: v, or do in reverse.
+            g: log-decays. b: where to put their sums inside chunks; None: g is those sums already.
+            reverse: from the last chunk to the first, for gradients.
+        """
+        heads = (self.B, self.H)
+        local = LocalStates(
+            states=self._new(self.num_chunks, *heads, self.K, self.V, dtype=self.dtype),
+            log_decays=self._new(self.num_chunks, *heads, self.K),
+            starts=self._new(self.num_segments, *heads, self.K, self.V),
+            start_decays=self._new(self.num_segments, *heads, self.K),
+            state=self._new(*heads, self.K, self.V),
+            log_decay=self._new(*heads, self.K),
+        )
+        segment_decays = torch.empty_like(local.start_decays)
+        self._walk(x, y, g, b, None, local.states, local.log_decays, local.starts, segment_decays, reverse)
+        options = self.tuning.join
+        BK, BV = options.tile(self.K, self.V)
+        join_segments_kernel[(self._state_tiles(BK, BV), self.BH)](
+            local.starts, segment_decays, local.start_decays, local.state, local.log_decay,
+            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, **options.launch,
+        )  # fmt: skip
+        return local
+
+    def true_states(self, k: Tensor, v: Tensor, b: Tensor, starts: Tensor) -> Tensor:
+        """[N + 1, B, H, K, V]: the states before the chunks and after the last, from those before the segments."""
+        states = self._new(self.num_chunks + 1, self.B, self.H, self.K, self.V, dtype=self.dtype)
+        self._walk(k, v, b, None, starts, states, None, None, None, False)
+        return states
+
+    def _walk(
+        self,
+        x: Tensor,
+        y: Tensor,
+        g: Tensor,
+        b: Tensor | None,
+        starts: Tensor | None,
+        states: Tensor,
+        log_decays: Tensor | None,
+        totals: Tensor | None,
+        total_decays: Tensor | None,
+        reverse: bool,
+    ) -> None:
+        options = self.tuning.states
+        BK, BV = options.tile(self.K, self.V)
+        chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
+            x, y, g, b, self.pieces, starts, states, log_decays, totals, total_decays, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, STARTED=starts is not None, **self.flags,
+            **options.launch,
+        )  # fmt: skip
+
+    def correct(self, local: LocalStates, incoming: Tensor) -> None:
+        """Make the states that segments start from the true ones, given the rank's incoming state, or D_in."""
+        options = self.tuning.join
+        BK, BV = options.tile(self.K, self.V)
+        correct_starts_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
+            local.starts, local.start_decays, incoming.contiguous(), self.K, self.V, self.BH, BK=BK, BV=BV,
+            **options.launch,
+        )  # fmt: skip
+
+    def _new_scores(self) -> Tensor:
+        return self._new(self.num_chunks, self.B, self.H, CHUNK, CHUNK, dtype=self.dtype)
+
+    def scores(self, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+        """[N, B, H, C, C]."""
+        scores, options = self._new_scores(), self.tuning.scores
+        BK, _ = options.tile(self.K, self.V)
+        scores_kernel[(self.num_chunks, self.BH)](
+            q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, **self.flags,
+            **options.launch,
+        )  # fmt: skip
+        return scores
+
+    def outputs(self, x: Tensor, y: Tensor, b: Tensor, scores: Tensor, local: LocalStates, reverse: bool) -> Tensor:
+        """[B, T, H, V]: o, or dv in reverse."""
+        o, options = torch.empty_like(y), self.tuning.outputs
+        BK, BV = options.tile(self.K, self.V)
+        outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
+            x, y, b, self.pieces, scores, local.states, local.log_decays, local.starts, o, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, REVERSE=reverse, **self.flags,
+            **options.launch,
+        )  # fmt: skip
+        return o
+
+    def intra_grads(
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """scores; dq; dk inside chunks; q ⊙ dq − k ⊙ dk."""
+        scores, dq, dk, terms = self._new_scores(), torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
+        options = self.tuning.intra_grads
+        BK, BV = options.tile(self.K, self.V)
+        intra_grads_kernel[(self.num_chunks, self.BH)](
+            q, k, v, b, do, self.pieces, states, scores, dq, dk, terms, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
+        )  # fmt: skip
+        return scores, dq, dk, terms
+
+    def input_grads(
+        self, k: Tensor, v: Tensor, b: Tensor, states: Tensor, local: LocalStates, terms: Tensor, dk: Tensor
+    ) -> Tensor:
+        """dg; completes dk."""
+        dg, options = torch.empty_like(b), self.tuning.input_grads
+        BK, BV = options.tile(self.K, self.V)
+        input_grads_kernel[(self.num_chunks * triton.cdiv(self.K, BK), self.BH)](
+            k, v, b, self.pieces, states, local.states, local.log_decays, local.starts, terms, dk, dg,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
+        )  # fmt: skip
+        return dg

@@ -1,0 +1,97 @@
+"""What the operator's kernels share: loads of a chunk's tiles, and which tokens of a chunk see past its borders.
+
+A chunk is `C` tokens of one head. Tensors over tokens are [B, T, H, D], contiguous; a kernel is given a pointer to the
+first element of its (batch, head) and walks tokens with a stride of H·D. Offsets that grow with T are 64-bit.
+
+Decays inside a chunk come as `b`, the cumulative sum of g from the chunk's first token through each token: all
+exponents are differences b_i − b_j with i >= j, so no factor exceeds 1 and nothing is divided by a decay.
+
+Documents come as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a state
+at a border, if both are of the same piece. What lies before the rank's first token is piece 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head_offset(batch_head, T, H, D):
+    """Elements before the first one of a (batch, head) in [B, T, H, D]."""
+    batch = batch_head // H
+    return batch.to(tl.int64) * T * H * D + (batch_head % H) * D
+
+
+@triton.jit
+def load_tile(x, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.constexpr):
+    """[C, WIDTH] of one head's tokens from `start` on, columns from `first_column` on; zeros outside."""
+    rows = tl.arange(0, C)
+    columns = first_column + tl.arange(0, WIDTH)
+    inside = (rows < T - start)[:, None] & (columns < D)[None, :]
+    pointers = x + start.to(tl.int64) * H * D + (rows * H * D)[:, None] + columns[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.constexpr):
+    """The inverse of `load_tile`, in the dtype of x."""
+    rows = tl.arange(0, C)
+    columns = first_column + tl.arange(0, WIDTH)
+    inside = (rows < T - start)[:, None] & (columns < D)[None, :]
+    pointers = x + start.to(tl.int64) * H * D + (rows * H * D)[:, None] + columns[None, :]
+    tl.store(pointers, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_last_row(b, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.constexpr):
+    """[WIDTH], b at the chunk's last token: its summed log-decay."""
+    last = tl.minimum(start + C, T) - 1
+    columns = first_column + tl.arange(0, WIDTH)
+    return tl.load(b + last.to(tl.int64) * H * D + columns, mask=columns < D, other=0.0)
+
+
+@triton.jit
+def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
+    """[len(rows), WIDTH], b at the given tokens of the chunk."""
+    columns = first_column + tl.arange(0, WIDTH)
+    inside = (rows < T - start)[:, None] & (columns < D)[None, :]
+    pointers = b + start.to(tl.int64) * H * D + (rows * H * D)[:, None] + columns[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_pieces(pieces, start, T, C: tl.constexpr):
+    """[C] pieces of the chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
+    rows = tl.arange(0, C)
+    own = tl.load(pieces + start + rows, mask=rows < T - start, other=-1)
+    before = tl.load(pieces + start - 1, mask=start > 0, other=0)
+    end = tl.load(pieces + tl.minimum(start + C, T) - 1)
+    return own, before, end
+
+
+@triton.jit
+def state_pointers(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
+    """Pointers to a [BK, BV] tile of state number `index` in [.., K, V], and which of them lie inside."""
+    keys = first_key + tl.arange(0, BK)
+    values = first_value + tl.arange(0, BV)
+    inside = (keys < K)[:, None] & (values < V)[None, :]
+    return states + index.to(tl.int64) * K * V + (keys * V)[:, None] + values[None, :], inside
+
+
+@triton.jit
+def load_corrected(
+    states, log_decays, incoming, index, segment_index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
+):
+    """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index].
+
+    The states are those from a zero start of their segment, so this is the correction of step 4 of the operator
+    (DESIGN, section 3), made where the state is used instead of in a pass of its own.
+    """
+    pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+    local = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    pointers, _ = state_pointers(incoming, segment_index, K, V, first_key, first_value, BK, BV)
+    before = tl.load(pointers, mask=inside, other=0.0)
+    keys = first_key + tl.arange(0, BK)
+    survives = tl.exp(tl.load(log_decays + index.to(tl.int64) * K + keys, mask=keys < K, other=0.0))
+    return local + survives[:, None] * before

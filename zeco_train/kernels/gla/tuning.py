@@ -1,0 +1,63 @@
+"""Tiles and launch options of the operator's kernels, measured once and kept: nothing is tuned when a run starts.
+
+An entry is found by architecture and head dims; the nearest one stands in for what was never measured, and says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attributes:
+    keys, values: most columns of a tile along K and V, powers of 2.
+    num_warps, num_stages: Triton's launch options.
+    """
+
+    keys: int
+    values: int
+    num_warps: int
+    num_stages: int
+
+    def tile(self, K: int, V: int) -> tuple[int, int]:
+        """(BK, BV) for these head dims: no wider than they are, and no narrower than a matrix product takes."""
+        most = (self.keys, K), (self.values, V)
+        keys, values = (max(16, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
+        return keys, values
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Options of each kernel, and how many programs keep the chip busy in the walks over chunks."""
+
+    states: Options = Options(64, 64, 4, 3)
+    scores: Options = Options(64, 64, 4, 1)
+    intra_grads: Options = Options(64, 64, 8, 1)
+    outputs: Options = Options(64, 128, 4, 2)
+    input_grads: Options = Options(64, 64, 4, 2)
+    join: Options = Options(64, 64, 4, 1)
+    programs: int = 528
+
+
+HALF = Tuning()
+# fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
+SINGLE = Tuning(
+    states=Options(32, 32, 4, 2),
+    scores=Options(32, 32, 4, 1),
+    intra_grads=Options(32, 32, 8, 1),
+    outputs=Options(32, 64, 4, 1),
+    input_grads=Options(32, 32, 4, 1),
+)
+
+
+def options_for(k: Tensor, v: Tensor) -> Tuning:
+    """The options for inputs like these."""
+    return HALF if k.element_size() == 2 else SINGLE

@@ -1,0 +1,90 @@
+"""Gated linear attention on CUDA: the phases of one rank on Triton kernels, for bf16 and fp32 inputs.
+
+Forward                                                        Backward
+  local states, by segments → S_loc, G_tot                       local state gradients, by segments → D_loc
+  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ true states again, dq, part of dk
+  true states that segments start from; outputs                  true gradients at segments' ends; dv; dk, dg
+
+States are kept at the chunks' borders in the dtype of the inputs, as operands of matrix products; what is summed,
+handed over between segments or ranks, and decayed on the way is fp32. Decays are natural logarithms; their sums inside
+chunks, b, are made once in the forward pass and kept for the backward pass in place of g.
+
+The kernels also run on a CPU under Triton's interpreter, in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeco_train.kernels.gla.launch import Launcher
+from zeco_train.kernels.gla.tuning import options_for
+from zeco_train.ops.chunk_layout import check_inputs, check_state
+from zeco_train.ops.documents import Documents
+from zeco_train.ops.passes import Passes
+
+
+def _launcher(k: Tensor, v: Tensor, documents: Documents | None, scale: float) -> Launcher:
+    pieces = None if documents is None else documents.pieces
+    return Launcher(k, v, pieces, scale, options_for(k, v))
+
+
+class CudaForward:
+    """See `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, documents: Documents | None, scale: float) -> None:
+        check_inputs(documents, q=q, k=k, v=v, g=g)
+        self._q, self._k, self._v = (x.contiguous() for x in (q, k, v))
+        self._launcher = _launcher(k, v, documents, scale)
+        self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
+        self._local = self._launcher.local_states(self._k, self._v, g.contiguous(), b=self._b, reverse=False)
+        self.state, self.log_decay = self._local.state, self._local.log_decay
+
+    def overlap(self) -> None:
+        self._scores = self._launcher.scores(self._q, self._k, self._b)
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        self._launcher.correct(self._local, incoming_state)
+        return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local, reverse=False)
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        return self._b, self._local.starts
+
+
+class CudaBackward:
+    """See `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        saved: tuple[Tensor, ...],
+        documents: Documents | None,
+        scale: float,
+    ) -> None:
+        check_inputs(documents, q=q, k=k, v=v, do=do)
+        self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
+        self._b, self._starts = saved
+        self._launcher = _launcher(k, v, documents, scale)
+        self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
+        self.state_grad = self._local.state
+
+    def overlap(self) -> None:
+        self._states = self._launcher.true_states(self._k, self._v, self._b, self._starts)
+        self._scores, self._dq, self._dk, self._terms = self._launcher.intra_grads(
+            self._q, self._k, self._v, self._b, self._do, self._states
+        )
+
+    def input_grads(self, incoming_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        self._launcher.correct(self._local, incoming_grad)
+        dv = self._launcher.outputs(self._k, self._do, self._b, self._scores, self._local, reverse=True)
+        dg = self._launcher.input_grads(self._k, self._v, self._b, self._states, self._local, self._terms, self._dk)
+        return self._dq, self._dk, dv, dg
+
+
+CUDA = Passes(CudaForward, CudaBackward)
