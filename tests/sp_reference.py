@@ -31,7 +31,11 @@ CONFIGS = {
     "lasp1": SPConfig(Backend.lasp1),
     "lasp2": SPConfig(Backend.lasp2),
     "two_shot": SPConfig(Backend.zeco, all_scan=AllScanConfig(AllScanAlgorithm.two_shot)),
-    **{f"chain/{b}": SPConfig(Backend.zeco, all_scan=AllScanConfig(AllScanAlgorithm.chain, b)) for b in (1, 3)},
+    "auto": SPConfig(Backend.zeco),
+    **{
+        f"chain/{b}": SPConfig(Backend.zeco, all_scan=AllScanConfig(AllScanAlgorithm.chain, blocks=str(b)))
+        for b in (1, 3)
+    },
 }
 
 

@@ -25,8 +25,17 @@ SPLITS = {
     "dp": ["sp=dp", "parallel=zero3"],
     "lasp1": ["sp=lasp1", "parallel=ddp"],
     "lasp2": ["sp=lasp2", "parallel=zero2"],
-    "zeco chain": ["sp=zeco", "parallel=hsdp"],
-    "zeco two_shot": ["sp=zeco", "sp.all_scan.algorithm=two_shot", "parallel=zero3"],
+    "zeco": ["sp=zeco", "parallel=hsdp"],
+    **{
+        f"zeco {algorithm} {transport}": [
+            "sp=zeco",
+            f"sp.all_scan.algorithm={algorithm}",
+            f"sp.all_scan.transport={transport}",
+            "parallel=zero3",
+        ]
+        for algorithm in ("chain", "two_shot")
+        for transport in ("p2p", "symmetric")
+    },
 }
 
 

@@ -184,7 +184,7 @@ def test_every_backend_has_a_name_and_a_configuration() -> None:
     [
         (SPConfig(size=0), "sp.size"),
         (SPConfig(size=-2), "sp.size"),
-        (SPConfig(all_scan=AllScanConfig(blocks=0)), "sp.all_scan.blocks"),
+        *((SPConfig(all_scan=AllScanConfig(blocks=text)), "sp.all_scan.blocks") for text in ("0", "-1", "many", "1.5")),
     ],
 )
 def test_configuration_out_of_range_is_named(config: SPConfig, field: str) -> None:

@@ -24,7 +24,7 @@ SPLITS: dict[int, dict[str, list[str]]] = {
         "dp, zero3": ["sp=dp", "parallel=zero3"],
         "lasp1, sp 2, ddp": ["sp=lasp1", "parallel=ddp"],
     },
-    3: {"zeco, sp 3, 5 blocks": ["sp=zeco", "sp.all_scan.blocks=5"]},
+    3: {"zeco, sp 3, 5 blocks": ["sp=zeco", "sp.all_scan.algorithm=chain", "sp.all_scan.blocks=5"]},
     4: {
         "lasp1, sp 2": ["sp=lasp1", "sp.size=2"],
         "lasp1, sp 4": ["sp=lasp1", "sp.size=4"],

@@ -14,7 +14,7 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.lasp1 import SerialScan
 from zeco_train.sp.lasp2 import AllGatherScan
-from zeco_train.sp.zeco import AllScan, AllScanAlgorithm
+from zeco_train.sp.zeco import AllScan, AllScanAlgorithm, AllScanTransport
 
 
 class Backend(Enum):
@@ -26,15 +26,39 @@ class Backend(Enum):
     zeco = "zeco"
 
 
+_MAX_BLOCKS = 1 << 20
+
+
 @dataclass
 class AllScanConfig:
     """Attributes:
-    algorithm: `chain` is ZeCO's pipelined one, `two_shot` takes two all-to-alls.
-    blocks: `chain` only, the pieces of a state (along K) that flow through the chain one after another.
+    algorithm: `chain` is ZeCO's pipelined one, `two_shot` takes two all-to-alls; `auto` is the faster one by a model.
+    transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
+        `torch.distributed`. `auto` is `symmetric` where the ranks can, else `p2p`.
+    blocks: `chain` only, the pieces of a state that flow through the chain one after another: a number, or `auto`.
     """
 
-    algorithm: AllScanAlgorithm = AllScanAlgorithm.chain
-    blocks: int = 4
+    algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
+    transport: AllScanTransport = AllScanTransport.auto
+    blocks: str = "auto"
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        _ = self.num_blocks
+
+    @property
+    def num_blocks(self) -> int | None:
+        """`blocks` as a number; None is `auto`.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        text = str(self.blocks)
+        if text == "auto":
+            return None
+        if not text.isdecimal() or not 1 <= int(text) <= _MAX_BLOCKS:
+            raise ConfigError("sp.all_scan.blocks", text, f"must be ≥ 1 and ≤ {_MAX_BLOCKS}, or auto")
+        return int(text)
 
 
 @dataclass
@@ -53,8 +77,7 @@ class SPConfig:
         """Raise `ConfigError` for a value out of range."""
         if self.size != -1 and self.size < 1:
             raise ConfigError("sp.size", self.size, "must be ≥ 1, or -1 for the backend's default")
-        if self.all_scan.blocks < 1:
-            raise ConfigError("sp.all_scan.blocks", self.all_scan.blocks, "must be ≥ 1")
+        self.all_scan.validate()
 
 
 def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> ScanBackend:
@@ -71,4 +94,4 @@ def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], time
         case Backend.lasp2:
             return AllGatherScan(couriers)
         case Backend.zeco:
-            return AllScan(couriers, config.all_scan.algorithm, config.all_scan.blocks)
+            return AllScan(couriers, config.all_scan.algorithm, config.all_scan.transport, config.all_scan.num_blocks)

@@ -22,10 +22,21 @@ from zeco_train.sp.backend import ScanBackend
 
 
 class AllScanAlgorithm(Enum):
-    """`chain`: blocks flow from rank to rank (ZeCO, Algorithm 2). `two_shot`: two all-to-alls, slices have owners."""
+    """`chain`: blocks flow from rank to rank (ZeCO, Algorithm 2). `two_shot`: two all-to-alls, slices have owners.
+    `auto`: the faster one by the cost model."""
 
+    auto = "auto"
     chain = "chain"
     two_shot = "two_shot"
+
+
+class AllScanTransport(Enum):
+    """`p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`: what the
+    ranks can."""
+
+    auto = "auto"
+    p2p = "p2p"
+    symmetric = "symmetric"
 
 
 class AllScan(ScanBackend):
@@ -33,17 +44,24 @@ class AllScan(ScanBackend):
 
     Args:
         couriers: see `ScanBackend`.
-        algorithm, blocks: see `AllScanConfig`.
+        algorithm, transport: see `AllScanConfig`.
+        blocks: of `chain`; None is auto.
     """
 
-    def __init__(self, couriers: tuple[Courier, ...], algorithm: AllScanAlgorithm, blocks: int) -> None:
+    def __init__(
+        self,
+        couriers: tuple[Courier, ...],
+        algorithm: AllScanAlgorithm,
+        transport: AllScanTransport = AllScanTransport.auto,
+        blocks: int | None = None,
+    ) -> None:
         super().__init__(couriers)
-        self._algorithm, self._blocks = algorithm, blocks
+        self._algorithm, self._transport, self._blocks = algorithm, transport, blocks
 
     def start(self, request: ScanRequest) -> PendingScan:
         """Start the All-Scan: it goes on while the caller computes its intra-chunk scores."""
         match self._algorithm:
-            case AllScanAlgorithm.chain:
-                return launch_chain(request, self.courier(request), blocks=self._blocks)
             case AllScanAlgorithm.two_shot:
                 return launch_two_shot(request, self.courier(request))
+            case _:
+                return launch_chain(request, self.courier(request), blocks=self._blocks or 4)

@@ -77,7 +77,7 @@ def scores_kernel(
         wide_keys = keys.to(tl.float32)
         own = tl.sum(wide_queries * wide_keys, axis=1)
         total += tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0)
-        for level in tl.static_range(6):
+        for level in range(6):
             block = 32 >> level
             factors = _factors(b, sums, block, start, T, H, K, first_key, C, BK)
             later = (wide_queries * factors).to(queries.dtype)
@@ -170,7 +170,7 @@ def intra_grads_kernel(
         total += tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0)
         query_grads += own_grads[:, None] * wide_keys
         key_grads = own_grads[:, None] * wide_queries
-        for level in tl.static_range(6):
+        for level in range(6):
             block = 32 >> level
             pairs = _pairs(block, C)
             factors = _factors(b, sums, block, start, T, H, K, first_key, C, BK)

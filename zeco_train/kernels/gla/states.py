@@ -76,8 +76,8 @@ def chunk_states_kernel(
     log_decay = tl.zeros([BK], tl.float32)
     segment_index = segment * BH + batch_head
     if STARTED:
-        pointers, inside = state_pointers(starts, segment_index, K, V, first_key, first_value, BK, BV)
-        state = tl.load(pointers, mask=inside, other=0.0)
+        own_start, within = state_pointers(starts, segment_index, K, V, first_key, first_value, BK, BV)
+        state = tl.load(own_start, mask=within, other=0.0)
     else:
         state = tl.zeros([BK, BV], tl.float32)
 
@@ -121,12 +121,12 @@ def chunk_states_kernel(
 
     if STARTED:
         if end_chunk == num_chunks:
-            index = num_chunks.to(tl.int64) * BH + batch_head
-            pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-            tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
+            last = num_chunks.to(tl.int64) * BH + batch_head
+            final, within = state_pointers(states, last, K, V, first_key, first_value, BK, BV)
+            tl.store(final, state.to(states.dtype.element_ty), mask=within)
     else:
-        pointers, inside = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
-        tl.store(pointers, state, mask=inside)
+        own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
+        tl.store(own_total, state, mask=within)
         tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
 
 

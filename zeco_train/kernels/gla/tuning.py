@@ -16,12 +16,15 @@ class Options:
     """Attributes:
     keys, values: most columns of a tile along K and V, powers of 2.
     num_warps, num_stages: Triton's launch options.
+    max_registers: of a thread; fewer than the compiler would take let more programs share a multiprocessor. None: as
+        it likes.
     """
 
     keys: int
     values: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     def tile(self, K: int, V: int) -> tuple[int, int]:
         """(BK, BV) for these head dims: no wider than they are, and no narrower than a matrix product takes."""
@@ -30,8 +33,8 @@ class Options:
         return keys, values
 
     @property
-    def launch(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+    def launch(self) -> dict[str, int | None]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)
