@@ -1,1 +1,5 @@
-"""Benchmarks. Each checks that what it times is correct before it times it."""
+"""Benchmarks. Each checks that what it times is correct before it times it.
+
+`torchrun … -m zeco_train.bench collectives|operator [KEY=VALUE …]` compares the ways of joining a sequence over ranks;
+`python -m zeco_train.bench.loader` and `….operator_cpu` measure the data's way in and the operator on a CPU.
+"""

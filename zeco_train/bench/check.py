@@ -1,0 +1,43 @@
+"""Correctness before time: errors relative to a reference in float64, and the error that ends a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zeco_train.errors import ZecoError
+
+
+class WrongResultError(ZecoError):
+    """What was to be timed computes something else: names variant, rank, result, error and tolerance."""
+
+    exit_code = 8
+
+    def __init__(self, variant: str, rank: int, result: str, error: float, tolerance: float) -> None:
+        super().__init__(
+            f"{variant} is wrong, nothing is timed: {result} on rank {rank} has a relative error of {error:.2g}, "
+            f"allowed are {tolerance:.0e}"
+        )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in float64; the norm of `found` where all that is expected is 0."""
+    found, expected = found.detach().double(), expected.detach().double()
+    scale = float(expected.norm())
+    return float((found - expected).norm()) / (scale or 1.0)
+
+
+def check_results(
+    variant: str, rank: int, results: Mapping[str, tuple[Tensor, Tensor]], tolerance: float
+) -> dict[str, float]:
+    """Errors of `{name: (found, expected)}`.
+
+    Raises:
+        WrongResultError: the first one above the tolerance, or not a number.
+    """
+    errors = {name: relative_error(found, expected) for name, (found, expected) in results.items()}
+    for name, error in errors.items():
+        if not error <= tolerance:
+            raise WrongResultError(variant, rank, name, error, tolerance)
+    return errors

@@ -1,0 +1,171 @@
+"""Case `collectives`: what it takes to bring a state to the next ranks, by way and size.
+
+Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. Timed is `launch` → `wait` → `finish` on the current
+stream, one at a time and inside CUDA graphs of several. The anchors, all-gather and all-reduce of the states alone, are
+timed alike; ratios are to the all-gather in the same mode.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco_train.bench.check import check_results
+from zeco_train.bench.config import CollectivesConfig
+from zeco_train.bench.report import Report, Row, timing_fields
+from zeco_train.bench.runner import Runner, Subject, capture
+from zeco_train.bench.session import Session
+from zeco_train.errors import ConfigError
+from zeco_train.sp.base import StateScan
+
+# torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# fp32 folds of a few ranks against the same in fp64: some 2^-24 each.
+TOLERANCE = 1e-5
+COLUMNS = {
+    "size_mb": ("MiB", ">7:g"),
+    "variant": ("variant", "<28"),
+    "mode": ("mode", "<6"),
+    "median_us": ("median µs", ">10:.1f"),
+    "p10_us": ("p10", ">8:.1f"),
+    "p90_us": ("p90", ">8:.1f"),
+    "min_us": ("min", ">8:.1f"),
+    "max_us": ("max", ">9:.1f"),
+    "ratio": ("/ all-gather", ">12:.3f"),
+    "relative_error": ("error", ">8:.1e"),
+}
+
+
+def run(config: CollectivesConfig, session: Session) -> Report:
+    """Measure all sizes; results are in the report's folder.
+
+    Raises:
+        WrongResultError: before anything of its size is timed.
+    """
+    report = Report("collectives", config, session, COLUMNS)
+    runner = Runner(config, session)
+    if config.graph and not session.on_cuda:
+        report.note("no CUDA graphs on a CPU: eager only")
+    for size in config.sizes_mb:
+        if not session.within_budget():
+            report.note(f"{size:g} MiB and what follows is not measured: budget_seconds={config.budget_seconds:g}")
+            break
+        started = time.monotonic()
+        report.add(_measure_size(size, config, session, runner))
+        session.spent(time.monotonic() - started)
+    return report
+
+
+def _measure_size(size: float, config: CollectivesConfig, session: Session, runner: Runner) -> list[Row]:
+    inputs = _Inputs(config, config.heads(size), session)
+    subjects, errors, skipped = [], {}, []
+    for name in config.variants:
+        try:
+            subject, error = session.agree(partial(inputs.checked, name))
+        except ConfigError as problem:
+            skipped.append({"variant": name, "mode": "eager", "note": f"not here: {problem}"})
+            continue
+        subjects.append(subject)
+        errors[name] = max(session.gather(error))
+    if config.graph and session.on_cuda:
+        for subject in list(subjects):
+            graph, problem = capture(subject, config.graph_operations, session)
+            if graph is None:
+                skipped.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
+            else:
+                subjects.append(graph)
+    timings = runner.measure(subjects) if subjects else []
+    shape = {"size_mb": size, "heads": inputs.heads, "key_dim": config.key_dim, "value_dim": config.value_dim}
+    rows = []
+    medians = {(s.name, s.mode): t.summary.median for s, t in zip(subjects, timings, strict=True)}
+    for subject, timing in zip(subjects, timings, strict=True):
+        anchor = medians.get(("all_gather", subject.mode))
+        ratio = timing.summary.median / anchor if anchor else None
+        row = {"variant": subject.name, "mode": subject.mode, **timing_fields(timing), "ratio": ratio}
+        row |= {
+            name.replace("_ms", "_us"): 1e3 * row[name]
+            for name in row
+            if name[:3] in ("med", "p10", "p90", "min", "max")
+        }
+        rows.append({**shape, **row, "relative_error": errors[subject.name]})
+    return rows + [{**shape, **row} for row in skipped]
+
+
+class _Inputs:
+    """A rank's state and log-decay, and what every scan must make of all ranks'."""
+
+    def __init__(self, config: CollectivesConfig, heads: int, session: Session) -> None:
+        self.heads, self._session = heads, session
+        device = session.device
+        generator = torch.Generator(device).manual_seed(config.seed * session.world_size + session.rank)
+        shape = (1, heads, config.key_dim, config.value_dim)
+        self.state = torch.randn(shape, device=device, generator=generator)
+        self.log_decay = -torch.rand(shape[:3], device=device, generator=generator)
+        self._states = [torch.empty_like(self.state) for _ in range(session.world_size)]
+        log_decays = [torch.empty_like(self.log_decay) for _ in self._states]
+        dist.all_gather(self._states, self.state)
+        dist.all_gather(log_decays, self.log_decay)
+        self._pairs = list(zip(self._states, log_decays, strict=True))
+
+    def checked(self, variant: str) -> tuple[Subject, float]:
+        """The variant to be timed, and its error.
+
+        Raises:
+            WrongResultError: it is wrong on this rank.
+            ConfigError: this machine has not what it takes.
+        """
+        if variant == "all_gather":
+            subject, results = self._all_gather()
+        elif variant == "all_reduce":
+            subject, results = self._all_reduce()
+        else:
+            subject, results = self._scan(variant)
+        return subject, max(check_results(variant, self._session.rank, results, TOLERANCE).values())
+
+    def _all_gather(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+        gathered = self.state.new_empty((len(self._states), *self.state.shape))
+
+        def gather() -> None:
+            # Flat: gloo and NCCL do not agree on the shapes that they take.
+            _all_gather_single(gathered.view(-1), self.state.view(-1))
+
+        gather()
+        return Subject("all_gather", gather), {"result": (gathered, torch.stack(self._states))}
+
+    def _all_reduce(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+        total = self.state.clone()
+
+        def reset() -> None:
+            total.copy_(self.state)  # or the sums would overflow after some runs
+
+        dist.all_reduce(total)
+        expected = sum((state.double() for state in self._states), torch.zeros_like(total, dtype=torch.float64))
+        return Subject("all_reduce", lambda: dist.all_reduce(total), reset), {"result": (total.clone(), expected)}
+
+    def _scan(self, variant: str) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
+        scan = self._session.scan(variant, self.state.numel())
+        # Both directions before either is judged: a rank that stops at its mistake would leave the others waiting.
+        results = {}
+        for direction in ("forward", "reverse"):
+            reverse = direction == "reverse"
+            results[direction] = (self._once(scan, reverse).clone(), self._expected(reverse))
+        return Subject(variant, lambda: self._once(scan, False)), results
+
+    def _once(self, scan: StateScan, reverse: bool) -> Tensor:
+        pending = scan.launch(self.state, self.log_decay, reverse=reverse)
+        incoming = pending.wait()
+        pending.finish()
+        return incoming
+
+    def _expected(self, reverse: bool) -> Tensor:
+        """The incoming state of this rank in float64, from the pairs of all."""
+        rank = self._session.rank
+        before = self._pairs[:rank:-1] if reverse else self._pairs[:rank]
+        running = torch.zeros_like(self.state, dtype=torch.float64)
+        for state, log_decay in before:
+            running = log_decay.double().exp()[..., None] * running + state.double()
+        return running

@@ -1,0 +1,240 @@
+"""Results as pictures, in the form of the ZeCO paper's Figures 3 and 4, with the paper's own figures beside ours.
+
+    collectives.png      time by GPUs, as Figure 3, right; and by size of the state
+    operator.png         time of forward + backward by GPUs, as Figure 4, top; below it throughput of all GPUs
+    operator_tokens.png  time by tokens a GPU
+
+The paper's GPUs are a cluster of H100, ours what results.json says: the two series show the same law, not a race.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeco_train.bench.report import Row
+from zeco_train.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+_PAPER = "ZeCO paper, H100 cluster"
+_COLOURS = {
+    "all_gather": "#c2410c",
+    "all_reduce": "#5f6b76",
+    "lasp1": "#8a6d1d",
+    "lasp2": "#7a3fa8",
+    "zeco": "#2a6fbb",
+    "dp": "#1f8a53",
+    "copy": "#9aa4ad",
+    "fla": "#111111",
+}
+# The variant that answers to a column of the paper's table.
+_PAPER_COLLECTIVES = {"all_gather": "all_gather", "all_scan": "zeco", "all_reduce": "all_reduce"}
+_PAPER_BACKENDS = ("lasp1", "lasp2", "zeco", "dp")
+_PAPER_TOKENS = (16_384, 32_768)
+_PAPER_MIB = 1.0
+
+
+def plot_files(arguments: Sequence[str]) -> list[Path]:
+    """Draw several results.json together: `FILE … [out=FOLDER]`; the folder of the first file is the default.
+
+    Raises:
+        ConfigError: no files, or they are of different cases.
+        DataError: a file that is no result.
+    """
+    files = [Path(text) for text in arguments if not text.startswith("out=")]
+    out = [text.removeprefix("out=") for text in arguments if text.startswith("out=")]
+    if not files:
+        raise ConfigError("plot", "", "needs results.json of one or more runs")
+    results = [_load(path) for path in files]
+    cases = {result["case"] for result in results}
+    if len(cases) > 1:
+        raise ConfigError("plot", " ".join(map(str, files)), f"one case at a time, not {' and '.join(sorted(cases))}")
+    return plot(results, Path(out[-1]) if out else files[0].parent)
+
+
+def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw results of one case, which may be of different numbers of GPUs; the paths of the pictures.
+
+    Raises:
+        DataError: a picture cannot be written.
+    """
+    rows = [{**row, "gpus": result["world_size"]} for result in results for row in result["rows"]]
+    rows = [row for row in rows if row.get("median_ms")]
+    if not rows:
+        return []
+    machines = sorted({str(result["environment"].get("device_name")) for result in results})
+    machine = f"measured on {', '.join(machines)}"
+    if results[0]["case"] == "collectives":
+        return [_save(_collectives(rows, machine), folder / "collectives.png")]
+    figures = {"operator.png": _operator(rows, machine), "operator_tokens.png": _operator_tokens(rows, machine)}
+    return [_save(figure, folder / name) for name, figure in figures.items() if figure is not None]
+
+
+def reference(name: str) -> list[dict[str, float]]:
+    """A table of a paper, without the cells that it leaves open."""
+    with (REFERENCE / f"{name}.csv").open(encoding="ascii", newline="") as file:
+        return [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def _collectives(rows: list[Row], machine: str) -> Figure:
+    mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
+    rows = [row for row in rows if row["mode"] == mode]
+    size = min((row["size_mb"] for row in rows), key=lambda mib: abs(math.log(mib / _PAPER_MIB)))
+    most = max(row["gpus"] for row in rows)
+    figure, (left, right) = _figure(f"Communication time of a state ({machine}, {mode})", 1, 2, 5.2)
+    for variant in _variants(rows):
+        _draw(left, _points([r for r in rows if r["size_mb"] == size], variant, "gpus"), variant)
+        _draw(right, _points([r for r in rows if r["gpus"] == most], variant, "size_mb"), variant)
+    for column, variant in _PAPER_COLLECTIVES.items():
+        points = [(row["gpus"], row[column]) for row in reference("zeco_collectives_ms")]
+        _draw_paper(left, points, variant, column)
+    _label(left, f"{size:g} MiB a rank", "GPUs", "ms")
+    _label(right, f"{most} GPUs", "MiB a rank", "ms")
+    return figure
+
+
+def _operator(rows: list[Row], machine: str) -> Figure | None:
+    rows, shape = _one_shape(rows)
+    tokens = [n for n in _PAPER_TOKENS if any(row["tokens"] == n for row in rows)]
+    tokens = tokens or sorted({row["tokens"] for row in rows})[:2]
+    if not tokens:
+        return None
+    figure, axes = _figure(f"Operator, forward + backward, {shape} ({machine})", 2, len(tokens), 8.5)
+    for column, count in enumerate(tokens):
+        upper, lower = (axes[0][column], axes[1][column]) if len(tokens) > 1 else (axes[0], axes[1])
+        here = [row for row in rows if row["tokens"] == count]
+        for variant in _variants(here):
+            points = _points(here, variant, "gpus")
+            _draw(upper, points, variant)
+            _draw(lower, _throughput(points, count), variant)
+        papers = [row for row in reference("zeco_operator_ms") if row["seq_len_per_gpu"] == count]
+        for variant in _PAPER_BACKENDS if papers else ():
+            points = [(row["gpus"], row[variant]) for row in papers if variant in row]
+            _draw_paper(upper, points, variant, variant)
+            _draw_paper(lower, _throughput(points, count), variant, variant)
+        _label(upper, f"{count:,} tokens a GPU", "GPUs", "ms")
+        _label(lower, "", "GPUs", "tokens/s of all GPUs (from the times above)")
+    return figure
+
+
+def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
+    rows = _forward_backward(rows)
+    if not rows:
+        return None
+    most = max(row["gpus"] for row in rows)
+    rows = [row for row in rows if row["gpus"] == most]
+    shapes = sorted({(row["heads"], row["key_dim"], row["value_dim"]) for row in rows})
+    title = f"Operator, forward + backward, {most} GPUs ({machine})"
+    figure, axes = _figure(title, 1, len(shapes), 5.2)
+    for axis, (heads, key_dim, value_dim) in zip(axes if len(shapes) > 1 else [axes], shapes, strict=True):
+        here = [r for r in rows if (r["heads"], r["key_dim"], r["value_dim"]) == (heads, key_dim, value_dim)]
+        for variant in _variants(here):
+            _draw(axis, _points(here, variant, "tokens"), variant)
+        _label(axis, f"H {heads}, K {key_dim}, V {value_dim}", "tokens a GPU", "ms")
+    return figure
+
+
+def _forward_backward(rows: list[Row]) -> list[Row]:
+    """The rows of whole steps, as they are issued; those of graphs where there is nothing else."""
+    rows = [row for row in rows if row["pass"] == "forward_backward"]
+    return [row for row in rows if row["mode"] == "eager"] or rows
+
+
+def _one_shape(rows: list[Row]) -> tuple[list[Row], str]:
+    """The rows of the paper's H 16, K 64 and V 128, or of the first shape there is."""
+    rows = _forward_backward(rows)
+    shapes = [(row["heads"], row["key_dim"], row["value_dim"]) for row in rows]
+    if not shapes:
+        return [], ""
+    heads, key_dim, value_dim = shape = (16, 64, 128) if (16, 64, 128) in shapes else shapes[0]
+    kept = [row for row, found in zip(rows, shapes, strict=True) if found == shape]
+    return kept, f"H {heads}, K {key_dim}, V {value_dim}"
+
+
+def _throughput(points: Sequence[tuple[float, float]], tokens: int) -> list[tuple[float, float]]:
+    return [(gpus, 1e3 * gpus * tokens / ms) for gpus, ms in points]
+
+
+def _variants(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["variant"] for row in rows))
+
+
+def _points(rows: list[Row], variant: str, x: str) -> list[tuple[float, float]]:
+    """Medians by x; of two runs the later one counts."""
+    return sorted({row[x]: row["median_ms"] for row in rows if row["variant"] == variant}.items())
+
+
+def _draw(axes: Axes, points: Sequence[tuple[float, float]], variant: str) -> None:
+    name, *settings = variant.split(":")
+    # The settings of All-Scan share its colour.
+    style = {"": "-", "chain": "-.", "two_shot": ":"}.get(settings[0] if settings else "", "-")
+    marker = {"p2p": "s", "symmetric": "^"}.get(settings[1] if len(settings) > 1 else "", "o")
+    axes.plot(*_xy(points), color=_COLOURS[name], linestyle=style, marker=marker, markersize=5, label=variant)
+
+
+def _draw_paper(axes: Axes, points: Sequence[tuple[float, float]], variant: str, label: str) -> None:
+    (line,) = axes.plot(*_xy(points), "x--", color=_COLOURS[variant], label=f"{label} ({_PAPER})")
+    line.set(markersize=4, linewidth=1, alpha=0.6)
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _figure(title: str, rows: int, columns: int, height: float) -> tuple[Figure, Any]:
+    # Not pyplot: its backend would look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(7.0, 6.0 * columns), height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure, figure.subplots(rows, columns)
+
+
+def _label(axes: Axes, title: str, x: str, y: str) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        _ = result["case"], result["rows"], result["world_size"], result["environment"]
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(path, "is no results.json of a benchmark") from error
+    return result
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return path

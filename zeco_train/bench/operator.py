@@ -1,0 +1,316 @@
+"""Case `operator`: one forward, and one forward + backward, of gated linear attention by backend.
+
+Every rank has `tokens` tokens. With a backend they are its shard of one sequence over all ranks; with `dp`, and with
+`fla`, its own sequence. A step is the public operator and autograd, `gla(q, k, v, g, shard)`, then `o.backward(do)`
+with a given `do` and no gradients to add to; `forward` is without autograd. Exposed communication is the step with a
+scan less the step in which the scan is a local copy (`variants.LocalCopyScan`), medians of the same run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from zeco_train.bench import trace
+from zeco_train.bench.check import check_results
+from zeco_train.bench.config import OperatorConfig
+from zeco_train.bench.report import Report, Row, timing_fields
+from zeco_train.bench.runner import Runner, Subject, capture
+from zeco_train.bench.session import Session
+from zeco_train.bench.variants import LocalCopyScan
+from zeco_train.config import Dtype
+from zeco_train.errors import ConfigError
+from zeco_train.sp.autograd import gla
+from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.sp.dp import LocalScan
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Rounding of the inputs' dtype, over sums in fp32; matrix products of fp32 inputs may be in tf32 parts.
+TOLERANCE = {Dtype.bf16: 1e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-11}
+RESULTS = ("o", "dq", "dk", "dv", "dg")
+# fla's gates: logsigmoid over 16.
+_GATE_NORMALIZER = 16.0
+COLUMNS = {
+    "heads": ("H", ">3"),
+    "key_dim": ("K", ">3"),
+    "value_dim": ("V", ">3"),
+    "tokens": ("tokens", ">7"),
+    "pass": ("pass", "<16"),
+    "variant": ("variant", "<22"),
+    "mode": ("mode", "<6"),
+    "median_ms": ("median ms", ">10:.4f"),
+    "p10_ms": ("p10", ">9:.4f"),
+    "p90_ms": ("p90", ">9:.4f"),
+    "min_ms": ("min", ">9:.4f"),
+    "max_ms": ("max", ">9:.4f"),
+    "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.4g"),
+    "ratio": ("/ dp", ">7:.3f"),
+    "exposed_us": ("exposed µs", ">10:.1f"),
+    "peak_gb": ("peak GB", ">7:.2f"),
+    "relative_error": ("error", ">8:.1e"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """H, K, V and tokens a rank."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    tokens: int
+
+
+@dataclass
+class Inputs:
+    """q, k, g [1, T, H, K] and v, do [1, T, H, V] of one rank or of a whole sequence; all but `do` are leaves."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    do: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(dim: int, kind: torch.dtype) -> Tensor:
+            size = (1, shape.tokens, shape.heads, dim)
+            return torch.randn(size, device=device, dtype=kind, generator=generator)
+
+        q, k = (normal(shape.key_dim, dtype.compute) for _ in range(2))
+        v, do = (normal(shape.value_dim, dtype.compute) for _ in range(2))
+        g = logsigmoid(normal(shape.key_dim, dtype.master)) / _GATE_NORMALIZER
+        return cls.of(q, k, v, g, do)
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> Inputs:
+        """With leaves of their own history; the memory is shared."""
+        return cls(*(x.detach().requires_grad_(x is not do) for x in (q, k, v, g, do)))
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.g
+
+    def gathered(self, session: Session) -> Inputs:
+        """The whole sequence, of all ranks' tokens. Collective."""
+        wholes = []
+        for tensor in (*self.leaves, self.do):
+            parts = [torch.empty_like(tensor) for _ in range(session.world_size)]
+            dist.all_gather(parts, tensor.detach())
+            wholes.append(torch.cat(parts, dim=1))
+        return Inputs.of(*wholes)
+
+    def double(self) -> Inputs:
+        return Inputs.of(*(x.double() for x in (*self.leaves, self.do)))
+
+    def forget_grads(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def results(self, attention: Attention) -> dict[str, Tensor]:
+        """o and all gradients."""
+        self.forget_grads()
+        o = attention(*self.leaves)
+        o.backward(self.do)
+        found = [o.detach(), *(leaf.grad for leaf in self.leaves if leaf.grad is not None)]
+        self.forget_grads()
+        return dict(zip(RESULTS, found, strict=True))
+
+
+def run(config: OperatorConfig, session: Session) -> Report:
+    """Measure all combinations; results are in the report's folder.
+
+    Raises:
+        WrongResultError: before anything of the same heads and dims is timed.
+    """
+    report = Report("operator", config, session, COLUMNS)
+    runner = Runner(config, session)
+    if not session.on_cuda:
+        for wanted, text in (
+            (config.graph, "no CUDA graphs on a CPU: eager only"),
+            (config.trace, "no trace on a CPU: it is of what runs under what on a GPU"),
+        ):
+            if wanted:
+                report.note(text)
+    errors: dict[tuple[int, int, int], dict[str, float]] = {}
+    for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
+        shape = Shape(heads, key_dim, value_dim, tokens)
+        if not session.within_budget():
+            report.note(f"{shape} and what follows is not measured: budget_seconds={config.budget_seconds:g}")
+            break
+        started = time.monotonic()
+        dims = (heads, key_dim, value_dim)
+        if dims not in errors:
+            errors[dims] = _check(shape, config, session, report)
+        rows, attentions = _measure_shape(shape, config, session, runner, errors[dims])
+        report.add(rows)
+        if config.trace and session.on_cuda:
+            _trace(shape, attentions, config, session, report)
+        session.spent(time.monotonic() - started)
+    return report
+
+
+def _attention(variant: str, shape: Shape, session: Session) -> Attention:
+    """The operator on a rank's tokens by a variant.
+
+    Raises:
+        ConfigError: this machine has not what it takes.
+    """
+    if variant == "fla":
+        return _fla(session)
+    if variant == "dp":
+        scan: StateScan = LocalScan()
+    elif variant == "copy":
+        scan = LocalCopyScan()
+    else:
+        scan = session.scan(variant, shape.heads * shape.key_dim * shape.value_dim)
+    alone = variant == "dp"
+    offset = 0 if alone else session.rank * shape.tokens
+    shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
+    return lambda q, k, v, g: gla(q, k, v, g, shard)[0]
+
+
+def _fla(session: Session) -> Attention:
+    if not session.on_cuda:
+        raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
+    try:
+        from fla.ops.gla import chunk_gla
+    except ImportError as error:
+        raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return chunk_gla(q, k, v, g)[0]
+
+    return attention
+
+
+def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, float]:
+    """Largest error of each variant at a small length, against the whole sequence on one device in float64.
+
+    Variants that this machine has not are noted, and have no error. `copy` is wrong by intent.
+
+    Raises:
+        WrongResultError: on all ranks, if one is wrong on one of them.
+    """
+    short = Shape(shape.heads, shape.key_dim, shape.value_dim, config.check_tokens)
+    own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
+    whole = own.gathered(session)
+    local = SequenceShard(LocalScan(), 0, whole.q.shape[1])
+    # float64 takes the operator's PyTorch phases on any device, which have nothing in common with its kernels.
+    expected = whole.double().results(lambda q, k, v, g: gla(q, k, v, g, local)[0])
+    begin, tolerance = session.rank * short.tokens, TOLERANCE[config.dtype]
+    errors: dict[str, float] = {}
+    for name in config.variants:
+        if name == "copy":
+            continue
+        # dp and fla have no other ranks: all of them take the whole sequence.
+        alone = name in ("dp", "fla")
+        length = Shape(short.heads, short.key_dim, short.value_dim, whole.q.shape[1]) if alone else short
+        try:
+            attention = session.agree(partial(_attention, name, length, session))
+        except ConfigError as error:
+            report.note(f"{name} is not measured: {error}")
+            continue
+        found = (whole if alone else own).results(attention)
+        part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
+        pairs = {n: (found[n], part[n]) for n in RESULTS}
+        own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
+        errors[name] = max(map(max, (e.values() for e in session.gather(own_errors))))
+    return errors
+
+
+def _measure_shape(
+    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, errors: dict[str, float]
+) -> tuple[list[Row], dict[str, tuple[Attention, Inputs]]]:
+    inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
+    names = [name for name in config.variants if name in errors or name == "copy"]
+    attentions = {name: _attention(name, shape, session) for name in names}
+    rows: list[Row] = []
+    for kind in config.passes:
+        peaks, subjects = {}, []
+        for name, attention in attentions.items():
+            subjects.append(_step(name, kind, attention, inputs))
+            peaks[name] = _peak_gb(subjects[-1], session)
+        failed: list[Row] = []
+        if config.graph and session.on_cuda:
+            for subject in list(subjects):
+                graph, problem = capture(subject, 1, session)
+                if graph is None:
+                    failed.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
+                else:
+                    subjects.append(graph)
+        timings = runner.measure(subjects)
+        medians = {(s.name, s.mode): t.summary.median for s, t in zip(subjects, timings, strict=True)}
+        found: list[Row] = []
+        for subject, timing in zip(subjects, timings, strict=True):
+            row = {"variant": subject.name, "mode": subject.mode, **timing_fields(timing)}
+            row |= _compared(subject, timing.summary.median, medians, shape)
+            found.append({**row, "peak_gb": peaks[subject.name], "relative_error": errors.get(subject.name)})
+        rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
+    return rows, {name: (attention, inputs) for name, attention in attentions.items()}
+
+
+def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
+    def forward() -> None:
+        with torch.no_grad():
+            attention(*inputs.leaves)
+
+    def forward_backward() -> None:
+        attention(*inputs.leaves).backward(inputs.do)
+
+    return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
+
+
+def _compared(subject: Subject, median: float, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
+    """What follows from other variants' medians of the same run."""
+    dp, copy = (medians.get((name, subject.mode)) for name in ("dp", "copy"))
+    exposed = copy is not None and subject.name not in ("dp", "copy", "fla")
+    return {
+        "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,
+        "ratio": median / dp if dp else None,
+        "exposed_us": 1e3 * (median - copy) if exposed and copy is not None else None,
+    }
+
+
+def _peak_gb(subject: Subject, session: Session) -> float | None:
+    """GB that a step needs beyond its inputs, on the rank that needs most; None on CPUs. Compiles, the first time."""
+    assert subject.prepare is not None
+    subject.prepare()
+    subject.run()  # what libraries allocate once
+    subject.prepare()
+    if not session.on_cuda:
+        session.drain()
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    subject.run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    subject.prepare()
+    return max(session.gather(peak / 1e9))
+
+
+def _trace(
+    shape: Shape,
+    attentions: dict[str, tuple[Attention, Inputs]],
+    config: OperatorConfig,
+    session: Session,
+    report: Report,
+) -> None:
+    for name, (attention, inputs) in attentions.items():
+        size = f"h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
+        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
+        overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
+        if overlap is not None and name not in ("dp", "copy", "fla"):
+            report.note(f"trace of {name}, {shape}, rank 0: {overlap}")

@@ -1,0 +1,158 @@
+"""What a benchmark leaves: a table on the terminal, and results.json, table.txt and plots in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeco_train.bench.runner import Timing
+from zeco_train.bench.session import Session
+from zeco_train.config import to_plain
+from zeco_train.errors import DataError
+
+Row = dict[str, Any]
+RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
+_PACKAGES = ("torch", "triton", "fla-core", "flash-linear-attention", "numpy")
+_VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS", "NVSHMEM_", "OMP_NUM_THREADS")
+
+
+class Report:
+    """Collects rows; rank 0 keeps them in a folder, complete after each configuration.
+
+    Args:
+        case: `collectives` or `operator`.
+        config: of the case.
+        session: its ranks.
+        columns: of the table: `{field of a row: (heading, format)}`.
+
+    Attributes:
+        folder: where the results lie.
+        rows: one for each configuration, variant, pass and mode; a note says why one has no figures.
+        notes: what concerns the whole run.
+    """
+
+    def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
+        self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self._session, self._columns = session, columns
+        self._header = {
+            "case": case,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv[1:],
+            "config": to_plain(config),
+            "world_size": session.world_size,
+            "environment": environment(session.device),
+        }
+
+    def note(self, text: str) -> None:
+        """Say something about the whole run, and keep it."""
+        self.notes.append(text)
+        self._session.say(text)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add the rows of a configuration, print them, and write what there is so far.
+
+        Raises:
+            DataError: the folder cannot be written, on all ranks.
+        """
+        self._session.say(format_table(rows, self._columns, heading=not self.rows))
+        self.rows += rows
+        self._session.agree(self._write)
+
+    def table(self) -> str:
+        """The whole table with its notes."""
+        return "\n".join([format_table(self.rows, self._columns), *self.notes]) + "\n"
+
+    def as_json(self) -> dict[str, Any]:
+        """All that results.json has."""
+        return {**self._header, "notes": self.notes, "rows": self.rows}
+
+    def _write(self) -> None:
+        if not self._session.mesh.is_main:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, text in ((RESULTS_FILE, json.dumps(self.as_json())), (TABLE_FILE, self.table())):
+                (self.folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DataError(self.folder, f"cannot be written ({error.strerror})") from error
+
+
+def timing_fields(timing: Timing) -> Row:
+    """A timing by the names that results.json has."""
+    rest = {"host_ms": timing.host_ms, "cover_ms": timing.cover_ms, "samples_ms_by_rank": timing.by_rank}
+    return {**timing.summary.as_row(), **rest}
+
+
+def format_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], heading: bool = True) -> str:
+    """Rows under headings; what a row has not is left open, its note comes last."""
+    lines = ["  ".join(_cell(title, style) for title, style in columns.values())] if heading else []
+    for row in rows:
+        cells = []
+        for name, (_, style) in columns.items():
+            value = row.get(name)
+            text = "-" if value is None else value if isinstance(value, str) else format(value, style.partition(":")[2])
+            cells.append(_cell(text, style))
+        lines.append("  ".join(cells).rstrip() + (f"  {row['note']}" if row.get("note") else ""))
+    return "\n".join(lines)
+
+
+def _cell(text: str, style: str) -> str:
+    """`style` is ALIGN WIDTH : FORMAT, as in `>8:.3f`."""
+    return format(text, style.partition(":")[0])
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, devices, the commit, and what else decides a figure."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device_name": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    else:
+        found |= {"device_name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this source tree, with `+` where it has changes; None without git."""
+    root = Path(__file__).resolve().parent
+    answers = []
+    for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        answers.append(done.stdout.strip())
+    return answers[0] + ("+" if answers[1] else "")

@@ -1,0 +1,180 @@
+"""The one way of timing: all variants in turn, aligned ranks, cold caches, a device that is never short of work.
+
+A run on CUDA is: synchronise; overwrite a buffer larger than the L2 cache, as often as keeps the device busy while the
+host issues the run; a barrier on the device (an all-reduce of one number), so that ranks start together; event, run,
+event. So neither the host nor a rank's late start is in the figure. A run's time is that of its slowest rank. Variants
+take turns, a different one first in each round, so that whatever changes on the machine changes for all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeco_train.bench.config import BenchConfig
+from zeco_train.bench.samples import Summary
+from zeco_train.bench.session import Session
+
+_MIB = 1 << 20
+_MAX_FLUSHES = 400
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is timed.
+
+    Attributes:
+        name, mode: `mode` is `eager` or `graph`.
+        run: issues the work onto the current stream; on CPUs does it.
+        prepare: called before each run, untimed.
+        operations: how many `run` does; times are of one.
+    """
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], None] | None = None
+    mode: str = "eager"
+    operations: int = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Attributes:
+    summary: over the runs.
+    by_rank: every sample in ms, [ranks][runs].
+    host_ms: what the slowest host took to issue a run.
+    cover_ms: for how long the device was kept busy meanwhile; the run was bound by the host if this is less.
+    """
+
+    summary: Summary
+    by_rank: list[list[float]]
+    host_ms: float
+    cover_ms: float
+
+
+class Runner:
+    """Times subjects by the settings of `config`."""
+
+    def __init__(self, config: BenchConfig, session: Session) -> None:
+        self._session, self._warmup, self._runs = session, config.warmup, config.runs
+        size = config.flush_mb * _MIB
+        if size < 0:
+            size = 64 * _MIB
+            if session.on_cuda:
+                size = max(size, 4 * torch.cuda.get_device_properties(session.device).L2_cache_size)
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=session.device)
+        self._token = torch.zeros(1, device=session.device)
+        self._flush_ms = self._time_flush() if session.on_cuda and size else 0.0
+
+    def measure(self, subjects: Sequence[Subject]) -> list[Timing]:
+        """Warm up, then time all subjects in turn; one `Timing` each. Collective: the same subjects on all ranks."""
+        flushes, hosts = zip(*(self._warm_up(subject) for subject in subjects), strict=True)
+        samples: list[list[Callable[[], float]]] = [[] for _ in subjects]
+        timed = self._timed_cuda if self._session.on_cuda else self._timed_cpu
+        gc.collect()
+        gc.disable()
+        try:
+            for turn in range(self._runs):
+                for i in range(len(subjects)):
+                    index = (turn + i) % len(subjects)
+                    samples[index].append(timed(subjects[index], flushes[index]))
+        finally:
+            gc.enable()
+        if self._session.on_cuda:
+            torch.cuda.synchronize()
+        own = [[sample() for sample in of_subject] for of_subject in samples]
+        timings = []
+        for index, by_rank in enumerate(zip(*self._session.gather(own), strict=True)):
+            cover = flushes[index] * self._flush_ms
+            timings.append(Timing(Summary.of(by_rank), list(by_rank), hosts[index], cover))
+        return timings
+
+    def _warm_up(self, subject: Subject) -> tuple[int, float]:
+        """Run the subject untimed; returns the flushes that cover its issue, and how long that takes the host, ms."""
+        seconds = []
+        for _ in range(self._warmup):
+            if subject.prepare is not None:
+                subject.prepare()
+            self._settle()
+            start = time.perf_counter()
+            subject.run()
+            seconds.append(time.perf_counter() - start)
+        self._settle()
+        # The first runs compile and connect.
+        host_ms = max(self._session.gather(1e3 * min(seconds[-3:])))
+        if not self._flush_ms:
+            return 1, host_ms
+        # Twice over, for hosts are less even than devices.
+        wanted = math.ceil(2 * host_ms / self._flush_ms)
+        return min(max(wanted, 1), _MAX_FLUSHES), host_ms
+
+    def _timed_cuda(self, subject: Subject, flushes: int) -> Callable[[], float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        if subject.prepare is not None:
+            subject.prepare()
+        for _ in range(flushes):
+            self._buffer.fill_(1)
+        dist.all_reduce(self._token)
+        start.record()
+        subject.run()
+        end.record()
+        return lambda: start.elapsed_time(end) / subject.operations
+
+    def _timed_cpu(self, subject: Subject, flushes: int) -> Callable[[], float]:
+        if subject.prepare is not None:
+            subject.prepare()
+        self._buffer.fill_(1)
+        dist.barrier()
+        start = time.perf_counter()
+        subject.run()
+        sample = 1e3 * (time.perf_counter() - start) / subject.operations
+        # What a scan still has to send would otherwise go on into the next one's time.
+        self._session.drain()
+        return lambda: sample
+
+    def _settle(self) -> None:
+        if self._session.on_cuda:
+            torch.cuda.synchronize()
+        self._session.drain()
+
+    def _time_flush(self) -> float:
+        for _ in range(3):
+            self._buffer.fill_(1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            self._buffer.fill_(1)
+        end.record()
+        torch.cuda.synchronize()
+        # Rank by rank alike, so that all issue the same.
+        return max(self._session.gather(start.elapsed_time(end) / 20))
+
+
+def capture(subject: Subject, operations: int, session: Session) -> tuple[Subject | None, str]:
+    """The subject inside a CUDA graph of so many operations; or None, and why it cannot be captured. Collective.
+
+    It must have run before, so that nothing is compiled, connected or allocated for the first time here.
+    """
+    graph, problem = torch.cuda.CUDAGraph(), ""
+    if subject.prepare is not None:
+        subject.prepare()
+    torch.cuda.synchronize()
+    try:
+        # Autograd and NCCL's watchdog have threads of their own, which may do what a capture forbids.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(operations):
+                subject.run()
+    except RuntimeError as error:
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+    torch.cuda.synchronize()
+    problem = next((text for text in session.gather(problem) if text), "")
+    if problem:
+        return None, problem
+    return Subject(subject.name, graph.replay, subject.prepare, "graph", operations), ""

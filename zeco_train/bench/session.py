@@ -1,0 +1,114 @@
+"""The ranks of a benchmark: their mesh, their scans, their clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zeco_train.bench.config import BenchConfig
+from zeco_train.bench.variants import sp_config
+from zeco_train.config import Device
+from zeco_train.errors import ConfigError
+from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.registry import build_scan
+from zeco_train.sp.zeco import AllScanTransport
+
+T = TypeVar("T")
+
+
+class Session:
+    """All ranks as one SP group.
+
+    Attributes:
+        mesh: see `init_mesh`; `sp_size` is the number of ranks.
+        device: of this rank.
+    """
+
+    def __init__(self, mesh: ProcessMesh, budget_seconds: float) -> None:
+        self.mesh, self.device = mesh, mesh.device
+        self._deadline = time.monotonic() + budget_seconds
+        self._longest = 0.0
+        self._scans: dict[str, ScanBackend] = {}
+
+    @classmethod
+    def open(cls, config: BenchConfig, launch: Launch) -> Session:
+        """Join the other ranks.
+
+        Raises:
+            ConfigError: a device that the machine has not.
+        """
+        device = _device(config.device, launch)
+        mesh = init_mesh(launch, launch.world_size, device, timedelta(seconds=config.timeout_seconds))
+        return cls(mesh, config.budget_seconds)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def say(self, text: str) -> None:
+        """Print a line, once."""
+        if self.mesh.is_main:
+            print(text, flush=True)
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Run `action` on all ranks; the first rank's user error is raised on all. See `mesh.agree`."""
+        return agree(self.mesh, action)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank; must pickle. Collective."""
+        values: list[T] = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def scan(self, variant: str, state_elements: int) -> ScanBackend:
+        """The scan of a variant over all ranks; made once for each configuration of it.
+
+        Raises:
+            ConfigError: this machine has not what it takes.
+        """
+        config = sp_config(variant, state_elements)
+        if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
+            raise ConfigError("variants", variant, "symmetric memory needs CUDA")
+        key = repr(config)
+        if key not in self._scans:
+            self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout)
+        return self._scans[key]
+
+    def drain(self) -> None:
+        """Return when all scans are received and sent."""
+        for scan in self._scans.values():
+            scan.drain()
+
+    def within_budget(self) -> bool:
+        """Whether a configuration as long as the longest one would end in time; rank 0 decides. Collective."""
+        return self.gather(time.monotonic() + self._longest < self._deadline)[0]
+
+    def spent(self, seconds: float) -> None:
+        """Take note of how long a configuration took."""
+        self._longest = max(self._longest, seconds)
+
+
+def _device(wanted: Device, launch: Launch) -> torch.device:
+    available = torch.cuda.device_count()
+    if wanted is Device.cpu or (wanted is Device.auto and not available):
+        return torch.device("cpu")
+    if launch.local_world_size > available:
+        problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or device=cpu"
+        raise ConfigError("device", wanted.value, problem)
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device

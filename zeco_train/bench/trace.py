@@ -1,0 +1,132 @@
+"""A profile of one step, and from it how much of the communication lies under compute."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeco_train.bench.runner import Subject
+from zeco_train.bench.session import Session
+
+_STEP = "bench_step"
+_COMMUNICATION = ("nccl", "all_scan")
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Attributes:
+    communication_us: for how long a communication kernel was running, waits for peers inside it included.
+    hidden_us: for how long of that kernels of the compute stream were running, too.
+    compute_us: for how long kernels of the compute stream were running.
+    kernels: names of the communication kernels.
+    """
+
+    communication_us: float
+    hidden_us: float
+    compute_us: float
+    kernels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.communication_us:
+            return "no communication kernels"
+        share = self.hidden_us / self.communication_us
+        return (
+            f"{self.communication_us:.1f} µs of communication kernels, {self.hidden_us:.1f} µs ({share:.0%}) of it "
+            f"under {self.compute_us:.1f} µs of compute"
+        )
+
+
+def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap:
+    """The overlap in a chrome trace's events, of kernels launched within the annotation of the step.
+
+    The compute stream is that with most kernel time that is not communication; folds on a scan's own stream are
+    neither. A trace without the annotation counts whole.
+    """
+    events = list(events)
+    steps = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == _STEP]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    if steps:
+        start, stop = steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]
+        calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+        launched = {e["args"].get("correlation") for e in calls if start <= e["ts"] <= stop}
+        kernels = [e for e in kernels if e["args"].get("correlation") in launched]
+    communication = [e for e in kernels if _is_communication(e)]
+    by_stream: dict[Any, list[Interval]] = defaultdict(list)
+    for event in kernels:
+        if not _is_communication(event):
+            by_stream[event["args"].get("stream")].append((event["ts"], event["ts"] + event["dur"]))
+    compute = max((union(spans) for spans in by_stream.values()), key=length, default=[])
+    spans = union([(e["ts"], e["ts"] + e["dur"]) for e in communication])
+    names = tuple(sorted({e["name"] for e in communication}))
+    return Overlap(length(spans), length(intersection(spans, compute)), length(compute), names)
+
+
+def _is_communication(kernel: dict[str, Any]) -> bool:
+    return any(part in kernel["name"].lower() for part in _COMMUNICATION)
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Disjoint intervals that cover the same, in order."""
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """What two sets of disjoint intervals have in common."""
+    pairs = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
+    return [(start, stop) for start, stop in pairs if start < stop]
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    """Sum of the lengths of disjoint intervals."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
+    """Profile one step on rank 0 into a chrome trace, while all ranks run it; the overlap, on rank 0. CUDA only.
+
+    Collective. The device is kept busy while the hosts issue the step, as in the timed runs.
+    """
+    busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
+    token = torch.zeros(1, device=session.device)
+    # Twice: the profiler's first step carries its own start.
+    overlap = None
+    for last in (False, True):
+        if subject.prepare is not None:
+            subject.prepare()
+        torch.cuda.synchronize()
+        dist.barrier()
+        if session.mesh.is_main:
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                _issue(subject, busy, token)
+            if last:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                profile.export_chrome_trace(str(path))
+                overlap = overlap_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        else:
+            _issue(subject, busy, token)
+    return overlap
+
+
+def _issue(subject: Subject, busy: torch.Tensor, token: torch.Tensor) -> None:
+    # A profiled host takes several times as long: some 20 ms of work for it to hide behind.
+    for _ in range(300):
+        busy.fill_(1)
+    dist.all_reduce(token)
+    with torch.profiler.record_function(_STEP):
+        subject.run()
+    torch.cuda.synchronize()

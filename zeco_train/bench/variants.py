@@ -1,0 +1,103 @@
+"""What is compared, by name.
+
+all_gather, all_reduce          of the states, by `torch.distributed`: the anchors
+lasp1, lasp2                    the scans of these backends
+zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_scan`; BLOCKS also `paper`, which cuts
+                                a state into pieces of 16,384 elements, as the ZeCO paper does
+dp                              each rank its own sequence, nothing crosses ranks
+copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
+fla                             `chunk_gla` of flash-linear-attention on one rank's tokens, the peer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zeco_train.errors import ConfigError
+from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+
+SCAN_VARIANTS = (
+    "all_gather",
+    "all_reduce",
+    "lasp1",
+    "lasp2",
+    "zeco:chain:p2p",
+    "zeco:two_shot:p2p",
+    "zeco:chain:symmetric",
+    "zeco:chain:symmetric:paper",
+    "zeco:two_shot:symmetric",
+    "zeco",
+)
+GLA_VARIANTS = ("dp", "copy", "lasp1", "lasp2", "zeco", "fla")
+PAPER_BLOCK_ELEMENTS = 16_384
+
+
+def check_variants(names: Sequence[str], *kinds: str) -> None:
+    """Raise `ConfigError` if there are none, one comes twice, or one is not of these kinds."""
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("variants", list(names), f"must be a list of different ones of {', '.join(kinds)}")
+    for name in names:
+        kind, *settings = name.split(":")
+        if kind not in kinds or (settings and kind != "zeco"):
+            raise ConfigError(
+                "variants", name, f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
+            )
+        if kind == "zeco":
+            _all_scan(name, 1)
+
+
+def sp_config(name: str, state_elements: int) -> SPConfig:
+    """The backend of a variant that is a scan, for states of so many elements."""
+    backend = Backend[name.split(":")[0]]
+    return SPConfig(backend, all_scan=_all_scan(name, state_elements) if backend is Backend.zeco else AllScanConfig())
+
+
+def _all_scan(name: str, state_elements: int) -> AllScanConfig:
+    _, *given = name.split(":")
+    algorithm, transport, blocks, *rest = [*given, *("auto", "auto", "auto")[len(given) :]]
+    if rest:
+        raise ConfigError("variants", name, "zeco takes :ALGORITHM:TRANSPORT:BLOCKS at most")
+    for value, options in ((algorithm, AllScanAlgorithm), (transport, AllScanTransport)):
+        if value not in options.__members__:
+            raise ConfigError("variants", name, f"{value} must be one of {', '.join(options.__members__)}")
+    if blocks == "paper":
+        blocks = str(max(1, state_elements // PAPER_BLOCK_ELEMENTS))
+    config = AllScanConfig(AllScanAlgorithm[algorithm], AllScanTransport[transport], blocks)
+    config.validate()
+    return config
+
+
+class LocalCopyScan:
+    """A `StateScan` that communicates nothing: `wait` gives a copy of this rank's own state, for timing alone.
+
+    A step with it does all that a step with a scan does but the communication, so the difference between the two is
+    the communication that is not hidden. Its results are wrong.
+    """
+
+    def launch(
+        self,
+        state: Tensor,
+        log_decay: Tensor,
+        *,
+        reverse: bool = False,
+        carry_in: Tensor | None = None,
+        want_carry: bool = False,
+    ) -> _Copied:
+        return _Copied(state.clone())
+
+
+class _Copied:
+    def __init__(self, state: Tensor) -> None:
+        self._state = state
+
+    def wait(self) -> Tensor:
+        return self._state
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def carry_out(self) -> Tensor:
+        return self._state
