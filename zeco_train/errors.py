@@ -68,6 +68,11 @@ class OutOfMemoryError(ZecoError):
 
     exit_code = 7
 
-    def __init__(self, rank: int, activity: str, problem: str) -> None:
-        remedy = "a shorter data.seq_len, a smaller data.micro_batch, or more ranks for a sequence need less"
+    def __init__(
+        self,
+        rank: int,
+        activity: str,
+        problem: str,
+        remedy: str = "a shorter data.seq_len, a smaller data.micro_batch, or more ranks for a sequence need less",
+    ) -> None:
         super().__init__(f"rank {rank}: {activity}: out of memory ({problem}); {remedy}")

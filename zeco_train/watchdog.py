@@ -33,13 +33,19 @@ class Watchdog:
     Args:
         launch: this rank and how many there are.
         store: where heartbeats go, see `launcher_store`; without one nothing is kept and nobody can be named.
+        remedy: what to do about a lost rank, for the user.
 
     Attributes:
         activity: what this rank is doing now, see `enter`.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store | None) -> None:
-        self._launch, self._store = launch, store
+    def __init__(
+        self,
+        launch: Launch,
+        store: dist.Store | None,
+        remedy: str = "nothing more was saved, the same command goes on from the last checkpoint",
+    ) -> None:
+        self._launch, self._store, self._remedy = launch, store, remedy
         self.activity = "start"
         self._stop = threading.Event()
         # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
@@ -103,7 +109,7 @@ class Watchdog:
         ]
         alive = f"{detail} (every rank is alive: one is stuck, or slower than parallel.timeout_seconds)"
         problem = "; ".join(culprits) or alive
-        problem += "; nothing more was saved, the same command goes on from the last checkpoint"
+        problem += f"; {self._remedy}"
         return CommunicationError(rank, operation, problem)
 
     def _beat(self) -> None:

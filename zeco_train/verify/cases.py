@@ -1,0 +1,156 @@
+"""The cases one after another, on all ranks together: sequences × dtypes × sizes of groups × backends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeco_train.errors import ConfigError
+from zeco_train.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.sp.zeco import AllScanTransport
+from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, VerifyConfig
+from zeco_train.verify.huge import huge_deviations, huge_sequence
+from zeco_train.verify.reference import Place, exact, is_short, recurrence
+from zeco_train.verify.report import Deviation, Row, deviations
+from zeco_train.verify.runs import run_backend, run_one_device
+from zeco_train.verify.sequences import Sequence
+
+
+class Verification:
+    """All that is verified, row by row. Collective throughout.
+
+    Args:
+        config: resolved.
+        enter: told what this rank does now.
+
+    Raises:
+        ZecoError: the ranks do not come together.
+    """
+
+    def __init__(
+        self, config: VerifyConfig, launch: Launch, device: torch.device, enter: Callable[[str], None]
+    ) -> None:
+        self._config, self._launch, self._device, self._enter = config, launch, device, enter
+        self._timeout = timedelta(seconds=config.timeout)
+        self._meshes = {size: init_mesh(launch, size, device, self._timeout) for size in config.sp_sizes}
+        self._scans: dict[tuple[int, str], ScanBackend | str] = {}
+        self._skipped: set[str] = set()
+
+    def rows(self) -> Iterator[Row]:
+        """Compute one row after the other; the same on every rank."""
+        config = self._config
+        if config.huge:
+            yield from self._huge()
+            return
+        for size, mesh in self._meshes.items():
+            for tokens in config.tokens:
+                for documents, carry in config.layouts:
+                    for dtype in config.dtypes:
+                        yield from self._sequence(mesh, self._make(mesh, size, tokens, dtype, documents, carry), dtype)
+                        _free(self._device)
+
+    def drain(self) -> None:
+        """Return when nothing is under way any more; before the groups are destroyed."""
+        for scan in self._scans.values():
+            if not isinstance(scan, str):
+                scan.drain()
+
+    def _make(self, mesh: ProcessMesh, size: int, tokens: int, dtype: str, documents: bool, carry: bool) -> Sequence:
+        config = self._config
+        return Sequence(
+            name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
+            tokens=tokens,
+            num_ranks=size,
+            batch=1 if documents else config.batch,
+            heads=config.heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            dtype=DTYPES[dtype],
+            documents=documents,
+            carry=carry,
+        )
+
+    def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[Row]:
+        """One sequence: the reference, one device, then every backend."""
+        place = Place(mesh.sp_rank, mesh.sp_size, mesh.devices.get_group("sp") if mesh.sp_size > 1 else None)
+        self._enter(f"{dtype}, {sequence.num_ranks} × {sequence.tokens} tokens: float64 on the CPU")
+        part = sequence.part(place.rank)
+        expected = exact(sequence, part, place)
+        layout = ("documents" if sequence.documents else "one document") + (", carry" if sequence.carry else "")
+        row = Row(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
+        if is_short(sequence):
+            judged = self._gather(deviations(expected, recurrence(sequence, place)))
+            yield replace(row, backend="float64 itself", deviations=judged, limit=LIMITS["fp64"])
+
+        self._enter(f"{dtype}, {sequence.num_ranks} × {sequence.tokens} tokens: one device")
+        part = {name: x.to(self._device) for name, x in part.items()}
+        expected = {name: x.to(self._device) for name, x in expected.items()}
+        once, twice = run_one_device(sequence, part, place)
+        for name, run in (("one device", once), ("one device, cut oddly", twice)):
+            yield replace(row, backend=name, deviations=self._gather(deviations(run, expected)))
+        for backend in self._config.backends:
+            if BACKENDS[backend].backend.value == "dp" and mesh.sp_size > 1:
+                continue
+            scan = self._scan(backend, mesh)
+            if isinstance(scan, str):
+                if backend not in self._skipped:
+                    self._skipped.add(backend)
+                    yield replace(row, backend=backend, reason=scan)
+                continue
+            self._enter(f"{dtype}, {sequence.num_ranks} × {sequence.tokens} tokens: {backend}")
+            results = run_backend(sequence, part, scan, place)
+            found = self._gather(deviations(results, expected, (once, twice)))
+            yield replace(row, backend=backend, deviations=found)
+
+    def _gather(self, own: dict[str, Deviation]) -> tuple[dict[str, Deviation], ...]:
+        """The deviations of all ranks. Nothing is under way after it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        everyone: list[dict[str, Deviation]] = [{} for _ in range(self._launch.world_size)]
+        dist.all_gather_object(everyone, own)
+        return tuple(everyone)
+
+    def _scan(self, backend: str, mesh: ProcessMesh) -> ScanBackend | str:
+        """The scan of a backend over this rank's group; or, where it cannot run, why. The same on every rank."""
+        key = mesh.sp_size, backend
+        if key not in self._scans:
+            self._scans[key] = self._build(BACKENDS[backend], mesh)
+        return self._scans[key]
+
+    def _build(self, config: SPConfig, mesh: ProcessMesh) -> ScanBackend | str:
+        if config.all_scan.transport is AllScanTransport.symmetric and self._device.type != "cuda":
+            return "symmetric memory needs CUDA devices"
+        reason = ""
+        try:
+            scan = build_scan(config, mesh.scan_groups, self._timeout)
+        except ConfigError as error:
+            reason = str(error)
+        reasons = [reason] * self._launch.world_size
+        dist.all_gather_object(reasons, reason)
+        return next((text for text in reasons if text), "") or scan
+
+    def _huge(self) -> Iterator[Row]:
+        """More than 2³¹ elements, each rank alone on its device."""
+        for dtype in self._config.dtypes:
+            if dtype == "fp64":
+                continue
+            sequence = huge_sequence(self._config, DTYPES[dtype], f"{self._config.seed} huge {self._launch.rank}")
+            self._enter(f"{dtype}, {sequence.tokens} tokens of {sequence.heads} heads")
+            found = self._gather(huge_deviations(sequence, self._device))
+            layout = f"{sequence.heads} heads, carry"
+            yield Row(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
+            _free(self._device)
+
+
+def _free(device: torch.device) -> None:
+    """Give memory back between cases: the next ones may need all of it, in other sizes."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

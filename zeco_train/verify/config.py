@@ -1,0 +1,143 @@
+"""The settings of `zeco_train.verify`, and the list of what they ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from zeco_train.config import Device
+from zeco_train.errors import ConfigError
+from zeco_train.overrides import check_overrides
+from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+# What may lie between a result and float64: norm of the difference over norm.
+LIMITS = {"bf16": 1e-2, "fp32": 1e-3, "fp64": 1e-12}
+
+BACKENDS: dict[str, SPConfig] = {
+    "dp": SPConfig(Backend.dp),
+    "lasp1": SPConfig(Backend.lasp1),
+    "lasp2": SPConfig(Backend.lasp2),
+    **{
+        f"zeco:{algorithm.value}:{transport.value}": SPConfig(
+            Backend.zeco, all_scan=AllScanConfig(algorithm, transport)
+        )
+        for transport in (AllScanTransport.p2p, AllScanTransport.symmetric)
+        for algorithm in (AllScanAlgorithm.chain, AllScanAlgorithm.two_shot)
+    },
+    "zeco": SPConfig(Backend.zeco),
+}
+
+
+@dataclass
+class VerifyConfig:
+    """Attributes:
+    backends: which ones, of `BACKENDS`.
+    dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
+    tokens: of each rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
+    sp_sizes: ranks that share a sequence; empty is every divisor of the world's size.
+    batch, heads, key_dim, value_dim: B, H, K, V. Packed documents have a batch of 1.
+    documents: packed documents that straddle ranks (true), one document (false), or both (null).
+    carry: the sequence has a state before it and one after it. null: where it is one document.
+    huge: instead, on each GPU alone, values and chunk states of more than 2³¹ elements.
+    seed: of all inputs.
+    device: auto takes CUDA devices if there are any.
+    timeout: seconds that a rank waits for another, the others' float64 included.
+    out: a JSON file for the results.
+    """
+
+    backends: list[str] = field(default_factory=lambda: list(BACKENDS))
+    dtypes: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    sp_sizes: list[int] = field(default_factory=list)
+    batch: int = 1
+    heads: int = 4
+    key_dim: int = 64
+    value_dim: int = 128
+    documents: bool | None = None
+    carry: bool | None = None
+    huge: bool = False
+    seed: int = 0
+    device: Device = Device.auto
+    timeout: float = 300.0
+    out: str | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        for name, legal in (("backends", list(BACKENDS)), ("dtypes", list(DTYPES))):
+            given = getattr(self, name)
+            if wrong := [value for value in given if value not in legal]:
+                raise ConfigError(name, wrong[0], f"must be a list of {', '.join(legal)}")
+            if len(set(given)) < len(given):
+                raise ConfigError(name, given, "names one twice")
+        if not self.backends:
+            raise ConfigError("backends", self.backends, f"must be a list of {', '.join(BACKENDS)}")
+        for name, least in (("tokens", 8), ("sp_sizes", 1)):
+            if any(value < least for value in getattr(self, name)):
+                raise ConfigError(name, getattr(self, name), f"must be numbers ≥ {least}")
+        for name in ("batch", "heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be ≥ 1")
+        if self.batch > 1 and self.documents:
+            raise ConfigError("documents", "true", "packed documents have a batch of 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError("seed", self.seed, "must be ≥ 0 and < 2^32")
+        if not 0 < self.timeout <= 86_400:
+            raise ConfigError("timeout", self.timeout, "must be > 0 and ≤ 86400 seconds")
+        if self.out is not None and not Path(self.out).parent.is_dir():
+            raise ConfigError("out", self.out, "its folder does not exist")
+
+    def resolve(self, device: torch.device, world_size: int) -> VerifyConfig:
+        """What is left to the machine and to the number of ranks.
+
+        Raises:
+            ConfigError: what the machine or the number of ranks does not allow.
+        """
+        on_gpu = device.type == "cuda"
+        if self.huge and not on_gpu:
+            raise ConfigError("huge", "true", "needs a CUDA device with about 60 GB (bf16) or 110 GB (fp32) of memory")
+        legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        if wrong := [size for size in self.sp_sizes if size not in legal]:
+            raise ConfigError("sp_sizes", wrong[0], f"must divide the number of ranks: {', '.join(map(str, legal))}")
+        return dataclasses.replace(
+            self,
+            dtypes=self.dtypes or (["fp32", "bf16"] if on_gpu else ["fp64", "fp32"]),
+            tokens=self.tokens or ([1000, 16384] if on_gpu else [100, 512]),
+            sp_sizes=self.sp_sizes or legal,
+        )
+
+    @property
+    def layouts(self) -> list[tuple[bool, bool]]:
+        """Whether there are documents, and a carry, of each kind of sequence."""
+        kinds = [False, True] if self.documents is None else [self.documents]
+        return [(documents, not documents if self.carry is None else self.carry) for documents in kinds]
+
+
+def load_config(arguments: Sequence[str]) -> VerifyConfig:
+    """The settings that KEY=VALUE arguments give.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range.
+    """
+    check_overrides(arguments, VerifyConfig, {})
+    settings = OmegaConf.merge(OmegaConf.structured(VerifyConfig), OmegaConf.from_dotlist(list(arguments)))
+    config = OmegaConf.to_object(settings)
+    assert isinstance(config, VerifyConfig)
+    config.validate()
+    return config
+
+
+def describe() -> str:
+    """The text of `--help`."""
+    legal = f"backends: {', '.join(BACKENDS)}; dtypes: {', '.join(DTYPES)}"
+    keys = OmegaConf.to_yaml(OmegaConf.structured(VerifyConfig))
+    return (
+        "usage: torchrun --nproc-per-node N -m zeco_train.verify [KEY=VALUE ...]\n\n"
+        f"{VerifyConfig.__doc__}\n{legal}\n\nDefaults:\n\n{keys}"
+    )

@@ -1,0 +1,186 @@
+"""The exact results in float64 on the CPU: the chunked operator, handed from rank to rank like a baton.
+
+Each rank computes its own tokens, in pieces, once it has the state before them; then from the last rank to the first
+the gradients. So memory is that of one rank's tokens, and a rank at a time may use all processors. Nothing of the
+backends, their scans or the autograd Function takes part. Where the sequence is short, the recurrence itself, token by
+token under autograd, is the judge of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeco_train.ops import CHUNKED, Documents, naive_gla
+from zeco_train.sp.dp import LocalScan
+from zeco_train.verify.sequences import TOKENS, Sequence, pieces
+
+# Elements of the states at the borders of a piece's chunks: 256 MiB; a piece takes about ten times that.
+_PIECE_STATES = 1 << 25
+_CHUNK = 64
+# Elements of all tokens' states, which the recurrence under autograd keeps a few times over.
+NAIVE_STATES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among those that share a sequence. `group` carries CPU tensors; None for one rank."""
+
+    rank: int
+    size: int
+    group: ProcessGroup | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@torch.no_grad()
+def exact(
+    sequence: Sequence, part: dict[str, Tensor], place: Place, heads: list[int] | None = None
+) -> dict[str, Tensor]:
+    """This rank's results in fp64 on the CPU. Collective over the ranks of the sequence.
+
+    Args:
+        sequence: what all ranks of `place` share.
+        part: `Sequence.part` of this rank; of `heads` only where those are given.
+
+    Returns:
+        o, dq, dk, dv, dg of this rank's tokens; R, D_in: the state before them and the gradient of the state after
+        them; with a carry also carry_out and dcarry_in, the same on every rank.
+    """
+    inputs = {name: part[name].double() for name in TOKENS}
+    start = place.rank * sequence.tokens
+    shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
+    documents = shard.documents(sequence.tokens, torch.device("cpu"))
+    chosen = slice(None) if heads is None else heads
+    carries = {name: state[:, chosen].double() for name, state in sequence.carries().items()}
+    batch, num_tokens, num_heads, key_dim = inputs["q"].shape
+    zero = torch.zeros(batch, num_heads, key_dim, inputs["v"].shape[-1], dtype=torch.float64)
+    per_chunk = zero.numel()
+    bounds = pieces(num_tokens, max(1, _PIECE_STATES // per_chunk) * _CHUNK)
+    results = {name: torch.empty_like(inputs[like]) for name, like in _LIKE.items()}
+
+    state = carries.get("carry_in", zero) if place.rank == 0 else _receive(zero, place, place.rank - 1)
+    results["R"] = state
+    kept: list[tuple[Tensor, Tensor]] = []
+    scale = key_dim**-0.5
+    with _processors(place):
+        for a, b in bounds:
+            q, k, v, g, _ = (x[:, a:b] for x in inputs.values())
+            forward = CHUNKED.forward(q, k, v, g, _between(documents, a, b), scale)
+            forward.overlap()
+            kept.append((state, forward.log_decay))
+            after = forward.log_decay.exp()[..., None] * state + forward.state
+            results["o"][:, a:b] = forward.outputs(state)
+            state = after
+    if not place.is_last:
+        _send(state, place, place.rank + 1)
+
+    grad = carries.get("dcarry_out", zero) if place.is_last else _receive(zero, place, place.rank + 1)
+    results["D_in"] = grad
+    with _processors(place):
+        for (a, b), (before, log_decay) in zip(reversed(bounds), reversed(kept), strict=True):
+            q, k, v, g, do = (x[:, a:b] for x in inputs.values())
+            backward = CHUNKED.backward(q, k, v, do, (g, before), _between(documents, a, b), scale)
+            backward.overlap()
+            earlier = log_decay.exp()[..., None] * grad + backward.state_grad
+            for name, piece in zip(("dq", "dk", "dv", "dg"), backward.input_grads(grad), strict=True):
+                results[name][:, a:b] = piece
+            grad = earlier
+    if place.rank > 0:
+        _send(grad, place, place.rank - 1)
+    if sequence.carry:
+        results["carry_out"] = _from(state, place, place.size - 1)
+        results["dcarry_in"] = _from(grad, place, 0)
+    return results
+
+
+_LIKE = {"o": "v", "dq": "q", "dk": "k", "dv": "v", "dg": "g"}
+
+
+def is_short(sequence: Sequence) -> bool:
+    """Whether the recurrence under autograd is quick, and small enough, for the whole sequence."""
+    per_token = sequence.batch * sequence.heads * sequence.key_dim * sequence.value_dim
+    return sequence.seq_len <= 1024 and sequence.seq_len * per_token <= NAIVE_STATES
+
+
+def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
+    """The same results as `exact` from `naive_gla` over the whole sequence, in fp64. Needs no other rank."""
+    parts = [sequence.part(rank) for rank in range(sequence.num_ranks)]
+    whole = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in TOKENS}
+    do = whole.pop("do")
+    leaves = [x.requires_grad_() for x in whole.values()]
+    zero = torch.zeros(*leaves[0].shape[::2], leaves[0].shape[-1], do.shape[-1], dtype=torch.float64)
+    carries = {name: state.double() for name, state in sequence.carries().items()}
+    carry_in = carries.get("carry_in", zero).clone().requires_grad_()
+    # A state of its own at each rank's edge, whose gradient is D_in of the rank before it.
+    states, outputs = [carry_in], []
+    for start, stop in pieces(sequence.seq_len, sequence.tokens):
+        shard = sequence.shard(LocalScan(), start, stop)
+        o, after = naive_gla(
+            *(x[:, start:stop] for x in leaves),
+            initial_state=states[-1],
+            cu_seqlens=shard.cu_seqlens,
+            continues=shard.continues,
+        )
+        outputs.append(o)
+        states.append(after.clone())
+    found = torch.autograd.grad(
+        [torch.cat(outputs, dim=1), states[-1]],
+        [*leaves, *states],
+        [do, carries.get("dcarry_out", zero)],
+        allow_unused=True,
+    )
+    dq, dk, dv, dg, *dstates = (
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True)
+    )
+    start = place.rank * sequence.tokens
+    tokens = {"o": torch.cat(outputs, dim=1).detach(), "dq": dq, "dk": dk, "dv": dv, "dg": dg}
+    results = {name: x[:, start : start + sequence.tokens] for name, x in tokens.items()}
+    results |= {"R": states[place.rank].detach(), "D_in": dstates[place.rank + 1]}
+    if sequence.carry:
+        results |= {"carry_out": states[-1].detach(), "dcarry_in": dstates[0]}
+    return results
+
+
+def _between(documents: Documents | None, start: int, stop: int) -> Documents | None:
+    return None if documents is None else Documents(documents.restarts[start:stop])
+
+
+def _receive(like: Tensor, place: Place, source: int) -> Tensor:
+    received = torch.empty_like(like)
+    dist.recv(received, group=place.group, group_src=source)
+    return received
+
+
+def _send(state: Tensor, place: Place, target: int) -> None:
+    dist.send(state.contiguous(), group=place.group, group_dst=target)
+
+
+def _from(state: Tensor, place: Place, source: int) -> Tensor:
+    """That rank's state, on every rank."""
+    state = state.clone()
+    if place.size > 1:
+        dist.broadcast(state, group=place.group, group_src=source)
+    return state
+
+
+@contextlib.contextmanager
+def _processors(place: Place) -> Iterator[None]:
+    """All processors for the one rank of a sequence whose turn it is; torchrun gives each rank a single one."""
+    before = torch.get_num_threads()
+    groups = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // place.size)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(before, processors // groups))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

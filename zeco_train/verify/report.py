@@ -1,0 +1,191 @@
+"""How far results lie apart, what passes, and the table of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeco_train.verify.config import LIMITS
+
+TENSORS = ("o", "dq", "dk", "dv", "dg", "R", "D_in", "carry_out", "dcarry_in")
+_TOKENS = TENSORS[:5]
+# Sequence parallelism regroups sums, as another chunking on one device does (into as many pieces): both are the same
+# kind of noise, whose norms fluctuate. A scan that loses digits shows as a larger factor.
+LARGEST_RATIO = 1.5
+# Differences below this are rounding of the results themselves, relative to their norm: one unit in the last place of
+# bf16, a few of a dtype in which sums are accumulated.
+FLOORS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-21, torch.float64: 2.0**-50}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one tensor of one rank is off.
+
+    Attributes:
+        error: from float64: norm of the difference over norm; the largest of the heads, but for dg over all heads.
+        ratio: norm of the difference from one device, over that of another chunking there; None where that has no such
+            tensor.
+    """
+
+    error: float
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend on one sequence; `deviations` by rank of the world and tensor. Skipped where there is a `reason`."""
+
+    dtype: str
+    tokens: int
+    sp_size: int
+    layout: str
+    backend: str
+    deviations: tuple[dict[str, Deviation], ...] = ()
+    limit: float = 0.0
+    reason: str = ""
+
+    def worst(self, tensor: str) -> tuple[float, int] | None:
+        """The largest error of a tensor and its rank; None if no rank has the tensor."""
+        found = [(ranks[tensor].error, rank) for rank, ranks in enumerate(self.deviations) if tensor in ranks]
+        return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], default=None)
+
+    @property
+    def ratio(self) -> tuple[float, str, int] | None:
+        """The largest ratio, its tensor and rank."""
+        found = [
+            (deviation.ratio, tensor, rank)
+            for rank, ranks in enumerate(self.deviations)
+            for tensor, deviation in ranks.items()
+            if deviation.ratio is not None
+        ]
+        return max(found, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0], default=None)
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong, a tensor each, the largest error first. A NaN is."""
+        wrong = []
+        for tensor in TENSORS:
+            worst = self.worst(tensor)
+            if worst is not None and not worst[0] <= self.limit:
+                wrong.append((worst[0], f"{tensor} on rank {worst[1]} is off by {worst[0]:.1e} > {self.limit:.0e}"))
+        wrong.sort(key=lambda pair: -math.inf if math.isnan(pair[0]) else -pair[0])
+        texts = [text for _, text in wrong]
+        if self.ratio is not None and not self.ratio[0] <= LARGEST_RATIO:
+            ratio, tensor, rank = self.ratio
+            texts.append(
+                f"{tensor} on rank {rank} differs from one device {ratio:.1f} × as much as another chunking there"
+            )
+        return texts
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        ranks = [
+            {tensor: {"error": d.error, "ratio": d.ratio} for tensor, d in sorted(deviations.items())}
+            for deviations in self.deviations
+        ]
+        head = {name: getattr(self, name) for name in ("dtype", "tokens", "sp_size", "layout", "backend", "limit")}
+        return head | {"skipped": self.reason, "ok": not self.failures, "failures": self.failures, "ranks": ranks}
+
+
+def deviations(
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    runs: tuple[dict[str, Tensor], ...] = (),
+) -> dict[str, Deviation]:
+    """Compare a rank's results with float64, and, given one device's two runs, with those."""
+    found = {}
+    for name in TENSORS:
+        if name not in actual:
+            continue
+        assert actual[name].shape == expected[name].shape, f"{name} has shape {list(actual[name].shape)}"
+        error = relative_error(name, actual[name], expected[name])
+        ratio = None
+        if runs and name in runs[0]:
+            once, twice = (run[name] for run in runs)
+            norm = _norms(name, once).sum().sqrt()
+            difference, other = ((_norms(name, x, once).sum().sqrt()) for x in (actual[name], twice))
+            least = FLOORS[actual[name].dtype] * norm
+            ratio = 0.0 if difference == 0 else float(difference / torch.maximum(other, least))
+        found[name] = Deviation(error, ratio)
+    return found
+
+
+def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖, the largest of the heads.
+
+    dg is taken over all heads: under strong decays it is a small difference of large sums, and rounding relative to
+    those is right (`zeco_train.ops.chunked.input_grads`).
+    """
+    difference, norm = _norms(name, actual, expected), _norms(name, expected)
+    if name == "dg":
+        difference, norm = difference.sum(), norm.sum()
+    # A gradient that is exactly zero has to be met exactly.
+    return float(torch.where(difference == 0, 0.0, difference / norm).sqrt().max())
+
+
+def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
+    """Squared norms of the heads, [H], of x or of x − other, in fp64; in slices, which need little memory."""
+    dim = 2 if name in _TOKENS else 1
+    sums = torch.zeros(x.shape[dim], dtype=torch.float64, device=x.device)
+    axes = [d for d in range(4) if d != dim]
+    for start in range(0, x.shape[1 if dim == 2 else 2], _SLICE):
+        piece = x.narrow(1 if dim == 2 else 2, start, min(_SLICE, x.shape[1 if dim == 2 else 2] - start)).double()
+        if other is not None:
+            piece = piece - other.narrow(1 if dim == 2 else 2, start, piece.shape[1 if dim == 2 else 2]).double()
+        sums += piece.square().sum(axes)
+    return sums
+
+
+_SLICE = 1 << 16
+
+_WIDTHS = (6, 13, 21, 23)
+
+
+def header() -> str:
+    """The table's first line."""
+    names = "".join(f"{name:>10}" for name in TENSORS)
+    first = "".join(
+        f"{name:<{width}}" for name, width in zip(("dtype", "tokens", "sequence", "backend"), _WIDTHS, strict=True)
+    )
+    return f"{first}{names}{'ratio':>7}  {'worst':<16} verdict"
+
+
+def line(row: Row) -> str:
+    """A row of the table: errors from float64, the largest of the ranks."""
+    tokens = f"{row.sp_size} × {row.tokens:,}"
+    first = "".join(
+        f"{text:<{width}}" for text, width in zip((row.dtype, tokens, row.layout, row.backend), _WIDTHS, strict=True)
+    )
+    if row.reason:
+        return f"{first} skipped: {row.reason}"
+    worst = {tensor: found for tensor in TENSORS if (found := row.worst(tensor)) is not None}
+    errors = "".join(f"{worst[t][0]:>10.1e}" if t in worst else f"{'-':>10}" for t in TENSORS)
+    ratio = "-" if row.ratio is None else f"{row.ratio[0]:.2f}"
+    top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0])
+    verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
+    return f"{first}{errors}{ratio:>7}  {f'{top} rank {worst[top][1]}':<16} {verdict}"
+
+
+def summary(rows: list[Row]) -> str:
+    """The last line."""
+    failed = [row for row in rows if row.failures]
+    skipped = sum(bool(row.reason) for row in rows)
+    compared = len(rows) - skipped
+    limits = ", ".join(f"{name} ≤ {LIMITS[name]:.0e}" for name in dict.fromkeys(row.dtype for row in rows))
+    text = (
+        f"{compared - len(failed)} of {compared} comparisons ok ({limits}; ratio ≤ {LARGEST_RATIO}), {skipped} skipped"
+    )
+    return f"FAILED: {text}" if failed else f"ok: {text}"
+
+
+def without_infinities(value: Any) -> Any:
+    """`value` with text for every float that JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: without_infinities(item) for key, item in value.items()}
+    return [without_infinities(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,127 @@
+"""What is verified: a backend over the ranks of a sequence. And what it is compared with: one device, twice."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco_train.sp.autograd import gla
+from zeco_train.sp.base import PendingScan, SequenceShard, StateScan
+from zeco_train.sp.dp import LocalScan
+from zeco_train.verify.reference import Place
+from zeco_train.verify.sequences import TOKENS, Sequence
+
+# Where one device first cuts the sequence in its second run: no multiple of a chunk.
+ODD_PLACE = 37
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A pending scan that keeps what `wait` gave, by name."""
+
+    pending: PendingScan
+    name: str
+    received: dict[str, Tensor]
+
+    def wait(self) -> Tensor:
+        state = self.pending.wait()
+        self.received[self.name] = state.clone()
+        return state
+
+    def finish(self) -> None:
+        self.pending.finish()
+
+    def carry_out(self) -> Tensor:
+        return self.pending.carry_out()
+
+
+class RecordingScan:
+    """A scan whose incoming state `R` and incoming gradient `D_in` are kept in `received`."""
+
+    def __init__(self, scan: StateScan) -> None:
+        self._scan = scan
+        self.received: dict[str, Tensor] = {}
+
+    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> _Received:
+        pending = self._scan.launch(state, log_decay, reverse=reverse, **options)
+        return _Received(pending, "D_in" if reverse else "R", self.received)
+
+
+def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, place: Place) -> dict[str, Tensor]:
+    """Forward and backward of this rank's tokens by a backend. Collective over the ranks of the sequence.
+
+    Returns:
+        All that `zeco_train.verify.reference.exact` returns, on the device of `part`.
+    """
+    recording = RecordingScan(scan)
+    start = place.rank * sequence.tokens
+    results = _forward_backward(sequence, part, [sequence.shard(recording, start, start + sequence.tokens)])
+    return results | recording.received
+
+
+def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> tuple[dict[str, Tensor], ...]:
+    """The whole sequence on this rank's device, in one go and then in as many pieces as there are ranks, and one more:
+    cut at odd places, where no chunk and no rank begins. So both chunks and the regrouping of sums are others.
+
+    Collective: the ranks' tokens are gathered. Results as of `run_backend`, of this rank's tokens, less R and D_in.
+    """
+    whole = {name: _gather(part[name], place) for name in TOKENS}
+    length, first = sequence.seq_len, min(ODD_PLACE, sequence.tokens // 2)
+    start = place.rank * sequence.tokens
+    runs = []
+    for borders in ([0, length], [0, *range(first, length, sequence.tokens), length]):
+        shards = [sequence.shard(LocalScan(), a, b) for a, b in itertools.pairwise(borders)]
+        results = _forward_backward(sequence, whole, shards)
+        runs.append({name: _own(name, x, start, sequence) for name, x in results.items()})
+    return tuple(runs)
+
+
+def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
+    """This rank's part of a result; a copy, so that the whole can be freed."""
+    return x if name in ("carry_out", "dcarry_in") else x[:, start : start + sequence.tokens].clone()
+
+
+def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequenceShard]) -> dict[str, Tensor]:
+    """One pass over tokens, cut into shards that hand their state on in autograd's graph."""
+    device = tokens["q"].device
+    carries = {name: state.to(device) for name, state in sequence.carries().items()}
+    carry_in = carries["carry_in"].requires_grad_() if sequence.carry else None
+    first, stops = shards[0].offset, [*(shard.offset for shard in shards[1:]), None]
+    leaves: list[Tensor] = []
+    outputs: list[Tensor] = []
+    state = carry_in
+    for shard, stop in zip(shards, stops, strict=True):
+        cut = slice(shard.offset - first, None if stop is None else stop - first)
+        q, k, v, g = (tokens[name][:, cut].detach().requires_grad_() for name in ("q", "k", "v", "g"))
+        o, state = gla(q, k, v, g, shard, carry_in=state, want_carry=sequence.carry or stop is not None)
+        leaves += [q, k, v, g]
+        outputs.append(o)
+    grads = list(tokens["do"].split([o.shape[1] for o in outputs], dim=1))
+    ends = [] if not sequence.carry or state is None else [state]
+    found = torch.autograd.grad(
+        [*outputs, *ends],
+        [*leaves, *([] if carry_in is None else [carry_in])],
+        [*grads, *(carries["dcarry_out"] for _ in ends)],
+    )
+    results = {"o": torch.cat([o.detach() for o in outputs], dim=1)}
+    for index, name in enumerate(("dq", "dk", "dv", "dg")):
+        results[name] = torch.cat(found[index : 4 * len(shards) : 4], dim=1)
+    if ends:
+        results |= {"carry_out": ends[0].detach(), "dcarry_in": found[-1]}
+    return results
+
+
+def _gather(part: Tensor, place: Place) -> Tensor:
+    """The tokens of all ranks of the sequence, [B, T, H, D] → [B, P·T, H, D]; as bytes, which every backend takes."""
+    if place.size == 1:
+        return part
+    assert place.group is not None
+    own = part.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(place.size)]
+    dist.all_gather(parts, own, group=place.group)
+    return torch.cat(parts, dim=1).view(part.dtype)

@@ -1,0 +1,98 @@
+"""The sequences that everything is compared on: random, with decays from none to strong, some of packed documents."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.sp.base import SequenceShard, StateScan
+
+WEAKEST, STRONGEST = 1e-6, 20.0
+TOKENS = ("q", "k", "v", "g", "do")
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence over `num_ranks` ranks of `tokens` tokens each.
+
+    Attributes:
+        name: the seed of its values; sequences of different names are different.
+        documents: packed documents, of which some straddle ranks and some start where a rank does.
+        carry: there is a state before the sequence, and a gradient of the one after it.
+    """
+
+    name: str
+    tokens: int
+    num_ranks: int
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    documents: bool
+    carry: bool
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens * self.num_ranks
+
+    @property
+    def borders(self) -> list[int]:
+        """Borders of the documents, from 0 to `seq_len`: one straddles as many as three ranks, and from the fourth
+        rank on they start at ranks' edges, too."""
+        length, later = self.tokens, range(3, self.num_ranks)
+        starts = {0, 3, length // 3, length // 2, min(2, self.num_ranks - 1) * length + length // 4}
+        starts |= {rank * length + extra for rank in later for extra in (0, length // 2)}
+        return [*sorted(starts), self.seq_len]
+
+    def shard(self, scan: StateScan, start: int, stop: int) -> SequenceShard:
+        """Where the tokens [start, stop) lie. With a carry the first document continues one from before."""
+        if not self.documents:
+            return SequenceShard(scan, start, self.seq_len)
+        inside = [border - start for border in self.borders if start < border < stop]
+        continues = start not in self.borders or (start == 0 and self.carry)
+        return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), continues)
+
+    def part(self, rank: int) -> dict[str, Tensor]:
+        """q, k, v, g, do of one rank's tokens, on the CPU: the same whoever asks."""
+        tokens = (self.batch, self.tokens, self.heads)
+        values = {
+            name: self._random(f"{name} {rank}", *tokens, dim).to(self.dtype)
+            for name, dim in zip(("q", "k", "v", "do"), (self.key_dim,) * 2 + (self.value_dim,) * 2, strict=True)
+        }
+        g = F.logsigmoid(self._random(f"g {rank}", *tokens, self.key_dim)).mul_(decay_rates(self.heads, self.key_dim))
+        return {name: g if name == "g" else values[name] for name in TOKENS}
+
+    def carries(self) -> dict[str, Tensor]:
+        """carry_in and dcarry_out, [B, H, K, V] on the CPU; empty without a carry."""
+        shape = (self.batch, self.heads, self.key_dim, self.value_dim)
+        return {name: self._random(name, *shape) for name in ("carry_in", "dcarry_out")} if self.carry else {}
+
+    def _random(self, what: str, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {what}".encode()))
+        return torch.randn(shape, generator=generator, dtype=accumulation_dtype(self.dtype))
+
+
+def decay_rates(heads: int, key_dim: int) -> Tensor:
+    """Factors of log-sigmoids, [H, K]: none for the first 16th of all channels, then from 1e-6 to 20 a token.
+
+    Each head has a range of its own, so that an error in decays that matter to one head is not drowned by the large
+    states of another.
+    """
+    count = heads * key_dim
+    still = -(-count // 16)
+    rates = torch.zeros(count)
+    rates[still:] = torch.logspace(math.log10(WEAKEST), math.log10(STRONGEST), count - still)
+    return rates.view(heads, key_dim)
+
+
+def pieces(length: int, size: int) -> list[tuple[int, int]]:
+    """[0, length) in pieces of `size`, the last one shorter."""
+    return list(itertools.pairwise([*range(0, length, size), length]))
