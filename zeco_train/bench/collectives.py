@@ -26,6 +26,7 @@ from zeco_train.sp.base import StateScan
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # fp32 folds of a few ranks against the same in fp64: some 2^-24 each.
 TOLERANCE = 1e-5
+ANCHORS = ("all_gather", "all_reduce")
 COLUMNS = {
     "size_mb": ("MiB", ">7:g"),
     "variant": ("variant", "<28"),
@@ -66,16 +67,20 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
     for name in config.variants:
         try:
             subject, error = session.agree(partial(inputs.checked, name))
-        except ConfigError as problem:
-            skipped.append({"variant": name, "mode": "eager", "note": f"not here: {problem}"})
+        except ConfigError as missing:
+            skipped.append({"variant": name, "mode": "eager", "note": f"not here: {missing}"})
             continue
         subjects.append(subject)
         errors[name] = max(session.gather(error))
     if config.graph and session.on_cuda:
         for subject in list(subjects):
-            graph, problem = capture(subject, config.graph_operations, session)
+            eager = subject
+            if subject.name not in ANCHORS:
+                eager = inputs.subject(subject.name, "graph")
+            graph, problem = capture(eager, config.graph_operations, session, TOLERANCE)
             if graph is None:
                 skipped.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
+                session.forget("graph")
             else:
                 subjects.append(graph)
     timings = runner.measure(subjects) if subjects else []
@@ -129,12 +134,13 @@ class _Inputs:
     def _all_gather(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
         gathered = self.state.new_empty((len(self._states), *self.state.shape))
 
-        def gather() -> None:
+        def gather() -> Tensor:
             # Flat: gloo and NCCL do not agree on the shapes that they take.
             _all_gather_single(gathered.view(-1), self.state.view(-1))
+            return gathered
 
-        gather()
-        return Subject("all_gather", gather), {"result": (gathered, torch.stack(self._states))}
+        results = {"result": (gather().clone(), torch.stack(self._states))}
+        return Subject("all_gather", gather, lambda: gathered.zero_()), results
 
     def _all_reduce(self) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
         total = self.state.clone()
@@ -142,9 +148,13 @@ class _Inputs:
         def reset() -> None:
             total.copy_(self.state)  # or the sums would overflow after some runs
 
-        dist.all_reduce(total)
+        def reduce() -> Tensor:
+            dist.all_reduce(total)
+            return total
+
         expected = sum((state.double() for state in self._states), torch.zeros_like(total, dtype=torch.float64))
-        return Subject("all_reduce", lambda: dist.all_reduce(total), reset), {"result": (total.clone(), expected)}
+        results = {"result": (reduce().clone(), expected)}
+        return Subject("all_reduce", reduce, reset, repeatable=False), results
 
     def _scan(self, variant: str) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
         scan = self._session.scan(variant, self.state.numel())
@@ -153,7 +163,12 @@ class _Inputs:
         for direction in ("forward", "reverse"):
             reverse = direction == "reverse"
             results[direction] = (self._once(scan, reverse).clone(), self._expected(reverse))
-        return Subject(variant, lambda: self._once(scan, False)), results
+        return self.subject(variant), results
+
+    def subject(self, variant: str, purpose: str = "eager") -> Subject:
+        """A scan to be timed."""
+        scan = self._session.scan(variant, self.state.numel(), purpose)
+        return Subject(variant, lambda: self._once(scan, False))
 
     def _once(self, scan: StateScan, reverse: bool) -> Tensor:
         pending = scan.launch(self.state, self.log_decay, reverse=reverse)

@@ -160,7 +160,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
     return report
 
 
-def _attention(variant: str, shape: Shape, session: Session) -> Attention:
+def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
     """The operator on a rank's tokens by a variant.
 
     Raises:
@@ -173,7 +173,7 @@ def _attention(variant: str, shape: Shape, session: Session) -> Attention:
     elif variant == "copy":
         scan = LocalCopyScan()
     else:
-        scan = session.scan(variant, shape.heads * shape.key_dim * shape.value_dim)
+        scan = session.scan(variant, shape.heads * shape.key_dim * shape.value_dim, purpose)
     alone = variant == "dp"
     offset = 0 if alone else session.rank * shape.tokens
     shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
@@ -243,10 +243,12 @@ def _measure_shape(
             peaks[name] = _peak_gb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            for subject in list(subjects):
-                graph, problem = capture(subject, 1, session)
+            for name in names:
+                step = _step(name, kind, _attention(name, shape, session, "graph"), inputs)
+                graph, problem = capture(step, 1, session, TOLERANCE[config.dtype])
                 if graph is None:
-                    failed.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
+                    failed.append({"variant": name, "mode": "graph", "note": f"not captured: {problem}"})
+                    session.forget("graph")
                 else:
                     subjects.append(graph)
         timings = runner.measure(subjects)
@@ -261,12 +263,13 @@ def _measure_shape(
 
 
 def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
-    def forward() -> None:
+    def forward() -> Tensor:
         with torch.no_grad():
-            attention(*inputs.leaves)
+            return attention(*inputs.leaves)
 
-    def forward_backward() -> None:
+    def forward_backward() -> Tensor | None:
         attention(*inputs.leaves).backward(inputs.do)
+        return inputs.g.grad
 
     return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
 

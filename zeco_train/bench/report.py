@@ -92,7 +92,8 @@ class Report:
 def timing_fields(timing: Timing) -> Row:
     """A timing by the names that results.json has."""
     rest = {"host_ms": timing.host_ms, "cover_ms": timing.cover_ms, "samples_ms_by_rank": timing.by_rank}
-    return {**timing.summary.as_row(), **rest}
+    note = {"note": "bound by the host"} if 0 < timing.cover_ms < timing.host_ms else {}
+    return {**timing.summary.as_row(), **rest, **note}
 
 
 def format_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], heading: bool = True) -> str:

@@ -13,13 +13,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from zeco_train.bench.check import check_results
 from zeco_train.bench.config import BenchConfig
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
+from zeco_train.errors import CommunicationError
 
 _MIB = 1 << 20
 _MAX_FLUSHES = 400
@@ -31,16 +35,18 @@ class Subject:
 
     Attributes:
         name, mode: `mode` is `eager` or `graph`.
-        run: issues the work onto the current stream; on CPUs does it.
+        run: issues the work onto the current stream; on CPUs does it. Returns a tensor of its result.
         prepare: called before each run, untimed.
         operations: how many `run` does; times are of one.
+        repeatable: the result of `run` is the same if it is done twice without `prepare`.
     """
 
     name: str
     run: Callable[[], object]
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], object] | None = None
     mode: str = "eager"
     operations: int = 1
+    repeatable: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,24 +163,47 @@ class Runner:
         return max(self._session.gather(start.elapsed_time(end) / 20))
 
 
-def capture(subject: Subject, operations: int, session: Session) -> tuple[Subject | None, str]:
+def capture(subject: Subject, operations: int, session: Session, tolerance: float) -> tuple[Subject | None, str]:
     """The subject inside a CUDA graph of so many operations; or None, and why it cannot be captured. Collective.
 
-    It must have run before, so that nothing is compiled, connected or allocated for the first time here.
+    Its result is compared with that of the subject outside of the graph.
+
+    Raises:
+        WrongResultError: it differs by more than the tolerance, on some rank.
     """
-    graph, problem = torch.cuda.CUDAGraph(), ""
+    expected = None
+    for _ in range(2):  # so that nothing is compiled, connected or allocated for the first time in the capture
+        if subject.prepare is not None:
+            subject.prepare()
+        expected = subject.run()
+    expected = expected.clone() if isinstance(expected, Tensor) else None
     if subject.prepare is not None:
         subject.prepare()
     torch.cuda.synchronize()
+    graph, result, problem = torch.cuda.CUDAGraph(), None, ""
     try:
         # Autograd and NCCL's watchdog have threads of their own, which may do what a capture forbids.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(operations):
-                subject.run()
-    except RuntimeError as error:
+                result = subject.run()
+    except (RuntimeError, CommunicationError) as error:
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     torch.cuda.synchronize()
     problem = next((text for text in session.gather(problem) if text), "")
     if problem:
         return None, problem
-    return Subject(subject.name, graph.replay, subject.prepare, "graph", operations), ""
+    captured = Subject(subject.name, graph.replay, subject.prepare, "graph", operations)
+    if subject.repeatable and isinstance(result, Tensor) and expected is not None:
+        _check_replays(captured, result, expected, session, tolerance)
+    return captured, ""
+
+
+def _check_replays(captured: Subject, result: Tensor, expected: Tensor, session: Session, tolerance: float) -> None:
+    for _ in range(2):
+        if captured.prepare is not None:
+            captured.prepare()
+        result.zero_()
+        captured.run()
+    torch.cuda.synchronize()
+    what = {"result": (result, expected)}
+    session.agree(partial(check_results, f"{captured.name} in a CUDA graph", session.rank, what, tolerance))

@@ -74,8 +74,9 @@ class Session:
         dist.all_gather_object(values, value)
         return values
 
-    def scan(self, variant: str, state_elements: int) -> ScanBackend:
-        """The scan of a variant over all ranks; made once for each configuration of it.
+    def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
+        """The scan of a variant over all ranks; made once for each configuration and purpose: a failed capture leaves
+        a scan that cannot be used any more.
 
         Raises:
             ConfigError: this machine has not what it takes.
@@ -83,7 +84,7 @@ class Session:
         config = sp_config(variant, state_elements)
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
-        key = repr(config)
+        key = f"{purpose}: {config}"
         if key not in self._scans:
             self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout)
         return self._scans[key]
@@ -92,6 +93,10 @@ class Session:
         """Return when all scans are received and sent."""
         for scan in self._scans.values():
             scan.drain()
+
+    def forget(self, purpose: str) -> None:
+        """Let go of the scans of a purpose; the next ones are new."""
+        self._scans = {key: scan for key, scan in self._scans.items() if not key.startswith(f"{purpose}: ")}
 
     def within_budget(self) -> bool:
         """Whether a configuration as long as the longest one would end in time; rank 0 decides. Collective."""

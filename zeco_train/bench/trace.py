@@ -16,7 +16,8 @@ from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
 
 _STEP = "bench_step"
-_COMMUNICATION = ("nccl", "all_scan")
+# Of NCCL, and of `zeco_train/kernels/all_scan.py`.
+_COMMUNICATION = ("nccl", "all_scan", "two_shot_kernel", "chain_kernel")
 Interval = tuple[float, float]
 
 
