@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -122,9 +121,8 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordingScan]) 
         events = scan.events
         events.clear()
         phases = ("local_states", "intra_scores", "outputs", "local_state_grads", "intra_grads", "input_grads")
-        module = SimpleNamespace(**{phase: noted(events, ops.chunked, phase) for phase in phases})
         with (
-            mock.patch.object(ops, "select", lambda device, module=module: module),
+            mock.patch.multiple(ops.chunked, **{phase: noted(events, ops.chunked, phase) for phase in phases}),
             mock.patch.object(Courier, "submit", noted(events, Courier, "submit")),
             mock.patch.object(serial, "recv_incoming", noted(events, serial, "recv_incoming")),
             mock.patch.object(serial, "send_folded", noted(events, serial, "send_folded")),

@@ -1,10 +1,12 @@
 """dk and dg, once the gradient of the state after each chunk is known.
 
     dk_j = (the part inside the chunk) + exp(b_end − b_j) ⊙ dS v_j
-    dg_t = Σ_{i >= t in the chunk} (q_i ⊙ dq_i − k_i ⊙ dk_i) + Σ_V S_end ⊙ dS
+    dg_t = Σ_{i >= t} (q_i ⊙ dq_i − k_i ⊙ (dk_i of inside)) + Σ_{j < t} k_j ⊙ (dk_j beyond) + Σ_V exp(b_end) S ⊙ dS
 
-S_end, dS: true state after the chunk and the gradient with respect to it. Their product makes the sum over later tokens
-end with the chunk; at the rank's last chunk it is the boundary term of DESIGN, section 3.
+Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The parts are
+what passes token t on its way to a query of this chunk, from a key of this chunk to a later one, and from before the
+chunk to after it. That of a rank's last chunk holds the boundary term of DESIGN, section 3: the usual form, which is
+Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from zeco_train.kernels.gla.tiles import (
     load_tile,
     state_pointers,
     store_tile,
+    sum_tokens,
 )
 
 
@@ -29,7 +32,7 @@ def input_grads_kernel(
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     pieces,  # [T] int32, read with DOCUMENTS
-    states,  # [N + 1, B, H, K, V]: true states before the chunks and after the last
+    states,  # [N, B, H, K, V]: true states before the chunks
     state_grads,  # [N, B, H, K, V]: gradients after the chunks from their segment's end
     log_decays,  # [N, B, H, K] fp32: by which `end_grads` decays on its way to them
     end_grads,  # [J, B, H, K, V] fp32: true gradients at the segments' ends
@@ -65,35 +68,39 @@ def input_grads_kernel(
     segment_index = (chunk // segment_chunks) * BH + batch_head
 
     key_grads = tl.zeros([C, BK], tl.float32)
-    boundary = tl.zeros([BK], tl.float32)
+    passing = tl.zeros([BK], tl.float32)
     for first_value in range(0, V, BV):
         grad = load_corrected(
             state_grads, log_decays, end_grads, index, segment_index, K, V, first_key, first_value, BK, BV
         )
-        pointers, inside = state_pointers(states, index + BH, K, V, first_key, first_value, BK, BV)
-        boundary += tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad, axis=1)
+        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+        passing += tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad, axis=1)
         values = load_tile(v, start, T, H, V, first_value, C, BV)
         key_grads += tl.dot(values, tl.trans(grad.to(values.dtype)), input_precision=PRECISION)
 
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
     total = load_last_row(b, start, T, H, K, first_key, C, BK)
     factors = tl.exp(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
+    passing *= tl.exp(total)
     if DOCUMENTS:
-        own, _, end = load_pieces(pieces, start, T, C)
+        own, before, end = load_pieces(pieces, start, T, C)
         factors = tl.where((own == end)[:, None], factors, 0.0)
+        passing = tl.where(before == end, passing, 0.0)
     key_grads *= factors
     keys = load_tile(k, start, T, H, K, first_key, C, BK).to(tl.float32)
-    inside_chunk = load_tile(terms, start, T, H, K, first_key, C, BK) - keys * key_grads
+    leaving = keys * key_grads
     key_grads += load_tile(dk, start, T, H, K, first_key, C, BK).to(tl.float32)
     store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
 
+    staying = load_tile(terms, start, T, H, K, first_key, C, BK)
+    later = rows[:, None] <= rows[None, :]
     if DOCUMENTS:
         # not past a restart: what comes from behind one adds up to 0 only within the rounding of another document
-        later = (rows[:, None] <= rows[None, :]) & (own[:, None] == own[None, :])
-        decay_grads = tl.dot(later.to(tl.float32), inside_chunk, input_precision="tf32x3")
-        decay_grads += tl.where((own == end)[:, None], boundary[None, :], 0.0)
+        later = later & (own[:, None] == own[None, :])
+    earlier = rows[:, None] > rows[None, :]
+    decay_grads = passing[None, :] + sum_tokens(later, staying, k.dtype.element_ty == tl.bfloat16)
+    decay_grads += sum_tokens(earlier, leaving, k.dtype.element_ty == tl.bfloat16)
+    if DOCUMENTS:
         previous = tl.load(pieces + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
         decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
-    else:
-        decay_grads = tl.cumsum(inside_chunk, axis=0, reverse=True) + boundary[None, :]
     store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)

@@ -59,7 +59,7 @@ class Launcher:
         self.tuning, self.pieces = tuning, pieces
         # bf16 products are exact whatever is asked for; tf32 alone would lose 3e-4 of fp32 inputs
         self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": pieces is not None, "PRECISION": "tf32x3"}
-        tiles = self._state_tiles(*self.tuning.states.tile(self.K, self.V))
+        tiles = self._state_tiles(*self.tuning.local_states.tile(self.K, self.V))
         segments = max(1, min(self.num_chunks, triton.cdiv(self.tuning.programs, tiles * self.BH)))
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
@@ -98,8 +98,8 @@ class Launcher:
         return local
 
     def true_states(self, k: Tensor, v: Tensor, b: Tensor, starts: Tensor) -> Tensor:
-        """[N + 1, B, H, K, V]: the states before the chunks and after the last, from those before the segments."""
-        states = self._new(self.num_chunks + 1, self.B, self.H, self.K, self.V, dtype=self.dtype)
+        """[N, B, H, K, V]: the states before the chunks, from those before the segments."""
+        states = self._new(self.num_chunks, self.B, self.H, self.K, self.V, dtype=self.dtype)
         self._walk(k, v, b, None, starts, states, None, None, None, False)
         return states
 
@@ -116,7 +116,7 @@ class Launcher:
         total_decays: Tensor | None,
         reverse: bool,
     ) -> None:
-        options = self.tuning.states
+        options = self.tuning.local_states if starts is None else self.tuning.true_states
         BK, BV = options.tile(self.K, self.V)
         chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
             x, y, g, b, self.pieces, starts, states, log_decays, totals, total_decays, self.scale,
@@ -138,10 +138,10 @@ class Launcher:
         return self._new(self.num_chunks, self.B, self.H, CHUNK, CHUNK, dtype=self.dtype)
 
     def scores(self, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-        """[N, B, H, C, C]."""
+        """[N, B, H, C, C]; what lies above the diagonal is undefined."""
         scores, options = self._new_scores(), self.tuning.scores
         BK, _ = options.tile(self.K, self.V)
-        scores_kernel[(self.num_chunks, self.BH)](
+        scores_kernel[(self.num_chunks * (CHUNK // 16), self.BH)](
             q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, **self.flags,
             **options.launch,
         )  # fmt: skip
@@ -161,11 +161,11 @@ class Launcher:
     def intra_grads(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """scores; dq; dk inside chunks; q ⊙ dq − k ⊙ dk."""
+        """scores; dq; dk inside chunks; q ⊙ dq − k ⊙ dk of that dk."""
         scores, dq, dk, terms = self._new_scores(), torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
         options = self.tuning.intra_grads
         BK, BV = options.tile(self.K, self.V)
-        intra_grads_kernel[(self.num_chunks, self.BH)](
+        intra_grads_kernel[(self.num_chunks * (CHUNK // 16), self.BH)](
             q, k, v, b, do, self.pieces, states, scores, dq, dk, terms, self.scale,
             self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip

@@ -82,7 +82,7 @@ def outputs_kernel(
         result *= scale
     values = load_tile(y, start, T, H, V, first_value, C, BV)
     pointers = scores + index * C * C + rows[:, None] * C + rows[None, :]
-    weights = tl.load(pointers).to(values.dtype)
+    weights = tl.load(pointers, mask=rows[:, None] >= rows[None, :], other=0.0).to(values.dtype)
     if REVERSE:
         weights = tl.trans(weights)
     result += tl.dot(weights, values, input_precision=PRECISION)

@@ -22,6 +22,7 @@ from zeco_train.kernels.gla.tiles import (
     load_tile,
     state_pointers,
     store_tile,
+    sum_tokens,
 )
 
 
@@ -33,7 +34,7 @@ def chunk_states_kernel(
     b,  # [B, T, H, K] fp32: b, written unless CUMULATED
     pieces,  # [T] int32, read with DOCUMENTS
     starts,  # [J, B, H, K, V] fp32: true states that the segments start from, read with STARTED
-    states,  # [N + 1 or N, B, H, K, V]
+    states,  # [N, B, H, K, V]
     log_decays,  # [N, B, H, K] fp32, written unless STARTED
     totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written unless STARTED
     total_decays,  # [J, B, H, K] fp32, written unless STARTED
@@ -95,8 +96,8 @@ def chunk_states_kernel(
             total = load_last_row(g, start, T, H, K, first_key, C, BK)
         else:
             decays = load_tile(g, start, T, H, K, first_key, C, BK)
-            sums = tl.cumsum(decays, axis=0)
-            total = tl.sum(decays, axis=0)
+            sums = sum_tokens(rows[:, None] >= rows[None, :], decays, x.dtype.element_ty == tl.bfloat16)
+            total = tl.sum(tl.where((rows == tl.minimum(T - start, C) - 1)[:, None], sums, 0.0), axis=0)
             if leads:
                 store_tile(b, sums, start, T, H, K, first_key, C, BK)
         vectors = load_tile(x, start, T, H, K, first_key, C, BK)
@@ -119,12 +120,7 @@ def chunk_states_kernel(
         state = state * survives[:, None] + added
         log_decay += total
 
-    if STARTED:
-        if end_chunk == num_chunks:
-            last = num_chunks.to(tl.int64) * BH + batch_head
-            final, within = state_pointers(states, last, K, V, first_key, first_value, BK, BV)
-            tl.store(final, state.to(states.dtype.element_ty), mask=within)
-    else:
+    if not STARTED:
         own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
         tl.store(own_total, state, mask=within)
         tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)

@@ -52,6 +52,13 @@ def load_last_row(b, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
+def load_row(b, token, T, H, D, first_column, WIDTH: tl.constexpr):
+    """[WIDTH], b at one token; zeros past the end."""
+    columns = first_column + tl.arange(0, WIDTH)
+    return tl.load(b + token.to(tl.int64) * H * D + columns, mask=(columns < D) & (token < T), other=0.0)
+
+
+@triton.jit
 def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
     """[len(rows), WIDTH], b at the given tokens of the chunk."""
     columns = first_column + tl.arange(0, WIDTH)
@@ -68,6 +75,23 @@ def load_pieces(pieces, start, T, C: tl.constexpr):
     before = tl.load(pieces + start - 1, mask=start > 0, other=0)
     end = tl.load(pieces + tl.minimum(start + C, T) - 1)
     return own, before, end
+
+
+@triton.jit
+def sum_tokens(which, x, NARROW: tl.constexpr):
+    """[C, WIDTH], for each row of the mask `which` [C, C] the sum of those tokens of x [C, WIDTH], fp32.
+
+    A product with ones, several times faster than a cumulative sum along the rows. NARROW cuts x into three bf16 parts
+    of 8 bits each, which together are x; the other way cuts it into tf32 parts, as Triton's interpreter can, too.
+    """
+    if NARROW:
+        ones = which.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(ones, low, tl.dot(ones, middle, tl.dot(ones, high)))
+    return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
 
 
 @triton.jit

@@ -41,21 +41,23 @@ class Options:
 class Tuning:
     """Options of each kernel, and how many programs keep the chip busy in the walks over chunks."""
 
-    states: Options = Options(64, 64, 4, 3)
-    scores: Options = Options(64, 64, 4, 1)
-    intra_grads: Options = Options(64, 64, 8, 1)
-    outputs: Options = Options(64, 128, 4, 2)
-    input_grads: Options = Options(64, 64, 4, 2)
+    local_states: Options = Options(32, 128, 4, 3)
+    true_states: Options = Options(64, 128, 4, 2)
+    scores: Options = Options(32, 64, 1, 2)
+    intra_grads: Options = Options(32, 128, 2, 1, 168)
+    outputs: Options = Options(32, 128, 4, 2, 128)
+    input_grads: Options = Options(32, 64, 4, 1, 128)
     join: Options = Options(64, 64, 4, 1)
-    programs: int = 528
+    programs: int = 264
 
 
 HALF = Tuning()
 # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
 SINGLE = Tuning(
-    states=Options(32, 32, 4, 2),
-    scores=Options(32, 32, 4, 1),
-    intra_grads=Options(32, 32, 8, 1),
+    local_states=Options(32, 32, 4, 2),
+    true_states=Options(32, 32, 4, 2),
+    scores=Options(32, 32, 2, 1),
+    intra_grads=Options(32, 32, 4, 1),
     outputs=Options(32, 64, 4, 1),
     input_grads=Options(32, 32, 4, 1),
 )

@@ -1,0 +1,93 @@
+"""What the tests of the operator's kernels share: cases, and one rank's two passes against the PyTorch ones in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import CHUNKED, Documents, Passes
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One rank's tokens.
+
+    Attributes:
+        shape: B, T, H, K, V.
+        rate: log-decays are uniform from −rate to 0.
+        documents: cu_seqlens. continues: see `SequenceShard`.
+        programs: how many programs the walks over chunks are spread over; few make long segments.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    rate: float = 0.2
+    documents: tuple[int, ...] | None = None
+    continues: bool = True
+    programs: int = 264
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Random inputs; not contiguous, as a projection's output cut into heads may be."""
+        B, T, H, K, V = self.shape
+        generator = torch.Generator().manual_seed(sum(self.shape))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        keys, values = normal(B, T, H, 2 * K).to(dtype), normal(B, T, H, 2 * V).to(dtype)
+        tensors = {
+            **dict(zip("qk", keys.chunk(2, -1), strict=True)),
+            **dict(zip(("v", "do"), values.chunk(2, -1), strict=True)),
+            "g": -self.rate * torch.rand(B, T, H, K, generator=generator),
+            **{name: normal(B, H, K, V) for name in ("R", "D_in")},
+        }
+        return {name: x.to(device) for name, x in tensors.items()}
+
+
+def both_passes(
+    passes: Passes, tensors: dict[str, Tensor], documents: Documents | None, scale: float
+) -> dict[str, Tensor]:
+    """Everything that the two passes of one rank make, by name."""
+    q, k, v, g, do, incoming_state, incoming_grad = (tensors[x] for x in ("q", "k", "v", "g", "do", "R", "D_in"))
+    forward = passes.forward(q, k, v, g, documents, scale)
+    results = {"S_loc": forward.state.clone(), "G_tot": forward.log_decay.clone()}
+    forward.overlap()
+    results["o"] = forward.outputs(incoming_state)
+    backward = passes.backward(q, k, v, do, forward.saved, documents, scale)
+    results["D_loc"] = backward.state_grad.clone()
+    backward.overlap()
+    results.update(zip(("dq", "dk", "dv", "dg"), backward.input_grads(incoming_grad), strict=True))
+    return results
+
+
+def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Error of each result of the kernels, norm over norm, from the PyTorch passes in fp64. Infinite where not finite,
+    or where a decay is not infinite that should be."""
+    from zeco_train.ops import cuda  # it imports Triton, and how that was started decides what runs the kernels
+
+    tensors = case.tensors(dtype, device)
+    documents = None
+    if case.documents is not None:
+        borders = torch.tensor(case.documents)
+        documents = Documents.from_cu_seqlens(borders, case.continues, case.shape[1], device)
+    scale = case.shape[3] ** -0.5
+    plain = cuda.options_for
+    with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=case.programs)):
+        found = both_passes(cuda.CUDA, tensors, documents, scale)
+    expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, documents, scale)
+    return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm; −inf has to be −inf."""
+    found, ends = found.double(), torch.isneginf(expected)
+    if not torch.equal(torch.isneginf(found), ends):
+        return float("inf")
+    found, expected = found.masked_fill(ends, 0.0), expected.masked_fill(ends, 0.0)
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    norm = expected.norm().item()
+    return (found - expected).norm().item() / norm if norm > 0 else found.norm().item()

@@ -1,0 +1,78 @@
+"""The operator's Triton kernels against the PyTorch passes in fp64: under Triton's interpreter, and on a GPU.
+
+The interpreter computes in fp32 what a GPU computes in three tf32 parts, so it tests everything but the hardware.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.kernel_cases import KernelCase, both_passes, kernel_errors
+from zeco_train.ops import Documents
+
+# Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
+SMALL = {
+    "one token": KernelCase((1, 1, 1, 16, 16)),
+    "odd sizes": KernelCase((2, 150, 2, 5, 7), rate=1.0, programs=4),
+    "tiles of K and V": KernelCase((1, 200, 1, 40, 48), programs=4),
+    "strong decays": KernelCase((1, 130, 1, 16, 16), rate=50.0),
+    "documents": KernelCase((1, 300, 1, 16, 16), documents=(0, 70, 128, 129, 200, 300), programs=2),
+    "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), continues=False),
+    "one document, that continues": KernelCase((1, 100, 1, 16, 16), documents=(0, 100)),
+}
+LARGE = {
+    **SMALL,
+    "the paper's heads": KernelCase((2, 1000, 4, 64, 128)),
+    "wide keys": KernelCase((1, 4096, 2, 128, 128), rate=5.0),
+    "the widest heads": KernelCase((1, 1500, 2, 256, 512)),
+    "the narrowest heads": KernelCase((1, 777, 3, 32, 32), rate=0.5),
+    "no power of two": KernelCase((1, 2000, 2, 96, 160), documents=(0, 70, 128, 700, 1400, 2000)),
+    "no decay": KernelCase((1, 2000, 2, 64, 128), rate=0.0),
+    "resets": KernelCase((1, 4096, 1, 64, 128), rate=50.0),
+    "long": KernelCase((1, 65536, 1, 64, 128)),
+}
+# fp32: sums of decays round relative to what came before in the chunk, hence less exact where decays are strong.
+# bf16: 8 bits in each operand, rms 2^-9/√3 each; a few of them in a row.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+
+
+def _interpreted(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    return {name: kernel_errors(case, torch.float32, torch.device("cpu")) for name, case in SMALL.items()}
+
+
+def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is chosen when Triton is imported, so the kernels run in a process of their own.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, errors in run_distributed(_interpreted, 1, timeout=300.0)[0].items():
+        assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
+        assert len(errors) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    errors = kernel_errors(LARGE[name], dtype, torch.device("cuda"))
+    print(name, dtype, {tensor: f"{error:.1e}" for tensor, error in errors.items()})
+    assert all(error <= LIMITS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_kernels_do_not_wait_for_the_gpu() -> None:
+    """No synchronisation of the host in both passes, also with documents; and the same bits each time."""
+    case = KernelCase((1, 1000, 2, 64, 128), documents=(0, 300, 1000))
+    from zeco_train.ops.cuda import CUDA
+
+    tensors = case.tensors(torch.bfloat16, torch.device("cuda"))
+    documents = Documents.from_cu_seqlens(torch.tensor([0, 300, 1000]), True, 1000, torch.device("cuda"))
+    first = both_passes(CUDA, tensors, documents, 0.125)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = both_passes(CUDA, tensors, documents, 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
