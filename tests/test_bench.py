@@ -267,6 +267,7 @@ def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFix
                 torch.distributed.destroy_process_group()
     out = capsys.readouterr().out
     assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in out
+    assert "budget_seconds=540" in (tmp_path / "table.txt").read_text()
     assert [row["size_mb"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]] == [0.03125]
 
 

@@ -71,6 +71,7 @@ def run_case(config: BenchConfig, session: Session) -> Report:
     else:
         assert isinstance(config, OperatorConfig)
         report = operator.run(config, session)
+    report.finish()
     if session.mesh.is_main:
         figures.plot([report.as_json()], report.folder)
     return report

@@ -2,7 +2,8 @@
 
 Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. Timed is `launch` → `wait` → `finish` on the current
 stream, one at a time and inside CUDA graphs of several. The anchors, all-gather and all-reduce of the states alone, are
-timed alike; ratios are to the all-gather in the same mode.
+timed alike; ratios are to the all-gather in the same mode. Scans one after the other in a graph flow into each other
+where their algorithm lets ranks run ahead of each other, as a chain's do; one at a time they cannot.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ from zeco_train.sp.dp import LocalScan
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Rounding of the inputs' dtype, over sums in fp32; matrix products of fp32 inputs may be in tf32 parts.
 TOLERANCE = {Dtype.bf16: 1e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-11}
+# fla's own rounding is not ours to judge; what computes something else is far beyond this.
+PEER_TOLERANCE = 5e-2
 RESULTS = ("o", "dq", "dk", "dv", "dg")
 # fla's gates: logsigmoid over 16.
 _GATE_NORMALIZER = 16.0
@@ -208,7 +210,7 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
     local = SequenceShard(LocalScan(), 0, whole.q.shape[1])
     # float64 takes the operator's PyTorch phases on any device, which have nothing in common with its kernels.
     expected = whole.double().results(lambda q, k, v, g: gla(q, k, v, g, local)[0])
-    begin, tolerance = session.rank * short.tokens, TOLERANCE[config.dtype]
+    begin = session.rank * short.tokens
     errors: dict[str, float] = {}
     for name in config.variants:
         if name == "copy":
@@ -224,6 +226,7 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
         found = (whole if alone else own).results(attention)
         part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
         pairs = {n: (found[n], part[n]) for n in RESULTS}
+        tolerance = PEER_TOLERANCE if name == "fla" else TOLERANCE[config.dtype]
         own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
         errors[name] = max(map(max, (e.values() for e in session.gather(own_errors))))
     return errors

@@ -70,6 +70,10 @@ class Report:
         self.rows += rows
         self._session.agree(self._write)
 
+    def finish(self) -> None:
+        """Write everything, notes of the end included. Errors as of `add`."""
+        self._session.agree(self._write)
+
     def table(self) -> str:
         """The whole table with its notes."""
         return "\n".join([format_table(self.rows, self._columns), *self.notes]) + "\n"

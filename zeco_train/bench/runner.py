@@ -187,15 +187,27 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
             for _ in range(operations):
                 result = subject.run()
     except (RuntimeError, CommunicationError) as error:
-        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        problem = _first_cause(error)
     torch.cuda.synchronize()
     problem = next((text for text in session.gather(problem) if text), "")
     if problem:
         return None, problem
-    captured = Subject(subject.name, graph.replay, subject.prepare, "graph", operations)
+    captured = Subject(subject.name, partial(_replay, graph, subject), subject.prepare, "graph", operations)
     if subject.repeatable and isinstance(result, Tensor) and expected is not None:
         _check_replays(captured, result, expected, session, tolerance)
     return captured, ""
+
+
+def _replay(graph: torch.cuda.CUDAGraph, captured: Subject) -> None:
+    """`captured` is here to live as long as the graph, which has addresses of what it owns."""
+    graph.replay()
+
+
+def _first_cause(error: BaseException) -> str:
+    """One line. The end of a failed capture raises an error of its own, which hides what failed."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _check_replays(captured: Subject, result: Tensor, expected: Tensor, session: Session, tolerance: float) -> None:

@@ -34,7 +34,7 @@ class Session:
         self.mesh, self.device = mesh, mesh.device
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
-        self._scans: dict[str, ScanBackend] = {}
+        self._scans: dict[tuple[str, str], ScanBackend] = {}
 
     @classmethod
     def open(cls, config: BenchConfig, launch: Launch) -> Session:
@@ -84,7 +84,7 @@ class Session:
         config = sp_config(variant, state_elements)
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
-        key = f"{purpose}: {config}"
+        key = purpose, repr(config)
         if key not in self._scans:
             self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout)
         return self._scans[key]
@@ -96,7 +96,7 @@ class Session:
 
     def forget(self, purpose: str) -> None:
         """Let go of the scans of a purpose; the next ones are new."""
-        self._scans = {key: scan for key, scan in self._scans.items() if not key.startswith(f"{purpose}: ")}
+        self._scans = {key: scan for key, scan in self._scans.items() if key[0] != purpose}
 
     def within_budget(self) -> bool:
         """Whether a configuration as long as the longest one would end in time; rank 0 decides. Collective."""
