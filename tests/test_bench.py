@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures
 from zeco_train.bench.check import WrongResultError, check_results, relative_error
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig, parse
+from zeco_train.bench.report import LogLines
 from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, slowest_rank
 from zeco_train.bench.session import Session
@@ -269,6 +271,18 @@ def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFix
     assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in out
     assert "budget_seconds=540" in (tmp_path / "table.txt").read_text()
     assert [row["size_mb"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]] == [0.03125]
+
+
+def test_what_is_logged_is_kept_once() -> None:
+    session = mock.Mock(spec=Session)
+    logger = logging.getLogger("zeco_train.sp.zeco")
+    with LogLines(session) as lines:
+        for _ in range(2):
+            logger.info("all-scan of %g MB: two_shot", 1.0)
+        logger.debug("no")
+    logger.info("later")
+    assert lines.texts == ["all-scan of 1 MB: two_shot"]
+    session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
 
 
 def test_the_local_copy_communicates_nothing() -> None:

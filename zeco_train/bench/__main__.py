@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeco_train.bench import collectives, figures, operator
 from zeco_train.bench.config import BenchConfig, CollectivesConfig, OperatorConfig, parse
-from zeco_train.bench.report import Report
+from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.mesh import Launch
@@ -66,11 +66,13 @@ def run_case(config: BenchConfig, session: Session) -> Report:
     Raises:
         ZecoError: a wrong result, a folder that cannot be written, a rank that is gone.
     """
-    if isinstance(config, CollectivesConfig):
-        report = collectives.run(config, session)
-    else:
-        assert isinstance(config, OperatorConfig)
-        report = operator.run(config, session)
+    with LogLines(session) as lines:
+        if isinstance(config, CollectivesConfig):
+            report = collectives.run(config, session)
+        else:
+            assert isinstance(config, OperatorConfig)
+            report = operator.run(config, session)
+    report.notes += lines.texts
     report.finish()
     if session.mesh.is_main:
         figures.plot([report.as_json()], report.folder)

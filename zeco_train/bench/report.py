@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -91,6 +92,34 @@ class Report:
                 (self.folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise DataError(self.folder, f"cannot be written ({error.strerror})") from error
+
+
+class LogLines(logging.Handler):
+    """While entered, prints what the project logs at level INFO and above, and keeps each different line: what `auto`
+    chose, and where something falls back."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        self._session = session
+        self._logger = logging.getLogger("zeco_train")
+
+    def __enter__(self) -> LogLines:
+        self._level = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        text = record.getMessage()
+        if text not in self.texts:
+            self.texts.append(text)
+            self._session.say(text)
 
 
 def timing_fields(timing: Timing) -> Row:
