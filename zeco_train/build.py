@@ -199,7 +199,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
-        scan=build_scan(config.sp, mesh.scan_groups, mesh.timeout),
+        scan=build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device),
         model=model,
         optimizer=optimizer,
         split=split,

@@ -104,7 +104,8 @@ def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timed
         _join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     rows = devices.mesh.tolist()
-    forward, reverse = (_group(rows, timeout) for _ in ("forward", "reverse"))
+    # Scans are small and waited for: they go before the compute that they overlap.
+    forward, reverse = (_group(rows, timeout, urgent=device.type == "cuda") for _ in ("forward", "reverse"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
 
 
@@ -123,9 +124,13 @@ def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], tim
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
-def _group(members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group of those listed. Collective."""
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+def _group(members: list[list[int]], timeout: timedelta, urgent: bool = False) -> dist.ProcessGroup:
+    """This rank's group of those listed; with `urgent`, NCCL uses streams of high priority. Collective."""
+    options = None
+    if urgent:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options)
     assert group is not None
     return group
 

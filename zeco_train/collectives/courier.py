@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -51,10 +52,16 @@ class Courier:
     Args:
         group: the ranks to scan over; it carries scans of one direction and nothing else.
         timeout: bound of each wait for a peer.
+
+    Attributes:
+        checks: called before each launch and by `drain`; each raises `CommunicationError` for a scan that failed where
+            no call of this process could notice.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
+        self.group, self.timeout = group, timeout
+        self.checks: list[Callable[[], None]] = []
+        self._wires: dict[tuple[str, bool], Wire] = {}
         self._lane = _Lane()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -62,9 +69,17 @@ class Courier:
         # Also runs at exit; the thread is a daemon besides, so that one stuck in a wait does not delay the exit.
         weakref.finalize(self, self._lane.jobs.put, None)
 
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return dist.get_world_size(self.group)
+
     def wire(self, operation: str, reverse: bool) -> Wire:
         """The view that a collective of this name has of the group. Errors as of `Wire`."""
-        return Wire(self._group, operation, reverse, self._timeout)
+        wire = self._wires.get((operation, reverse))
+        if wire is None:
+            wire = self._wires[operation, reverse] = Wire(self.group, operation, reverse, self.timeout)
+        return wire
 
     def launch(
         self, request: ScanRequest, operation: str, start: Callable[[Wire, PendingScan], Callable[[], None]]
@@ -86,13 +101,16 @@ class Courier:
         scan = PendingScan(request.want_carry)
         with self._launching(request):
             self.submit(start(wire, scan), scan.promises, request.state.device)
+            if request.state.is_cuda and torch.cuda.is_current_stream_capturing():
+                # A capture has to end with all its streams joined, also where nobody waits for what this rank sends.
+                scan.ended = torch.cuda.Event()
+                scan.ended.record()
         return scan
 
     @contextlib.contextmanager
     def _launching(self, request: ScanRequest) -> Iterator[None]:
         """Surrounds all that a launch does with its inputs: on CUDA it runs on the courier's stream."""
-        if self._lane.failure is not None:
-            raise self._lane.failure
+        self._check()
         tensors = [x for x in (request.state, request.log_decay, request.carry_in) if x is not None]
         with torch.no_grad(), self._side_stream(tensors) if tensors[0].is_cuda else contextlib.nullcontext():
             try:
@@ -101,10 +119,21 @@ class Courier:
                 self._lane.failure = error
                 raise
 
+    def _check(self) -> None:
+        if self._lane.failure is None:
+            try:
+                for check in self.checks:
+                    check()
+            except CommunicationError as error:
+                self._lane.failure = error
+        if self._lane.failure is not None:
+            raise self._lane.failure
+
     @contextlib.contextmanager
     def _side_stream(self, inputs: list[Tensor]) -> Iterator[None]:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(inputs[0].device)
+            # What it carries is small and others wait for it: it goes before the compute that it overlaps.
+            self._stream = torch.cuda.Stream(inputs[0].device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
         for tensor in inputs:
             tensor.record_stream(self._stream)
@@ -141,6 +170,7 @@ class Courier:
             drained.get()
         if self._stream is not None:
             self._stream.synchronize()
+        self._check()
 
 
 def _serve(lane: _Lane) -> None:

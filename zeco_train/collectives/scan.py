@@ -61,9 +61,9 @@ class Promise:
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
 
-    def deliver(self, value: Tensor) -> None:
-        """Keep the promise; `value` may still be in the making on the current stream."""
-        if value.is_cuda:
+    def deliver(self, value: Tensor, is_ready: bool = False) -> None:
+        """Keep the promise; unless it `is_ready`, `value` may still be in the making on the current stream."""
+        if value.is_cuda and not is_ready:
             self._ready = torch.cuda.Event()
             self._ready.record()
         self._value = value
@@ -92,11 +92,16 @@ class Promise:
 
 
 class PendingScan:
-    """A scan under way (`zeco_train.sp.base.PendingScan`). `incoming` and `carry` are for the job that runs it."""
+    """A scan under way (`zeco_train.sp.base.PendingScan`). `incoming` and `carry` are for the job that runs it.
+
+    Attributes:
+        ended: of a scan that is captured into a CUDA graph, the end of all that it does.
+    """
 
     def __init__(self, want_carry: bool) -> None:
         self.incoming = Promise()
         self.carry = Promise() if want_carry else None
+        self.ended: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
         """The incoming state, [B, H, K, V]; it may be `carry_in` itself, so it is not to be written to.
@@ -107,7 +112,9 @@ class PendingScan:
         return self.incoming.get()
 
     def finish(self) -> None:
-        """Nothing: the courier has long sent this rank's part on."""
+        """Nothing: the courier has long sent this rank's part on. A captured scan is joined to the current stream."""
+        if self.ended is not None:
+            torch.cuda.current_stream().wait_event(self.ended)
 
     def carry_out(self) -> Tensor:
         """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.

@@ -40,10 +40,11 @@ class Wire:
     Args:
         group: any group that this process belongs to.
         operation: name of the collective, for errors.
-        reverse: the scan runs from the last rank to the first.
+        reverse: the scan runs from the last rank to the first; also an attribute.
         timeout: bound of each wait.
 
     Attributes:
+        operation: name of the collective with its direction.
         size: ranks of the group.
         position: this rank's place in scan order.
         rank: this rank within the group, as `all_to_all` and `all_gather` order their parts.
@@ -58,8 +59,8 @@ class Wire:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the given process group")
-        self._group, self._reverse = group, reverse
-        self._operation = f"{operation} {'reverse' if reverse else 'forward'}"
+        self._group, self.reverse = group, reverse
+        self.operation = f"{operation} {'reverse' if reverse else 'forward'}"
         self.position = self.group_rank(self.rank)
 
     @property
@@ -72,7 +73,7 @@ class Wire:
 
     def group_rank(self, position: int) -> int:
         """The rank within the group at a position in scan order (and the reverse: the map is its own inverse)."""
-        return self.size - 1 - position if self._reverse else position
+        return self.size - 1 - position if self.reverse else position
 
     def send(self, tensor: Tensor, position: int, tag: int, what: str) -> Transfer:
         """Start to send a contiguous tensor to the rank at `position`."""
@@ -126,7 +127,7 @@ class Wire:
         except RuntimeError as error:
             raise CommunicationError(
                 dist.get_rank(),
-                f"{self._operation}: {what}",
+                f"{self.operation}: {what}",
                 self._problem(str(error)),
                 None if peer is None else dist.get_global_rank(self._group, peer),
             ) from error

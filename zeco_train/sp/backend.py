@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from zeco_train.collectives import Courier, ScanRequest
@@ -45,6 +47,29 @@ class ScanBackend(ABC):
     def courier(self, request: ScanRequest) -> Courier:
         """The courier of the request's direction."""
         return self._couriers[request.reverse]
+
+    def prepare(self, device: torch.device) -> None:
+        """Run a tiny scan of each direction, so that what is set up at first use (NCCL's communicators, memory that
+        ranks share) is set up here and not in a first step. Collective; returns when the scans are over.
+
+        Groups have to be set up like this on CUDA: one that is set up as it is made runs its messages in series.
+
+        Raises:
+            ConfigError: the ranks cannot do what was configured.
+            CommunicationError: a peer is gone.
+        """
+        state = torch.zeros(1, 1, 8, 8, device=device)
+        for start in self.kinds():
+            for reverse in (False, True)[: len(self._couriers)]:
+                scan = start(ScanRequest(state, state[..., 0].contiguous(), reverse, want_carry=True))
+                scan.wait()
+                scan.finish()
+                scan.carry_out()
+        self.drain()
+
+    def kinds(self) -> list[Callable[[ScanRequest], PendingScan]]:
+        """`start` for each collective that it may take."""
+        return [self.start]
 
     def drain(self) -> None:
         """Return when everything launched is received *and* sent; to be called before the groups are destroyed.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 
+import torch
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives import Courier
@@ -80,12 +81,27 @@ class SPConfig:
         self.all_scan.validate()
 
 
-def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], timeout: timedelta) -> ScanBackend:
+def build_scan(
+    config: SPConfig,
+    groups: tuple[ProcessGroup, ProcessGroup],
+    timeout: timedelta,
+    device: torch.device | None = None,
+) -> ScanBackend:
     """The scan of `config.backend` over an SP group, given once for each direction (forward, reverse).
 
-    Each wait for a peer is bounded by `timeout`.
+    Each wait for a peer is bounded by `timeout`. With a `device` the groups are set up for scans of its tensors, which
+    is collective; else the first scans do that.
+
+    Raises:
+        ConfigError: the ranks cannot do what was configured.
     """
-    couriers = tuple(Courier(group, timeout) for group in groups)
+    scan = _build(config, tuple(Courier(group, timeout) for group in groups))
+    if device is not None:
+        scan.prepare(device)
+    return scan
+
+
+def _build(config: SPConfig, couriers: tuple[Courier, ...]) -> ScanBackend:
     match config.backend:
         case Backend.dp:
             return LocalScan()
@@ -94,4 +110,5 @@ def build_scan(config: SPConfig, groups: tuple[ProcessGroup, ProcessGroup], time
         case Backend.lasp2:
             return AllGatherScan(couriers)
         case Backend.zeco:
-            return AllScan(couriers, config.all_scan.algorithm, config.all_scan.transport, config.all_scan.num_blocks)
+            all_scan = config.all_scan
+            return AllScan(couriers, all_scan.algorithm, all_scan.transport, all_scan.num_blocks)

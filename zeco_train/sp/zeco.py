@@ -15,10 +15,21 @@ On the wire, per rank and direction: one state of S bytes, received once and sen
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
+
+import torch
+import torch.distributed as dist
 
 from zeco_train.collectives import Courier, PendingScan, ScanRequest, launch_chain, launch_two_shot
+from zeco_train.collectives.cost_model import Choice, Link, choose
+from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, shape_problem, transport_problem
+from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import ScanBackend
+
+logger = logging.getLogger(__name__)
 
 
 class AllScanAlgorithm(Enum):
@@ -56,12 +67,85 @@ class AllScan(ScanBackend):
         blocks: int | None = None,
     ) -> None:
         super().__init__(couriers)
-        self._algorithm, self._transport, self._blocks = algorithm, transport, blocks
+        self._transport, self._blocks = transport, blocks
+        self._algorithm = None if algorithm is AllScanAlgorithm.auto else algorithm.value
+        self._links: dict[Courier, Link] = {}
+        self._symmetric: dict[Courier, SymmetricScans] = {}
+        self._choices: dict[tuple[object, ...], tuple[Link, Choice]] = {}
 
     def start(self, request: ScanRequest) -> PendingScan:
-        """Start the All-Scan: it goes on while the caller computes its intra-chunk scores."""
-        match self._algorithm:
-            case AllScanAlgorithm.two_shot:
-                return launch_two_shot(request, self.courier(request))
-            case _:
-                return launch_chain(request, self.courier(request), blocks=self._blocks or 4)
+        """Start the All-Scan: it goes on while the caller computes its intra-chunk scores.
+
+        Raises:
+            ConfigError: `transport=symmetric`, and the ranks cannot. On all of them.
+        """
+        return self._start(request, self._algorithm)
+
+    def kinds(self) -> list[Callable[[ScanRequest], PendingScan]]:
+        """`start` for each algorithm that may be chosen."""
+        algorithms = [self._algorithm] if self._algorithm is not None else ["chain", "two_shot"]
+        return [partial(self._start, algorithm=algorithm) for algorithm in algorithms]
+
+    def _start(self, request: ScanRequest, algorithm: str | None) -> PendingScan:
+        courier = self.courier(request)
+        key = (courier, algorithm, request.state.shape, request.state.dtype)
+        if key not in self._choices:
+            self._choices[key] = self._choose(courier, request, algorithm)
+        link, choice = self._choices[key]
+        if link is Link.symmetric:
+            return self._symmetric[courier].launch(request, choice.algorithm, choice.blocks)
+        if choice.algorithm == "two_shot":
+            return launch_two_shot(request, courier)
+        return launch_chain(request, courier, blocks=choice.blocks or 1)
+
+    def _choose(self, courier: Courier, request: ScanRequest, algorithm: str | None) -> tuple[Link, Choice]:
+        """How scans of a shape go over the wire: decided once, by what all ranks know alike, and logged."""
+        state, ranks = request.state, courier.size
+        if courier not in self._links:
+            self._links[courier] = self._find_link(courier, state.device)
+        link = self._links[courier]
+        problem = shape_problem(state.shape) if link is Link.symmetric else None
+        if problem is not None:
+            self._fall_back(problem)
+            link = Link.nccl
+        if link is Link.symmetric and courier not in self._symmetric:
+            self._symmetric[courier] = SymmetricScans(courier)
+        state_bytes = state.numel() * state.element_size()
+        choice = choose(link, max(ranks, 2), state_bytes, state.shape[2], algorithm, self._blocks)
+        if _is_main():
+            blocks = "" if choice.blocks is None or choice.algorithm != "chain" else f" of {choice.blocks} blocks"
+            logger.info(
+                "all-scan of %.3g MB over %d ranks: %s%s by %s",
+                state_bytes / 1e6,
+                ranks,
+                choice.algorithm,
+                blocks,
+                link.value,
+            )
+        return link, choice
+
+    def _find_link(self, courier: Courier, device: torch.device) -> Link:
+        """Which way the courier's ranks have. Collective on CUDA."""
+        wants_symmetric = self._transport is not AllScanTransport.p2p
+        if device.type != "cuda" or courier.size == 1:
+            if self._transport is AllScanTransport.symmetric and courier.size > 1:
+                self._fall_back(f"the states are on {device.type}")
+            return Link.gloo
+        if wants_symmetric:
+            problem = transport_problem(courier, device)
+            if problem is None:
+                return Link.symmetric
+            self._fall_back(problem)
+        return Link.nccl if len(set(hosts_of(courier))) == 1 else Link.nccl_across_nodes
+
+    def _fall_back(self, problem: str) -> None:
+        """Say why symmetric memory is not used, or refuse what was asked for."""
+        if self._transport is AllScanTransport.symmetric:
+            allowed = f"needs GPUs of one NVLink domain ({problem}); or take auto or p2p"
+            raise ConfigError("sp.all_scan.transport", self._transport.value, allowed)
+        if _is_main():
+            logger.warning("sp.all_scan.transport=auto takes p2p, which is slower: no symmetric memory (%s)", problem)
+
+
+def _is_main() -> bool:
+    return dist.get_rank() == 0

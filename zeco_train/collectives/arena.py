@@ -1,0 +1,182 @@
+"""Memory that all ranks of a group map, for the scans of one algorithm in one direction.
+
+An *arena* is the same stretch of memory on every rank, into which its peers write: flags first, then data. Its layout
+is fixed at allocation, by a capacity, and no call's shape moves anything in it: peers may be a scan ahead or behind,
+and would write where somebody still reads. A call that needs more gets a new arena, on all ranks alike, since all ranks
+see the same shapes; the old one stays, for late peers may still write to it.
+
+Beside the shared memory lies what only this rank's kernels use: the number of the last scan, and the first failure, of
+which the host sees a copy in pinned memory without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# Of all that is placed in an arena, bytes: more than any vector access, and a cache line's multiple.
+_ALIGNMENT = 512
+
+_kept: list[object] = []
+
+
+def keep(memory: object) -> None:
+    """Keep memory to the end of the process: it must not be unmapped, or used anew, while a peer may still write."""
+    _kept.append(memory)
+
+
+@dataclass(frozen=True)
+class TwoShotCapacity:
+    """What one call of `two_shot` needs, or an arena has room for.
+
+    Attributes:
+        width, tiles: of an owner, and of all of them.
+        slot, decays, results: bytes of one rank's part of an owner's tiles, of their log-decays, and of all results.
+    """
+
+    width: int
+    tiles: int
+    slot: int
+    decays: int
+    results: int
+
+
+@dataclass(frozen=True)
+class ChainCapacity:
+    """What one call of `chain` needs, or an arena has room for: blocks, and bytes of a state."""
+
+    blocks: int
+    state: int
+
+
+Capacity = TwoShotCapacity | ChainCapacity
+FLOOR: dict[type, Capacity] = {
+    TwoShotCapacity: TwoShotCapacity(1 << 10, 1 << 12, 1 << 20, 1 << 16, 1 << 22),
+    ChainCapacity: ChainCapacity(1 << 10, 1 << 22),
+}
+
+
+def holds(capacity: Capacity, needed: Capacity) -> bool:
+    """Whether a call fits."""
+    return all(have >= need for have, need in zip(_numbers(capacity), _numbers(needed), strict=True))
+
+
+def enlarged(capacity: Capacity | None, needed: Capacity) -> Capacity:
+    """The capacity of a new arena: powers of two, no less than the one before had, so that few calls need another."""
+    before = _numbers(capacity or FLOOR[type(needed)])
+    sizes = (max(have, 1 << (need - 1).bit_length()) for have, need in zip(before, _numbers(needed), strict=True))
+    return type(needed)(*sizes)
+
+
+def _numbers(capacity: Capacity) -> tuple[int, ...]:
+    return tuple(vars(capacity).values())
+
+
+@dataclass
+class Layout:
+    """Offsets and strides of an arena in bytes, by name, as the kernels of `kernels/all_scan.py` take them."""
+
+    size: int = 0
+    offsets: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, capacity: Capacity, ranks: int) -> Layout:
+        """Flags of 4 bytes, then data, of which each part has two halves by the epoch's parity."""
+        layout = cls()
+        if isinstance(capacity, TwoShotCapacity):
+            layout.place("input_flags", ranks * capacity.width * 4)
+            layout.place("results_flags", capacity.tiles * 4)
+            layout.place("inbox", 2 * ranks * _aligned(capacity.slot))
+            layout.place("decays_box", 2 * ranks * _aligned(capacity.decays))
+            layout.place("results", 2 * 2 * _aligned(capacity.results))
+            layout.offsets["flag_stride"] = capacity.width
+            layout.offsets["inbox_stride"] = _aligned(capacity.slot)
+            layout.offsets["decays_stride"] = _aligned(capacity.decays)
+            layout.offsets["results_stride"] = _aligned(capacity.results)
+        else:
+            layout.place("flags", capacity.blocks * 4)
+            layout.place("carry_flags", capacity.blocks * 4)
+            layout.place("credit", 4)
+            layout.place("inbox", 2 * _aligned(capacity.state))
+            layout.place("carry_box", 2 * _aligned(capacity.state))
+            layout.offsets["inbox_stride"] = _aligned(capacity.state)
+        return layout
+
+    def place(self, name: str, size: int) -> None:
+        """Add a part at the end."""
+        self.offsets[name] = self.size
+        self.size += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+# From a size in bytes to this rank's memory, zeroed on all ranks, and the addresses of all ranks' by group rank.
+Allocate = Callable[[int, ProcessGroup, torch.device], tuple[object, list[int]]]
+
+
+def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[object, list[int]]:
+    """Memory of all of the group's GPUs, mapped into each process. Collective.
+
+    Raises:
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    # The kernels here use plain stores only; objects for multicast are known to put shared hosts out of order.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    memory.zero_()
+    # A peer may write as soon as the rendezvous is over.
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    addresses = list(handle.buffer_ptrs)
+    # Some versions give the start of the allocation that the tensor lies in.
+    offset = memory.data_ptr() - addresses[dist.get_rank(group)]
+    return (memory, handle), [address + offset for address in addresses]
+
+
+class Arena:
+    """One arena on this rank, with what its kernels keep.
+
+    Args:
+        group: its ranks.
+        reverse: scans run from the last rank to the first.
+        device: of the scans.
+        capacity: that of the layout.
+        allocate: how the memory is had. Collective.
+
+    Attributes:
+        peers: [P] int64, the ranks' addresses in scan order.
+        control: [2] int32, the last scan's epoch, and how many CTAs have read it.
+        failure: [1] int64, see `kernels/all_scan.py`.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, reverse: bool, device: torch.device, capacity: Capacity, allocate: Allocate
+    ) -> None:
+        self.capacity = capacity
+        self.layout = Layout.of(capacity, dist.get_world_size(group))
+        memory, addresses = allocate(self.layout.size, group, device)
+        self.peers = torch.tensor(addresses[::-1] if reverse else addresses, dtype=torch.int64, device=device)
+        self.control = torch.zeros(2, dtype=torch.int32, device=device)
+        self.failure = torch.zeros(1, dtype=torch.int64, device=device)
+        self._status = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.status_address = self._status.data_ptr()
+        self._word = ctypes.c_int64.from_address(self.status_address)
+        if device.type == "cuda":
+            # Kernels run on other streams than the one that made these tensors.
+            torch.cuda.synchronize(device)
+        keep((memory, self))
+
+    def failed(self) -> tuple[int, int, int] | None:
+        """Epoch, what was waited for and the peer's position in scan order, of the first failure; None without one."""
+        word = self._word.value
+        return None if word == 0 else (word >> 24, (word >> 16) & 0xFF, (word & 0xFFFF) - 1)

@@ -1,0 +1,114 @@
+"""What an All-Scan takes, by the model of DESIGN section 5, and the choice that follows from it.
+
+With α seconds a message, β seconds a byte, S bytes of a state, P ranks and b blocks,
+
+    chain       T(b) = (P − 2 + b)(α + βS/b)        one message a block and rank; b = √((P − 2)βS/α)
+    chain       T = (P − 1)α + βS                   one kernel, whose blocks flow side by side
+    two_shot    T = 2(α' + (P − 1)α'' + β'S(P − 1)/P)
+
+α and β were measured once, for each way over the wire, and stand below: nothing is measured at run time, so a run that
+goes on later, or elsewhere, sums in the same order and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Link(Enum):
+    """A way over the wire: `p2p` between processes of a CPU, GPUs of one machine, and machines; or `symmetric`."""
+
+    gloo = "gloo"
+    nccl = "nccl"
+    nccl_across_nodes = "nccl across nodes"
+    symmetric = "symmetric memory"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Attributes:
+    message, byte: α in seconds and β in seconds a byte, of a chain's messages.
+    exchange, exchange_peer, exchange_byte: α', α'' and β', of one of the two all-to-alls.
+    """
+
+    message: float
+    byte: float
+    exchange: float
+    exchange_peer: float
+    exchange_byte: float
+
+
+MEASURED = {
+    # 2 to 4 processes on 2 cores, torch 2.13, 0.03 to 4 MB: DESIGN's machine for tests.
+    Link.gloo: Costs(3e-4, 7e-10, 8e-4, 3e-4, 3e-9),
+    # 4 × H200, torch 2.11, NCCL 2.28, 0.5 to 8 MB.
+    Link.nccl: Costs(2.5e-5, 4.5e-12, 8e-6, 1e-6, 5.5e-12),
+    # DESIGN, section 5: 10 µs and 50 GB/s between nodes; not measured here.
+    Link.nccl_across_nodes: Costs(2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11),
+    # 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, inside CUDA graphs.
+    Link.symmetric: Costs(1.15e-5, 7.1e-12, 7e-6, 4e-7, 4.4e-12),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Attributes:
+    algorithm: `chain` or `two_shot`.
+    blocks: of `chain` over p2p; None elsewhere.
+    seconds: what the model says that it takes.
+    """
+
+    algorithm: str
+    blocks: int | None
+    seconds: float
+
+
+def best_blocks(ranks: int, state_bytes: int, key_dim: int, costs: Costs) -> int:
+    """b = √((P − 2)βS/α), a whole number from 1 to K."""
+    exact = math.sqrt(max(ranks - 2, 0) * costs.byte * state_bytes / costs.message)
+    return max(1, min(key_dim, round(exact)))
+
+
+def chain_seconds(link: Link, ranks: int, state_bytes: int, blocks: int | None = None) -> float:
+    """T of `chain`; the blocks count over p2p only."""
+    costs = MEASURED[link]
+    if link is Link.symmetric or blocks is None:
+        return (ranks - 1) * costs.message + costs.byte * state_bytes
+    return (ranks - 2 + blocks) * (costs.message + costs.byte * state_bytes / blocks)
+
+
+def two_shot_seconds(link: Link, ranks: int, state_bytes: int) -> float:
+    """T of `two_shot`."""
+    costs = MEASURED[link]
+    latency = costs.exchange + (ranks - 1) * costs.exchange_peer
+    return 2 * (latency + costs.exchange_byte * state_bytes * (ranks - 1) / ranks)
+
+
+def choose(
+    link: Link, ranks: int, state_bytes: int, key_dim: int, algorithm: str | None = None, blocks: int | None = None
+) -> Choice:
+    """The faster algorithm, or what is left to choose of a given one.
+
+    Args:
+        link: the way over the wire.
+        ranks: P ≥ 2.
+        state_bytes: S.
+        key_dim: K, which bounds the blocks.
+        algorithm: `chain`, `two_shot`, or None for the faster one; at equal times it is `chain`.
+        blocks: of `chain`; None is the best number over p2p, and 16,384 elements each in one kernel.
+    """
+    if link is not Link.symmetric and blocks is None:
+        blocks = best_blocks(ranks, state_bytes, key_dim, MEASURED[link])
+    chain = Choice("chain", blocks, chain_seconds(link, ranks, state_bytes, blocks))
+    two_shot = Choice("two_shot", None, two_shot_seconds(link, ranks, state_bytes))
+    match algorithm:
+        case "chain":
+            return chain
+        case "two_shot":
+            return two_shot
+        case None:
+            return min(chain, two_shot, key=lambda choice: choice.seconds)
+        case _:
+            raise ValueError(f"no such algorithm: {algorithm}")

@@ -1,0 +1,326 @@
+"""All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map: `chain` and `two_shot`.
+
+The kernels and the protocol are `zeco_train/kernels/all_scan.py`; here lie what they are given, their launch on the
+courier's stream, and what the host learns of a scan that failed. Nothing here waits for the device, so that a scan can
+be captured into a CUDA graph once one of its size has run outside.
+
+On the wire, per rank, of S bytes a state: `chain` S received and S sent; `two_shot` (P − 1)/P S and the log-decays sent
+to owners and as much of results received. `carry_out` adds S to what is received.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco_train.collectives.arena import (
+    Allocate,
+    Arena,
+    Capacity,
+    ChainCapacity,
+    TwoShotCapacity,
+    allocate_symmetric,
+    enlarged,
+    holds,
+    keep,
+)
+from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.wire import Wire
+from zeco_train.errors import CommunicationError
+
+# Triton's interpreter runs the kernels on a CPU, in tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# What a kernel's failure word says that it waited for; `kernels/all_scan.py` has the numbers.
+WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a credit", 5: "carry_out"}
+
+logger = logging.getLogger(__name__)
+
+# ZeCO, section 4: elements of a block of the pipelined All-Scan.
+PAPER_BLOCK = 16_384
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is cut up.
+
+    Attributes:
+        ctas: at most; all spin at once beside the compute that the scan overlaps.
+        num_warps: of a CTA.
+        elements: of a tile, which a CTA holds in registers.
+    """
+
+    ctas: int
+    num_warps: int
+    elements: int
+
+
+TUNING = {
+    "chain": Tuning(ctas=32, num_warps=16, elements=16_384),
+    "two_shot": Tuning(ctas=32, num_warps=8, elements=2048),
+}
+
+
+def shape_problem(shape: tuple[int, ...]) -> str | None:
+    """Why a state's shape is beyond the kernels, whose tiles hold all of K, or of V; None if it is not."""
+    batch, heads, key_dim, value_dim = shape
+    if key_dim > 2048 or value_dim > 4096:
+        return f"K={key_dim}, V={value_dim}"
+    elements = batch * heads * _power_of_2(key_dim) * _power_of_2(value_dim)
+    return f"{elements} elements" if elements >= 1 << 30 else None
+
+
+def hosts_of(courier: Courier) -> list[str]:
+    """The name of every rank's machine. Collective; waits for the device where the group has no backend for CPUs."""
+    hosts = [""] * dist.get_world_size(courier.group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=courier.group)
+    return hosts
+
+
+def transport_problem(courier: Courier, device: torch.device) -> str | None:
+    """Why the courier's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
+    if device.type != "cuda":
+        return f"the states are on {device.type}"
+    if len(set(hosts := hosts_of(courier))) > 1:
+        return f"the ranks are on {len(set(hosts))} machines"
+    problem = None
+    try:
+        import triton  # noqa: F401
+
+        # A trial: what keeps GPUs from each other's memory differs from machine to machine.
+        keep(allocate_symmetric(1 << 10, courier.group, device))
+    except (ImportError, RuntimeError, AttributeError) as error:
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    problems: list[str | None] = [None] * len(hosts)
+    dist.all_gather_object(problems, problem, group=courier.group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+
+
+class SymmetricScans:
+    """The scans of one courier over symmetric memory.
+
+    Args:
+        courier: its group's ranks share an NVLink domain.
+        allocate: how memory is had that all ranks map.
+        tuning: by algorithm, in place of the project's.
+    """
+
+    def __init__(
+        self, courier: Courier, allocate: Allocate = allocate_symmetric, tuning: dict[str, Tuning] | None = None
+    ) -> None:
+        self._courier, self._allocate = courier, allocate
+        self._tuning = TUNING | (tuning or {})
+        self._arenas: list[tuple[Wire, Arena]] = []
+        self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._zeros: dict[tuple[Any, ...], Tensor] = {}
+        courier.checks.append(self.check)
+
+    def launch(self, request: ScanRequest, algorithm: str, blocks: int | None = None) -> PendingScan:
+        """Start the scan; it ends without this rank's `wait`.
+
+        Args:
+            request: this rank's part.
+            algorithm: `chain` or `two_shot`.
+            blocks: of `chain`; None makes blocks of 16,384 elements.
+
+        Raises:
+            ValueError: the group is without this process.
+            CommunicationError: an earlier scan of the courier failed.
+            RuntimeError: memory for a scan of this size would have to be had while a CUDA graph is captured.
+        """
+        return self._courier.launch(
+            request,
+            f"symmetric_{algorithm}",
+            lambda wire, scan: partial(self._run, request, algorithm, blocks, wire, scan),
+        )
+
+    def check(self) -> None:
+        """Look for a scan that failed, without waiting for those under way.
+
+        Raises:
+            CommunicationError: names rank, operation, epoch and peer.
+        """
+        for wire, arena in self._arenas:
+            found = arena.failed()
+            if found is not None:
+                epoch, what, position = found
+                raise CommunicationError(
+                    dist.get_rank(),
+                    f"{wire.operation}: wait for {WAITED_FOR[what]} in scan {epoch}",
+                    f"no answer within {self._courier.timeout.total_seconds():g} s",
+                    dist.get_global_rank(self._courier.group, wire.group_rank(position)),
+                )
+
+    def _run(self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire, scan: PendingScan) -> None:
+        """The courier's job: one launch on the current stream."""
+        has_carry = wire.is_first and request.carry_in is not None
+        key = (algorithm, wire.reverse, request.state.shape, request.state.dtype, blocks, has_carry, scan.carry is None)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(request, algorithm, blocks, wire, has_carry)
+        state = request.state.contiguous()
+        # What the kernel does not read or write is filled in by what is at hand.
+        carry_in, output, carry_out = state, state, state
+        if has_carry:
+            assert request.carry_in is not None
+            carry_in = request.carry_in.contiguous()
+            scan.incoming.deliver(request.carry_in)
+        elif wire.is_first:
+            self._deliver_zeros(state, scan)
+        else:
+            output = torch.empty_like(state)
+        if scan.carry is not None:
+            carry_out = torch.empty_like(state)
+        plan(state, request.log_decay.contiguous(), carry_in, output, carry_out)
+        if not wire.is_first:
+            scan.incoming.deliver(output)
+        if scan.carry is not None:
+            scan.carry.deliver(carry_out)
+
+    def _deliver_zeros(self, state: Tensor, scan: PendingScan) -> None:
+        """R_0 without a carry: one tensor for all scans of a shape, since making it would hold up the kernel."""
+        key = (state.shape, state.dtype, state.device)
+        zeros = self._zeros.get(key)
+        if zeros is None:
+            zeros = torch.zeros_like(state)
+            if state.is_cuda and torch.cuda.is_current_stream_capturing():
+                # It lies in the graph's own memory, and is filled when the graph runs.
+                scan.incoming.deliver(zeros)
+                return
+            if state.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            self._zeros[key] = zeros
+        scan.incoming.deliver(zeros, is_ready=True)
+
+    def _plan(
+        self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire, has_carry: bool
+    ) -> Callable[..., None]:
+        """All of a launch that does not change from one scan of a shape to the next. Collective where memory lacks."""
+        cut = (_two_shot_cut if algorithm == "two_shot" else _chain_cut)(request, wire, self._tuning[algorithm], blocks)
+        arena = self._arena(cut.needed, request, wire)
+        tail = (
+            *(arena.peers, arena.control, arena.failure, arena.status_address),
+            int(self._courier.timeout.total_seconds() * 1e9),
+            *cut.sizes,
+            *(arena.layout.offsets[name] for name in cut.places),
+            *(wire.position, wire.size, *cut.constants, has_carry, request.want_carry),
+            *(32 * cut.num_warps, not INTERPRETED),
+        )
+        from zeco_train.kernels import all_scan
+
+        kernel = all_scan.two_shot_kernel if algorithm == "two_shot" else all_scan.chain_kernel
+        return _Launch(kernel, (cut.ctas, 1, 1), cut.num_warps, tail)
+
+    def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
+        """The newest arena of this algorithm and direction that holds the call, or a new one."""
+        before = None
+        for other, arena in reversed(self._arenas):
+            if other is wire:
+                if holds(arena.capacity, needed):
+                    return arena
+                before = before or arena.capacity
+        device = request.state.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a scan has to run once, with the same shape, before it is captured into a CUDA graph")
+        capacity = enlarged(before, needed)
+        arena = Arena(self._courier.group, request.reverse, device, capacity, self._allocate)
+        self._arenas.append((wire, arena))
+        logger.info("%s: %.3g MB of symmetric memory", wire.operation, arena.layout.size / 1e6)
+        return arena
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one call is cut up: what a kernel is given between the arena's addresses and its flags.
+
+    Attributes:
+        needed: room in an arena.
+        sizes: numbers of rows, tiles, …, in the kernel's order.
+        places: the layout's offsets and strides, in the kernel's order.
+        constants: dimensions, in the kernel's order.
+    """
+
+    needed: Capacity
+    ctas: int
+    num_warps: int
+    sizes: tuple[int, ...]
+    places: tuple[str, ...]
+    constants: tuple[int, ...]
+
+
+def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> _Cut:
+    """Tiles are all of K by some of V: never cut along K, so that a transition may mix a column's elements."""
+    batch, heads, key_dim, value_dim = request.state.shape
+    rows = _power_of_2(key_dim)
+    # At least four columns, which fp32 moves at once.
+    columns = max(4, min(_power_of_2(value_dim), tuning.elements // rows))
+    tiles = batch * heads * -(-value_dim // columns)
+    width = -(-tiles // wire.size)
+    size = request.state.element_size()
+    tile = key_dim * columns * size
+    return _Cut(
+        needed=TwoShotCapacity(width, tiles, width * tile, width * rows * size, tiles * tile),
+        ctas=min(width, tuning.ctas),
+        num_warps=tuning.num_warps,
+        sizes=(tiles, width),
+        places=(
+            *("flag_stride", "results_flags", "inbox", "inbox_stride"),
+            *("decays_box", "decays_stride", "results", "results_stride"),
+        ),
+        constants=(key_dim, value_dim, rows, columns),
+    )
+
+
+def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> _Cut:
+    """Blocks are runs of rows of [B·H·K, V]."""
+    value_dim = request.state.shape[3]
+    rows = request.log_decay.numel()
+    block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
+    count = -(-rows // block_rows)
+    columns = _power_of_2(value_dim)
+    held = max(1, min(_power_of_2(block_rows), tuning.elements // columns))
+    return _Cut(
+        needed=ChainCapacity(count, request.state.numel() * request.state.element_size()),
+        ctas=min(count, tuning.ctas),
+        num_warps=tuning.num_warps,
+        sizes=(rows, block_rows, count),
+        places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
+        constants=(value_dim, columns, held),
+    )
+
+
+def _power_of_2(number: int) -> int:
+    """The next one, at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+class _Launch:
+    """A kernel with all its arguments but the five tensors of a call.
+
+    Triton's own launch looks at each argument; one that is known to be compiled for them is launched with addresses.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], num_warps: int, tail: tuple[Any, ...]) -> None:
+        self._kernel, self._grid, self._num_warps, self._tail = kernel, grid, num_warps, tail
+        self._addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in tail)
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        aligned = not any(address & 15 for address in addresses)
+        if aligned and self._compiled is not None:
+            self._compiled(*addresses, *self._addresses)
+            return
+        compiled = self._kernel[self._grid](*tensors, *self._tail, num_warps=self._num_warps)
+        if aligned and not INTERPRETED:
+            self._compiled = compiled[self._grid]
