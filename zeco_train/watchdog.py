@@ -34,6 +34,7 @@ class Watchdog:
         launch: this rank and how many there are.
         store: where heartbeats go, see `launcher_store`; without one nothing is kept and nobody can be named.
         remedy: what to do about a lost rank, for the user.
+        timeout_key: the setting that bounds waits.
 
     Attributes:
         activity: what this rank is doing now, see `enter`.
@@ -44,8 +45,9 @@ class Watchdog:
         launch: Launch,
         store: dist.Store | None,
         remedy: str = "nothing more was saved, the same command goes on from the last checkpoint",
+        timeout_key: str = "parallel.timeout_seconds",
     ) -> None:
-        self._launch, self._store, self._remedy = launch, store, remedy
+        self._launch, self._store, self._remedy, self._timeout_key = launch, store, remedy, timeout_key
         self.activity = "start"
         self._stop = threading.Event()
         # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
@@ -107,7 +109,7 @@ class Watchdog:
         culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
-        alive = f"{detail} (every rank is alive: one is stuck, or slower than parallel.timeout_seconds)"
+        alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key})"
         problem = "; ".join(culprits) or alive
         problem += f"; {self._remedy}"
         return CommunicationError(rank, operation, problem)

@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeco_train.errors import ConfigError
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.sp.registry import Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, VerifyConfig
 from zeco_train.verify.huge import huge_deviations, huge_sequence
@@ -40,8 +41,8 @@ class Verification:
         self._config, self._launch, self._device, self._enter = config, launch, device, enter
         self._timeout = timedelta(seconds=config.timeout)
         self._meshes = {size: init_mesh(launch, size, device, self._timeout) for size in config.sp_sizes}
-        self._scans: dict[tuple[int, str], ScanBackend | str] = {}
-        self._skipped: set[str] = set()
+        self._scans: dict[tuple[int, str], ScanBackend] = {}
+        self._skipped: set[tuple[int, str]] = set()
 
     def rows(self) -> Iterator[Row]:
         """Compute one row after the other; the same on every rank."""
@@ -59,8 +60,7 @@ class Verification:
     def drain(self) -> None:
         """Return when nothing is under way any more; before the groups are destroyed."""
         for scan in self._scans.values():
-            if not isinstance(scan, str):
-                scan.drain()
+            scan.drain()
 
     def _make(self, mesh: ProcessMesh, size: int, tokens: int, dtype: str, documents: bool, carry: bool) -> Sequence:
         config = self._config
@@ -96,16 +96,14 @@ class Verification:
         for name, run in (("one device", once), ("one device, cut oddly", twice)):
             yield replace(row, backend=name, deviations=self._gather(deviations(run, expected)))
         for backend in self._config.backends:
-            if BACKENDS[backend].backend.value == "dp" and mesh.sp_size > 1:
-                continue
-            scan = self._scan(backend, mesh)
-            if isinstance(scan, str):
-                if backend not in self._skipped:
-                    self._skipped.add(backend)
-                    yield replace(row, backend=backend, reason=scan)
+            if not _applies(BACKENDS[backend], mesh.sp_size) or (mesh.sp_size, backend) in self._skipped:
                 continue
             self._enter(f"{dtype}, {sequence.num_ranks} × {sequence.tokens} tokens: {backend}")
-            results = run_backend(sequence, part, scan, place)
+            results, reason = self._run(backend, mesh, sequence, part, place)
+            if reason:
+                self._skipped.add((mesh.sp_size, backend))
+                yield replace(row, backend=backend, reason=reason)
+                continue
             found = self._gather(deviations(results, expected, (once, twice)))
             yield replace(row, backend=backend, deviations=found)
 
@@ -117,24 +115,21 @@ class Verification:
         dist.all_gather_object(everyone, own)
         return tuple(everyone)
 
-    def _scan(self, backend: str, mesh: ProcessMesh) -> ScanBackend | str:
-        """The scan of a backend over this rank's group; or, where it cannot run, why. The same on every rank."""
+    def _run(
+        self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place
+    ) -> tuple[dict[str, Tensor], str]:
+        """The results of a backend; or, where these ranks cannot run it, why: then on all of them."""
         key = mesh.sp_size, backend
-        if key not in self._scans:
-            self._scans[key] = self._build(BACKENDS[backend], mesh)
-        return self._scans[key]
-
-    def _build(self, config: SPConfig, mesh: ProcessMesh) -> ScanBackend | str:
-        if config.all_scan.transport is AllScanTransport.symmetric and self._device.type != "cuda":
-            return "symmetric memory needs CUDA devices"
-        reason = ""
+        results, reason = {}, ""
         try:
-            scan = build_scan(config, mesh.scan_groups, self._timeout)
+            if key not in self._scans:
+                self._scans[key] = build_scan(BACKENDS[backend], mesh.scan_groups, self._timeout)
+            results = run_backend(sequence, part, self._scans[key], place)
         except ConfigError as error:
             reason = str(error)
         reasons = [reason] * self._launch.world_size
         dist.all_gather_object(reasons, reason)
-        return next((text for text in reasons if text), "") or scan
+        return results, next((text for text in reasons if text), "")
 
     def _huge(self) -> Iterator[Row]:
         """More than 2³¹ elements, each rank alone on its device."""
@@ -147,6 +142,13 @@ class Verification:
             layout = f"{sequence.heads} heads, carry"
             yield Row(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
             _free(self._device)
+
+
+def _applies(config: SPConfig, sp_size: int) -> bool:
+    """dp is for groups of one rank, in which there is no memory to share."""
+    if sp_size > 1:
+        return config.backend is not Backend.dp
+    return config.all_scan.transport is not AllScanTransport.symmetric
 
 
 def _free(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_sto
 
 # A launcher ends all ranks once one has: the others leave rank 0 the time to speak, see `zeco_train.cli`.
 _SECONDS_TO_IMPORT, _SECONDS_AMONG_RANKS = 20.0, 2.0
+_REMEDY = "the rows so far stand, the others are unknown"
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
         if launch.rank == 0:
             print(describe())
         return 0
-    watchdog = Watchdog(launch, launcher_store(launch), "nothing can be said of the cases that did not end")
+    watchdog = Watchdog(launch, launcher_store(launch), _REMEDY, "timeout")
     try:
         config = load_config(arguments)
         device = find_device(config.device, launch)
