@@ -236,6 +236,7 @@ def test_collectives_on_two_ranks(tmp_path: Path) -> None:
     rows = {row["variant"]: row for row in results["rows"]}
     assert list(parse(CollectivesConfig, []).variants) == sorted(rows, key=parse(CollectivesConfig, []).variants.index)
     assert rows["all_gather"]["ratio"] == 1.0
+    assert rows["zeco:two_shot:p2p"]["choice"] == "two_shot by gloo"
     assert rows["lasp2"]["ratio"] == rows["lasp2"]["median_ms"] / rows["all_gather"]["median_ms"]
     assert 0.0 < rows["all_reduce"]["relative_error"] < 1e-6
     assert "need CUDA" in table.replace("needs", "need")
@@ -274,7 +275,7 @@ def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_is_logged_is_kept_once() -> None:
-    session = mock.Mock(spec=Session)
+    session = mock.Mock(spec=Session, log=[])
     logger = logging.getLogger("zeco_train.sp.zeco")
     with LogLines(session) as lines:
         for _ in range(2):
@@ -282,6 +283,7 @@ def test_what_is_logged_is_kept_once() -> None:
         logger.debug("no")
     logger.info("later")
     assert lines.texts == ["all-scan of 1 MB: two_shot"]
+    assert session.log == 2 * lines.texts
     session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
 
 

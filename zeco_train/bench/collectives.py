@@ -39,6 +39,7 @@ COLUMNS = {
     "max_us": ("max", ">9:.1f"),
     "ratio": ("/ all-gather", ">12:.3f"),
     "relative_error": ("error", ">8:.1e"),
+    "choice": ("all-scan", "<"),
 }
 
 
@@ -64,15 +65,16 @@ def run(config: CollectivesConfig, session: Session) -> Report:
 
 def _measure_size(size: float, config: CollectivesConfig, session: Session, runner: Runner) -> list[Row]:
     inputs = _Inputs(config, config.heads(size), session)
-    subjects, errors, skipped = [], {}, []
+    subjects, checked, skipped = [], {}, []
     for name in config.variants:
+        line = len(session.log)
         try:
             subject, error = session.agree(partial(inputs.checked, name))
         except ConfigError as missing:
             skipped.append({"variant": name, "mode": "eager", "note": f"not here: {missing}"})
             continue
         subjects.append(subject)
-        errors[name] = max(session.gather(error))
+        checked[name] = {"relative_error": max(session.gather(error)), "choice": session.choice_since(line)}
     if config.graph and session.on_cuda:
         for subject in list(subjects):
             eager = subject
@@ -97,7 +99,7 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
             for name in row
             if name[:3] in ("med", "p10", "p90", "min", "max")
         }
-        rows.append({**shape, **row, "relative_error": errors[subject.name]})
+        rows.append({**shape, **row, **checked[subject.name]})
     return rows + [{**shape, **row} for row in skipped]
 
 

@@ -58,6 +58,7 @@ COLUMNS = {
     "exposed_us": ("exposed µs", ">10:.1f"),
     "peak_gb": ("peak GB", ">7:.2f"),
     "relative_error": ("error", ">8:.1e"),
+    "choice": ("all-scan", "<"),
 }
 
 
@@ -144,7 +145,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
         ):
             if wanted:
                 report.note(text)
-    errors: dict[tuple[int, int, int], dict[str, float]] = {}
+    checked: dict[tuple[int, int, int], dict[str, Row]] = {}
     for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
         shape = Shape(heads, key_dim, value_dim, tokens)
         if not session.within_budget():
@@ -152,9 +153,9 @@ def run(config: OperatorConfig, session: Session) -> Report:
             break
         started = time.monotonic()
         dims = (heads, key_dim, value_dim)
-        if dims not in errors:
-            errors[dims] = _check(shape, config, session, report)
-        rows, attentions = _measure_shape(shape, config, session, runner, errors[dims])
+        if dims not in checked:
+            checked[dims] = _check(shape, config, session, report)
+        rows, attentions = _measure_shape(shape, config, session, runner, checked[dims])
         report.add(rows)
         if config.trace and session.on_cuda:
             _trace(shape, attentions, config, session, report)
@@ -196,8 +197,9 @@ def _fla(session: Session) -> Attention:
     return attention
 
 
-def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, float]:
-    """Largest error of each variant at a small length, against the whole sequence on one device in float64.
+def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
+    """Fields of each variant's rows: the largest error at a small length, against the whole sequence on one device in
+    float64, and what `auto` chose.
 
     Variants that this machine has not are noted, and have no error. `copy` is wrong by intent.
 
@@ -211,13 +213,14 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
     # float64 takes the operator's PyTorch phases on any device, which have nothing in common with its kernels.
     expected = whole.double().results(lambda q, k, v, g: gla(q, k, v, g, local)[0])
     begin = session.rank * short.tokens
-    errors: dict[str, float] = {}
+    checked: dict[str, Row] = {}
     for name in config.variants:
         if name == "copy":
             continue
         # dp and fla have no other ranks: all of them take the whole sequence.
         alone = name in ("dp", "fla")
         length = Shape(short.heads, short.key_dim, short.value_dim, whole.q.shape[1]) if alone else short
+        line = len(session.log)
         try:
             attention = session.agree(partial(_attention, name, length, session))
         except ConfigError as error:
@@ -228,15 +231,16 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
         pairs = {n: (found[n], part[n]) for n in RESULTS}
         tolerance = PEER_TOLERANCE if name == "fla" else TOLERANCE[config.dtype]
         own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
-        errors[name] = max(map(max, (e.values() for e in session.gather(own_errors))))
-    return errors
+        largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
+        checked[name] = {"relative_error": largest, "choice": session.choice_since(line)}
+    return checked
 
 
 def _measure_shape(
-    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, errors: dict[str, float]
+    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, checked: dict[str, Row]
 ) -> tuple[list[Row], dict[str, tuple[Attention, Inputs]]]:
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
-    names = [name for name in config.variants if name in errors or name == "copy"]
+    names = [name for name in config.variants if name in checked or name == "copy"]
     attentions = {name: _attention(name, shape, session) for name in names}
     rows: list[Row] = []
     for kind in config.passes:
@@ -260,7 +264,7 @@ def _measure_shape(
         for subject, timing in zip(subjects, timings, strict=True):
             row = {"variant": subject.name, "mode": subject.mode, **timing_fields(timing)}
             row |= _compared(subject, timing.summary.median, medians, shape)
-            found.append({**row, "peak_gb": peaks[subject.name], "relative_error": errors.get(subject.name)})
+            found.append({**row, "peak_gb": peaks[subject.name], **checked.get(subject.name, {})})
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     return rows, {name: (attention, inputs) for name, attention in attentions.items()}
 

@@ -28,10 +28,12 @@ class Session:
     Attributes:
         mesh: see `init_mesh`; `sp_size` is the number of ranks.
         device: of this rank.
+        log: all lines that the project has logged while `LogLines` was listening.
     """
 
     def __init__(self, mesh: ProcessMesh, budget_seconds: float) -> None:
         self.mesh, self.device = mesh, mesh.device
+        self.log: list[str] = []
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
         self._scans: dict[tuple[str, str], ScanBackend] = {}
@@ -83,10 +85,11 @@ class Session:
         """
         config = sp_config(variant, state_elements)
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
+            # A backend refuses it, too, but not over one rank, where nothing is sent.
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
         key = purpose, repr(config)
         if key not in self._scans:
-            self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout)
+            self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout, self.device)
         return self._scans[key]
 
     def drain(self) -> None:
@@ -97,6 +100,12 @@ class Session:
     def forget(self, purpose: str) -> None:
         """Let go of the scans of a purpose; the next ones are new."""
         self._scans = {key: scan for key, scan in self._scans.items() if key[0] != purpose}
+
+    def choice_since(self, line: int) -> str | None:
+        """What an All-Scan that was first launched since that line of the log chose; None where nothing was logged,
+        as on all ranks but the first."""
+        found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
+        return found[-1] if found else None
 
     def within_budget(self) -> bool:
         """Whether a configuration as long as the longest one would end in time; rank 0 decides. Collective."""
