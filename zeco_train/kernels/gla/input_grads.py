@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.gla.tiles import (
+    decay,
     head_offset,
     load_corrected,
     load_last_row,
@@ -80,8 +81,8 @@ def input_grads_kernel(
 
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
     total = load_last_row(b, start, T, H, K, first_key, C, BK)
-    factors = tl.exp(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
-    passing *= tl.exp(total)
+    factors = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
+    passing *= decay(total)
     if DOCUMENTS:
         own, before, end = load_pieces(pieces, start, T, C)
         factors = tl.where((own == end)[:, None], factors, 0.0)

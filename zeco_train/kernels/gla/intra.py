@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.gla.tiles import (
+    decay,
     head_offset,
     load_row,
     load_rows,
@@ -45,7 +46,7 @@ def _near_factors(b, sums, shift, start, T, H, K, first_key, BK: tl.constexpr):
     """[16, BK], exp(−|b_t − b_r|) of the own tokens for blocks of 2^shift tokens."""
     rows = tl.arange(0, 16)
     reference = ((rows >> (shift + 1)) << (shift + 1)) + (1 << shift) - 1
-    return tl.exp(-tl.abs(sums - load_rows(b, reference, start, T, H, K, first_key, BK)))
+    return decay(-tl.abs(sums - load_rows(b, reference, start, T, H, K, first_key, BK)))
 
 
 @triton.jit
@@ -93,10 +94,10 @@ def _write_far_scores(
             middle = load_row(b, chunk_start + reference, T, H, K, first_key, BK)
             sums = load_tile(b, chunk_start + own, T, H, K, first_key, 16, BK)
             queries = load_tile(q, chunk_start + own, T, H, K, first_key, 16, BK)
-            later = (queries.to(tl.float32) * tl.exp(-tl.abs(sums - middle[None, :]))).to(queries.dtype)
+            later = (queries.to(tl.float32) * decay(-tl.abs(sums - middle[None, :]))).to(queries.dtype)
             their_sums = load_tile(b, chunk_start + first, T, H, K, first_key, WIDTH, BK)
             keys = load_tile(k, chunk_start + first, T, H, K, first_key, WIDTH, BK)
-            earlier = (keys.to(tl.float32) * tl.exp(-tl.abs(their_sums - middle[None, :]))).to(keys.dtype)
+            earlier = (keys.to(tl.float32) * decay(-tl.abs(their_sums - middle[None, :]))).to(keys.dtype)
             total += tl.dot(later, tl.trans(earlier), input_precision=PRECISION)
         if DOCUMENTS:
             same = _same_piece(pieces, chunk_start + own, chunk_start + first, T, WIDTH)
@@ -185,9 +186,9 @@ def _far_factors(
         theirs = load_tile(k, chunk_start + first, T, H, K, first_key, WIDTH, BK)
     else:
         theirs = load_tile(q, chunk_start + first, T, H, K, first_key, WIDTH, BK)
-    factors = tl.exp(-tl.abs(sums - middle[None, :]))
+    factors = decay(-tl.abs(sums - middle[None, :]))
     mine = tl.where(is_later, queries, keys).to(tl.float32) * factors
-    decayed = theirs.to(tl.float32) * tl.exp(-tl.abs(their_sums - middle[None, :]))
+    decayed = theirs.to(tl.float32) * decay(-tl.abs(their_sums - middle[None, :]))
     return factors, mine.to(queries.dtype), decayed.to(queries.dtype)
 
 
@@ -276,7 +277,7 @@ def intra_grads_kernel(
             pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
             state = tl.load(pointers, mask=inside, other=0.0).to(output_grads.dtype)
             query_grads += tl.dot(output_grads, tl.trans(state), input_precision=PRECISION)
-        from_start = tl.exp(sums) * scale
+        from_start = decay(sums) * scale
         if DOCUMENTS:
             own_pieces = tl.load(pieces + start + rows, mask=rows < T - start, other=-1)
             before = tl.load(pieces + chunk_start - 1, mask=chunk_start > 0, other=0)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.gla.tiles import (
+    decay,
     head_offset,
     load_corrected,
     load_last_row,
@@ -71,7 +72,7 @@ def outputs_kernel(
             exponents = tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0)
         else:
             exponents = sums
-        factors = tl.exp(exponents)
+        factors = decay(exponents)
         if DOCUMENTS:
             factors = tl.where(sees[:, None], factors, 0.0)
         vectors = load_tile(x, start, T, H, K, first_key, C, BK)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.gla.tiles import (
+    decay,
     head_offset,
     load_last_row,
     load_pieces,
@@ -106,8 +107,8 @@ def chunk_states_kernel(
         # through the decays behind it; rows past the end hold zeros, whatever their factor
         exponents = sums if REVERSE else total[None, :] - sums
         exponents = tl.where((rows < T - start)[:, None], exponents, 0.0)
-        factors = tl.exp(exponents)
-        survives = tl.exp(total)
+        factors = decay(exponents)
+        survives = decay(total)
         if DOCUMENTS:
             own, before, end = load_pieces(pieces, start, T, C)
             factors = tl.where((own == (before if REVERSE else end))[:, None], factors, 0.0)
@@ -159,7 +160,7 @@ def join_segments_kernel(
         own_decay = tl.load(total_decays + index.to(tl.int64) * K + keys, mask=keys < K, other=0.0)
         tl.store(pointers, running, mask=inside)
         tl.store(before_decays + index.to(tl.int64) * K + keys, running_decay, mask=leads)
-        running = running * tl.exp(own_decay)[:, None] + own
+        running = running * decay(own_decay)[:, None] + own
         running_decay += own_decay
     pointers, inside = state_pointers(state, batch_head, K, V, first_key, first_value, BK, BV)
     tl.store(pointers, running, mask=inside)
@@ -187,7 +188,7 @@ def correct_starts_kernel(
     keys = first_key + tl.arange(0, BK)
     pointers, inside = state_pointers(incoming, batch_head, K, V, first_key, first_value, BK, BV)
     before = tl.load(pointers, mask=inside, other=0.0)
-    survives = tl.exp(tl.load(before_decays + index.to(tl.int64) * K + keys, mask=keys < K, other=0.0))
+    survives = decay(tl.load(before_decays + index.to(tl.int64) * K + keys, mask=keys < K, other=0.0))
     pointers, _ = state_pointers(starts, index, K, V, first_key, first_value, BK, BV)
     start = tl.load(pointers, mask=inside, other=0.0)
     tl.store(pointers, start + survives[:, None] * before, mask=inside)
