@@ -133,6 +133,13 @@ def test_mistakes_are_one_line(arguments: list[str], says: str, capsys: pytest.C
     assert says in err
 
 
+def test_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "  sizes_mb=[0.5,1.0,2.0,4.0,8.0]\n" in out
+    assert "  dims=[[64,128],[128,128]]\n" in out
+
+
 def test_papers_figures_are_at_hand() -> None:
     operator = figures.reference("zeco_operator_ms")
     assert operator[0] == {
@@ -257,6 +264,33 @@ def test_operator_on_two_ranks(tmp_path: Path) -> None:
     assert "fla is not measured" in table
     assert "no trace on a CPU" in table
     assert {path.name for path in tmp_path.iterdir()} >= {"operator.png", "operator_tokens.png"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["collectives", "sizes_mb=[0.5]"],
+        ["operator", "heads=[4]", "dims=[[64,128]]", "tokens=[2048]", "variants=[dp,copy,lasp1,lasp2,zeco]"],
+    ],
+)
+def test_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
+    """Eager and in graphs, with traces: everything has figures, or says why not."""
+    ranks = min(2, torch.cuda.device_count())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    case, *rest = [*arguments, "runs=3", "graph=true", f"out={tmp_path}"]
+    rest += ["trace=true"] if case == "operator" else []
+    with Command([*launcher, "-m", "zeco_train.bench", case, *rest], tmp_path) as running:
+        outcome = running.wait(300)
+    assert outcome.code == 0, outcome
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all(row.get("median_ms", 0) > 0 or row.get("note") for row in results["rows"])
+    modes = {(row["variant"], row["mode"]) for row in results["rows"] if row.get("median_ms")}
+    assert {("zeco", "eager"), ("zeco", "graph")} <= modes
+    if case == "operator":
+        assert len(list(tmp_path.glob("trace_*.json"))) == 5
+        assert sum(note.startswith("trace of ") for note in results["notes"]) == 3
 
 
 def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import time
 import torch.distributed as dist
 
 from zeco_train.bench import collectives, figures, operator
-from zeco_train.bench.config import BenchConfig, CollectivesConfig, OperatorConfig, parse
+from zeco_train.bench.config import BenchConfig, CollectivesConfig, OperatorConfig, describe, parse
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError, ZecoError
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         case, *rest = arguments or ["--help"]
         if case in ("-h", "--help"):
             if launch.rank == 0:
-                print(__doc__)
+                print(f"{__doc__}\n{describe()}")
             return 0
         if case == "plot":
             print("\n".join(str(path) for path in figures.plot_files(rest)))

@@ -155,6 +155,15 @@ def parse(schema: type[C], arguments: Sequence[str]) -> C:
     return config
 
 
+def describe() -> str:
+    """The settings of both cases with their defaults, as one writes them."""
+    lines = []
+    for case, schema in (("collectives", CollectivesConfig), ("operator", OperatorConfig)):
+        settings = OmegaConf.structured(schema)
+        lines += [f"{case}:", *(f"  {entry.name}={_example(settings, entry.name)}" for entry in fields(schema))]
+    return "\n".join(lines)
+
+
 def _set(settings: Any, key: str, text: str) -> None:
     allowed = f"must be like {_example(settings, key)}"
     try:
