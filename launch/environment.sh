@@ -1,5 +1,6 @@
 # Sourced by the other scripts: makes the virtual environment in $VENV (default .venv), once, and activates it.
 # usage: source launch/environment.sh [EXTRA]    EXTRA: a set of optional dependencies of pyproject.toml
+# VENV=none takes the `python` of the PATH as it is, and installs nothing: for machines that have all packages.
 
 extra="${1:-}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -44,6 +45,12 @@ install() {
   }
   echo "$want" >"$stamp"
 }
+
+if [ "$VENV" = none ]; then
+  python -c 'import sys, torch, hydra, matplotlib; assert sys.version_info >= (3, 11)' 2>/dev/null ||
+    fail "VENV=none: $(command -v python || echo "no python, which") must be ≥ 3.11 and have the packages of pyproject.toml"
+  return
+fi
 
 # Two scripts started at once must not both install.
 mkdir -p "$(dirname "$VENV")"

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Train the same model on the same data with one backend after the other, each on all ranks, and compare the curves:
+# a table, compare.png and compare.json. Whatever joins the shards, the losses differ by rounding only.
+# usage: launch/compare_backends.sh [KEY=VALUE ...]      settings of train.py, alike for all backends
+#   BACKENDS        default "dp lasp1 lasp2 zeco"; zeco:ALGORITHM[:TRANSPORT] sets sp.all_scan; the first is the measure
+#   NPROC           ranks, default: the GPUs there are, else 2
+#   RUN_DIR         where the runs go, a folder each, default runs/compare
+#   MAX_DIFFERENCE  exit code 1 if a loss differs by more than this, relatively; default: only reported
+#   CHECKPOINTS     keep: the runs' last checkpoints stay; default: they are deleted, as they are large
+#   VENV=none       use the packages of the current Python, install nothing
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
+cd "$root"
+
+for key in sp name run_dir; do
+  [[ " $*" != *" $key="* ]] || fail "$key: set by this script; see BACKENDS and RUN_DIR in its first lines"
+done
+backends="${BACKENDS:-dp lasp1 lasp2 zeco}"
+run_dir="${RUN_DIR:-runs/compare}"
+nproc="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+folders=()
+for backend in $backends; do
+  IFS=: read -r sp algorithm transport rest <<<"$backend"
+  [ -z "$rest" ] || fail "BACKENDS: $backend: must be dp, lasp1, lasp2, zeco or zeco:ALGORITHM:TRANSPORT"
+  folder="$run_dir/${backend//:/_}"
+  folders+=("$folder")
+  echo "== $backend"
+  python -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 "$@" \
+    sp="$sp" ${algorithm:+sp.all_scan.algorithm="$algorithm"} ${transport:+sp.all_scan.transport="$transport"} \
+    name="$(basename "$folder")" run_dir="'$folder'"
+  [ "${CHECKPOINTS:-}" = keep ] || rm -rf "$folder/checkpoints"
+done
+python -m zeco_train.compare "${folders[@]}" --out "$run_dir" ${MAX_DIFFERENCE:+--max-difference "$MAX_DIFFERENCE"}

@@ -1,0 +1,266 @@
+"""How far the curves of several runs lie apart: `python -m zeco_train.compare RUN_DIR RUN_DIR … [--max-difference X]`.
+
+Reads each run's metrics.jsonl and compares loss and gradient norm, step by step, with those of the first run. Prints a
+table, and leaves `compare.png` and `compare.json` beside the first run's folder, or where `--out` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.progress import compact
+
+PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
+COMPARED = ("loss", "grad_norm")
+_COLORS = ("#2a6fbb", "#d9720f", "#3b8f4f", "#a23b72", "#5f6b76", "#8c6d1f", "#3aa6a6", "#7a5cc0")
+_STYLES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of a column from the first run, over the steps that both have; infinite where just one
+    has no finite value. `relative` is over the first run's value; each has its own step."""
+
+    absolute: float
+    absolute_step: int
+    relative: float
+    relative_step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's rows, by step."""
+
+    name: str
+    path: Path
+    rows: dict[int, dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> Run:
+        """Raises:
+        DataError: it has no metrics.
+        """
+        rows = read_metrics(path / METRICS_FILE)
+        if not rows:
+            raise DataError(path / METRICS_FILE, "has no rows", "give the folders of runs that have trained")
+        return cls(name, path, {row["step"]: row for row in rows})
+
+    def column(self, name: str) -> list[float]:
+        """The values of all steps, NaN where there is none."""
+        return [math.nan if row.get(name) is None else float(row[name]) for row in self.rows.values()]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median of the rows, the first one aside where there are more: it holds the compilation of kernels."""
+        rates = self.column("tokens_per_second")
+        return median(rates[1:] or rates)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs, named by what tells their folders apart.
+
+    Raises:
+        DataError: a folder has no metrics.
+        ConfigError: a folder comes twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("RUN_DIR", " ".join(map(str, folders)), "names a folder twice")
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [Run.read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def difference(run: Run, first: Run, column: str) -> Difference:
+    """Compare a column with the first run's.
+
+    Raises:
+        DataError: the runs have no step in common.
+    """
+    steps = sorted(run.rows.keys() & first.rows.keys())
+    if not steps:
+        raise DataError(run.path / METRICS_FILE, f"has no step in common with {first.path}", "use one train.log_every")
+    absolute: list[tuple[float, int]] = []
+    relative: list[tuple[float, int]] = []
+    for step in steps:
+        value, expected = run.rows[step].get(column), first.rows[step].get(column)
+        gap = _gap(value, expected)
+        absolute.append((gap, step))
+        relative.append((gap / abs(expected) if gap and expected else gap, step))
+    # The first of equals.
+    largest, worst = (max(gaps, key=lambda pair: pair[0]) for gaps in (absolute, relative))
+    return Difference(*largest, *worst)
+
+
+def _gap(value: float | None, expected: float | None) -> float:
+    if value is None or expected is None:
+        return 0.0 if value is expected else math.inf
+    return abs(value - expected)
+
+
+def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row of the table for each run; differences are None for the first."""
+    first = runs[0]
+    rows = []
+    for run in runs:
+        losses = run.column("loss")
+        differences = {column: None if run is first else asdict(difference(run, first, column)) for column in COMPARED}
+        rows.append(
+            {
+                "name": run.name,
+                "path": str(run.path),
+                "steps": max(run.rows),
+                "compared": len(run.rows.keys() & first.rows.keys()),
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+                "tokens_per_second": run.tokens_per_second,
+                "difference": differences,
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text: differences are absolute (relative) and the step of the relative one."""
+    width = max(8, *(len(row["name"]) for row in rows))
+    lines = [
+        f"{'run':<{width}}{'steps':>7}{'first loss':>12}{'last loss':>11}{'tokens/s':>10}  "
+        f"{'largest difference of loss':<34}of gradient norm"
+    ]
+    for row in rows:
+        cells = [_cell(row["difference"][column]) for column in COMPARED]
+        lines.append(
+            f"{row['name']:<{width}}{row['steps']:>7}{row['first_loss']:>12.5f}{row['last_loss']:>11.5f}"
+            f"{compact(row['tokens_per_second']):>10}  {cells[0]:<34}{cells[1]}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Losses above, their differences from the first run below; the file is replaced in one go.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(9, 6.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure.suptitle(" · ".join(run.name for run in runs), fontsize=14, fontweight="bold")
+    first = runs[0]
+    for index, run in enumerate(runs):
+        look: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
+        # Curves that coincide stay visible: the earlier, the wider.
+        width = 1.4 + 0.9 * (len(runs) - 1 - index)
+        upper.plot([*run.rows], run.column("loss"), label=run.name, linewidth=width, **look)
+        if run is not first:
+            steps = sorted(run.rows.keys() & first.rows.keys())
+            gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
+            lower.plot(steps, [gap or math.nan for gap in gaps], label=run.name, linewidth=1.6, **look)
+    upper.set_ylabel("loss (nats per token)")
+    upper.legend(frameon=False)
+    lower.set_yscale("log")
+    lower.set_ylabel(f"|loss − that of {first.name}|")
+    lower.set_xlabel("step")
+    lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("argument", " ".join(sys.argv[1:]), f"{message}; --help lists all")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="python -m zeco_train.compare", description=__doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="folders of runs; the first is the measure"
+    )
+    parser.add_argument("--max-difference", type=float, metavar="X", help="fail if a loss differs by more, relatively")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for compare.png and compare.json")
+    parsed = parser.parse_args(arguments)
+    if parsed.max_difference is not None and not parsed.max_difference >= 0:
+        raise ConfigError("--max-difference", parsed.max_difference, "must be ≥ 0")
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare; returns the process's exit code: 1 where a loss differs by more than `--max-difference`."""
+    try:
+        return _compare(_parse(arguments))
+    except ZecoError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    runs = read_runs(arguments.runs)
+    rows = describe(runs)
+    print(table(rows))
+    out = arguments.out or runs[0].path.parent
+    results = out / RESULTS_FILE
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps(_as_json({"measure": runs[0].name, "runs": rows}), indent=1) + "\n")
+    except OSError as error:
+        raise DataError(results, f"cannot be written ({error.strerror})") from error
+    draw(runs, out / PLOT_FILE)
+    worst = max(rows[1:], key=lambda row: row["difference"]["loss"]["relative"], default=None)
+    if worst is None:
+        print(f"one run; {results}, {out / PLOT_FILE}")
+        return 0
+    relative, step = (worst["difference"]["loss"][key] for key in ("relative", "relative_step"))
+    limit = arguments.max_difference
+    failed = limit is not None and not relative <= limit
+    verdict = "" if limit is None else f", {'MORE than' if failed else 'within'} {limit:g}"
+    print(
+        f"largest relative difference of loss from {runs[0].name}: {relative:.2e}, {worst['name']} at step {step}"
+        f"{verdict}; {results}, {out / PLOT_FILE}"
+    )
+    return 1 if failed else 0
+
+
+def _as_json(value: Any) -> Any:
+    """`value` with text for every float that JSON has not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
