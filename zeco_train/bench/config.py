@@ -35,6 +35,7 @@ class BenchConfig:
         budget_seconds: no configuration is started that would, by the longest so far, end after this many seconds.
         variants: what is compared, see `zeco_train.bench.variants`.
         graph: also time each variant inside CUDA graphs.
+        commit: of this source tree, where git cannot tell, as in a copy without its history.
     """
 
     out: str = ""
@@ -47,6 +48,7 @@ class BenchConfig:
     budget_seconds: float = 540.0
     variants: list[str] = field(default_factory=list)
     graph: bool = False
+    commit: str = ""
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
@@ -185,4 +187,4 @@ def _example(settings: Any, key: str) -> str:
     default = getattr(value, key)
     if isinstance(default, Device | Dtype):
         return " or ".join(type(default).__members__)
-    return str(default).lower() if isinstance(default, bool) else str(default).replace(" ", "")
+    return str(default).lower() if isinstance(default, bool) else str(default).translate({ord(c): None for c in " '"})

@@ -53,7 +53,7 @@ class Report:
             "command": sys.argv[1:],
             "config": to_plain(config),
             "world_size": session.world_size,
-            "environment": environment(session.device),
+            "environment": environment(session.device, config.commit),
         }
 
     def note(self, text: str) -> None:
@@ -148,13 +148,13 @@ def _cell(text: str, style: str) -> str:
     return format(text, style.partition(":")[0])
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
     """Versions, devices, the commit, and what else decides a figure."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit(),
+        "commit": _commit() or commit or None,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         "device": device.type,
     }
