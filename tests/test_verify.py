@@ -165,12 +165,12 @@ def test_mistakes_are_one_line(argument: str, parts: tuple[str, ...], capsys: py
 
 def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Command:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return Command([*launcher, *script, *SMALL, *arguments], folder)
+    return Command([*launcher, *script, *arguments], folder)
 
 
 def test_under_torchrun_with_results_in_a_file(tmp_path: Path) -> None:
     arguments = ["tokens=[20]", "sp_sizes=[2]", "dtypes=[fp32]", "documents=true", "out=results.json"]
-    with torchrun(2, tmp_path, ["-m", "zeco_train.verify"], *arguments) as run:
+    with torchrun(2, tmp_path, ["-m", "zeco_train.verify"], *SMALL, *arguments) as run:
         outcome = run.wait(60)
     assert outcome.code == 0, outcome
     assert outcome.err == ""
@@ -195,11 +195,25 @@ def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None
         "cases.run_backend = stop\n"
         "sys.exit(command.main(sys.argv[1:]))\n"
     )
-    with torchrun(2, tmp_path, [str(script)], "tokens=[20]", "timeout=3", "sp_sizes=[2]") as run:
+    with torchrun(2, tmp_path, [str(script)], *SMALL, "tokens=[20]", "timeout=3", "sp_sizes=[2]") as run:
         outcome = run.wait(60)
     assert outcome.code != 0
     assert len(outcome.errors) == 1, outcome
     assert "every rank is alive: one is stuck, or slower than timeout" in outcome.errors[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_the_gpus_there_are(tmp_path: Path) -> None:
+    ranks = 1 << min(torch.cuda.device_count(), 4).bit_length() - 1
+    with torchrun(ranks, tmp_path, ["-m", "zeco_train.verify"], "tokens=[1000]", "out=results.json") as run:
+        outcome = run.wait(300)
+    print(outcome.out)
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["dtype"] for row in rows} == {"fp32", "bf16"}
+    assert not [row for row in rows if not row["ok"]]
+    assert all("NVLink" in row["skipped"] for row in rows if row["skipped"])
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -83,7 +83,9 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
 
 def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
     """This rank's part of a result; a copy, so that the whole can be freed."""
-    return x if name in ("carry_out", "dcarry_in") else x[:, start : start + sequence.tokens].clone()
+    if name in ("carry_out", "dcarry_in") or sequence.num_ranks == 1:
+        return x
+    return x[:, start : start + sequence.tokens].clone()
 
 
 def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequenceShard]) -> dict[str, Tensor]:
@@ -108,12 +110,17 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
         [*leaves, *([] if carry_in is None else [carry_in])],
         [*grads, *(carries["dcarry_out"] for _ in ends)],
     )
-    results = {"o": torch.cat([o.detach() for o in outputs], dim=1)}
+    results = {"o": _joined([o.detach() for o in outputs])}
     for index, name in enumerate(("dq", "dk", "dv", "dg")):
-        results[name] = torch.cat(found[index : 4 * len(shards) : 4], dim=1)
+        results[name] = _joined(found[index : 4 * len(shards) : 4])
     if ends:
         results |= {"carry_out": ends[0].detach(), "dcarry_in": found[-1]}
     return results
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    # One part is not copied: it may take half of the memory.
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _gather(part: Tensor, place: Place) -> Tensor:
