@@ -7,7 +7,7 @@
 #   RUN_DIR         where the runs go, a folder each, default runs/compare
 #   MAX_DIFFERENCE  exit code 1 if a loss differs by more than this, relatively; default: only reported
 #   CHECKPOINTS     keep: the runs' last checkpoints stay; default: they are deleted, as they are large
-#   VENV=none       use the packages of the current Python, install nothing
+#   VENV=none       use the packages of $PYTHON (default: python of the PATH), install nothing
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
 cd "$root"
@@ -17,7 +17,7 @@ for key in sp name run_dir; do
 done
 backends="${BACKENDS:-dp lasp1 lasp2 zeco}"
 run_dir="${RUN_DIR:-runs/compare}"
-nproc="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}"
+nproc="${NPROC:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 folders=()
@@ -27,9 +27,9 @@ for backend in $backends; do
   folder="$run_dir/${backend//:/_}"
   folders+=("$folder")
   echo "== $backend"
-  python -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 "$@" \
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 "$@" \
     sp="$sp" ${algorithm:+sp.all_scan.algorithm="$algorithm"} ${transport:+sp.all_scan.transport="$transport"} \
     name="$(basename "$folder")" run_dir="'$folder'"
   [ "${CHECKPOINTS:-}" = keep ] || rm -rf "$folder/checkpoints"
 done
-python -m zeco_train.compare "${folders[@]}" --out "$run_dir" ${MAX_DIFFERENCE:+--max-difference "$MAX_DIFFERENCE"}
+"$PYTHON" -m zeco_train.compare "${folders[@]}" --out "$run_dir" ${MAX_DIFFERENCE:+--max-difference "$MAX_DIFFERENCE"}

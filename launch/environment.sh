@@ -1,6 +1,6 @@
 # Sourced by the other scripts: makes the virtual environment in $VENV (default .venv), once, and activates it.
 # usage: source launch/environment.sh [EXTRA]    EXTRA: a set of optional dependencies of pyproject.toml
-# VENV=none takes the `python` of the PATH as it is, and installs nothing: for machines that have all packages.
+# VENV=none takes $PYTHON (default python, or python3) as it is, and installs nothing: for machines that have all packages.
 
 extra="${1:-}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -47,8 +47,9 @@ install() {
 }
 
 if [ "$VENV" = none ]; then
-  python -c 'import sys, torch, hydra, matplotlib; assert sys.version_info >= (3, 11)' 2>/dev/null ||
-    fail "VENV=none: $(command -v python || echo "no python, which") must be ≥ 3.11 and have the packages of pyproject.toml"
+  PYTHON="${PYTHON:-$(command -v python || command -v python3 || echo python)}"
+  "$PYTHON" -c 'import sys, torch, hydra, matplotlib; assert sys.version_info >= (3, 11)' 2>/dev/null ||
+    fail "VENV=none: $PYTHON must be a Python ≥ 3.11 that has the packages of pyproject.toml; or unset VENV"
   return
 fi
 
@@ -61,3 +62,4 @@ fi
 install
 exec 9>&-
 export PATH="$VENV/bin:$PATH"
+PYTHON="$VENV/bin/python"
