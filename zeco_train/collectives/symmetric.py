@@ -222,13 +222,16 @@ class SymmetricScans:
         return _Launch(kernel, (cut.ctas, 1, 1), cut.num_warps, tail)
 
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
-        """The newest arena of this algorithm and direction that holds the call, or a new one."""
+        """The first arena of this algorithm and direction that holds the call, or a new one.
+
+        The first: ranks plan a call at different times (one of them has a `carry_in`), and later arenas come after it.
+        """
         before = None
-        for other, arena in reversed(self._arenas):
+        for other, arena in self._arenas:
             if other is wire:
                 if holds(arena.capacity, needed):
                     return arena
-                before = before or arena.capacity
+                before = arena.capacity
         device = request.state.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a scan has to run once, with the same shape, before it is captured into a CUDA graph")

@@ -82,8 +82,8 @@ def wait_for(flags, active, wanted, limit, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        # Triton's interpreter: bounded by a count, for it has no clock.
-        polls = limit // 1000
+        # Triton's interpreter has no clock, and takes a good part of a millisecond for each look.
+        polls = limit // 1000000
         seen = tl.load(flags, mask=active, other=0)
         while (tl.max((active & (seen < wanted)).to(tl.int32)) > 0) & (polls > 0):
             seen = tl.load(flags, mask=active, other=0)
@@ -204,7 +204,7 @@ def two_shot_kernel(
     control,  # int32: epoch, CTAs that have read it
     failure,  # int64: 0, or the arena's first failure
     status,  # address of the host's copy of it
-    limit,  # ns, of each wait
+    limit: tl.int64,  # ns, of each wait
     tiles,  # of the state
     width,  # tiles of an owner
     flag_stride,  # flags of a rank's inputs
@@ -365,7 +365,7 @@ def chain_kernel(
     control,  # int32: epoch, CTAs that have read it
     failure,  # int64: 0, or the arena's first failure
     status,  # address of the host's copy of it
-    limit,  # ns, of each wait
+    limit: tl.int64,  # ns, of each wait
     rows,
     block_rows,
     blocks,

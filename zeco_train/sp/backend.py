@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class ScanBackend(ABC):
                 scan.carry_out()
         self.drain()
 
-    def kinds(self) -> list[Callable[[ScanRequest], PendingScan]]:
+    def kinds(self) -> Sequence[Callable[[ScanRequest], PendingScan]]:
         """`start` for each collective that it may take."""
         return [self.start]
 

@@ -16,7 +16,7 @@ On the wire, per rank and direction: one state of S bytes, received once and sen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 
@@ -81,7 +81,7 @@ class AllScan(ScanBackend):
         """
         return self._start(request, self._algorithm)
 
-    def kinds(self) -> list[Callable[[ScanRequest], PendingScan]]:
+    def kinds(self) -> Sequence[Callable[[ScanRequest], PendingScan]]:
         """`start` for each algorithm that may be chosen."""
         algorithms = [self._algorithm] if self._algorithm is not None else ["chain", "two_shot"]
         return [partial(self._start, algorithm=algorithm) for algorithm in algorithms]
