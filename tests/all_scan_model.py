@@ -1,0 +1,229 @@
+"""A model of the protocol of `zeco_train/kernels/all_scan.py`, stepped through in random orders.
+
+Ranks run kernels one after another, a kernel's CTAs in any order, and each load, store and signal of a cell is a step.
+Cells hold what was written by whom in which scan, so that a load of anything else than what the scan needs shows. The
+model is of ordering between ranks and CTAs; that a CTA's threads are in order is the barriers' part, not modelled.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+# A step of a CTA: None, or what it waits for.
+Step = Callable[[], bool] | None
+Steps = Iterator[Step]
+
+
+class ProtocolError(AssertionError):
+    """A load found what another scan, or nobody, wrote; or nobody can go on."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks."""
+
+    algorithm: str
+    tiles: int
+    tile: int
+    ctas: int
+    carry: bool
+
+
+@dataclass
+class Memory:
+    """One rank's arena of one algorithm, and its kernels' words."""
+
+    flags: dict[object, int] = field(default_factory=lambda: defaultdict(int))
+    cells: dict[object, object] = field(default_factory=dict)
+    epoch: int = 0
+    arrived: int = 0
+
+
+class Model:
+    """The ranks and their kernels.
+
+    Args:
+        ranks: P, positions in scan order.
+        calls: the scans, in the order in which every rank launches them.
+        mutations: faults to build in.
+        seed: of the order of steps.
+    """
+
+    CAPACITY = 64  # cells of a buffer
+
+    def __init__(self, ranks: int, calls: list[Call], mutations: tuple[str, ...], seed: int) -> None:
+        self.ranks, self.calls, self.mutations = ranks, calls, mutations
+        self.random = random.Random(seed)
+        self.memory = {(rank, name): Memory() for rank in range(ranks) for name in ("chain", "two_shot")}
+
+    def run(self) -> None:
+        """Step all ranks to their end in a random order.
+
+        Raises:
+            ProtocolError: see there.
+        """
+        # Some ranks are far slower than others.
+        speeds = [self.random.choice((1.0, 0.1, 0.01)) for _ in range(self.ranks)]
+        queues = [list(self.calls) for _ in range(self.ranks)]
+        # The CTAs that are not over of each rank's kernel, each with what it waits for.
+        running: list[list[tuple[Steps, Step]]] = [[] for _ in range(self.ranks)]
+        while True:
+            for rank, queue in enumerate(queues):
+                if queue and not running[rank]:
+                    running[rank] = [(steps, None) for steps in self.kernel(rank, queue.pop(0))]
+            if not any(running):
+                return
+            able = [
+                (rank, cta)
+                for rank, ctas in enumerate(running)
+                for cta, (_, awaited) in enumerate(ctas)
+                if awaited is None or awaited()
+            ]
+            if not able:
+                raise ProtocolError("nobody can go on")
+            rank, cta = self.random.choices(able, [speeds[rank] for rank, _ in able])[0]
+            steps, _ = running[rank].pop(cta)
+            try:
+                running[rank].append((steps, next(steps)))
+            except StopIteration:
+                continue
+
+    def kernel(self, rank: int, call: Call) -> list[Steps]:
+        body = self.chain if call.algorithm == "chain" else self.two_shot
+        return [body(rank, call, cta) for cta in range(call.ctas)]
+
+    # What kernels are made of.
+
+    def epoch_of(self, memory: Memory) -> int:
+        return memory.epoch + 1
+
+    def advance(self, memory: Memory, epoch: int, call: Call) -> None:
+        memory.arrived += 1
+        if memory.arrived == call.ctas or "the first CTA advances the epoch" in self.mutations:
+            memory.epoch = epoch
+        if memory.arrived == call.ctas:
+            memory.arrived = 0
+
+    def reached(self, memory: Memory, flag: object, epoch: int) -> Callable[[], bool]:
+        if "wait for equality" in self.mutations:
+            return lambda: memory.flags[flag] == epoch
+        return lambda: memory.flags[flag] >= epoch
+
+    def store(self, memory: Memory, first: int, call: Call, part: str, value: object) -> Steps:
+        for cell in range(call.tile):
+            memory.cells[part, first + cell] = value
+            yield None
+
+    def load(self, memory: Memory, first: int, call: Call, part: str, value: object) -> Steps:
+        for cell in range(call.tile):
+            found = memory.cells.get((part, first + cell))
+            if found != value:
+                raise ProtocolError(f"{part} holds {found}, not {value}")
+            yield None
+
+    def start_of(self, epoch: int, call: Call, buffers: int = 1, buffer: int = 0) -> int:
+        """The first cell of one of `buffers` buffers of each of two halves by the epoch's parity."""
+        size = call.tiles * call.tile if "layout from the shape" in self.mutations else self.CAPACITY
+        half = 0 if "one buffer" in self.mutations else epoch % 2
+        return (half * buffers + buffer) * size
+
+    # The kernels, in the order of their statements.
+
+    def two_shot(self, rank: int, call: Call, cta: int) -> Steps:
+        peers = [self.memory[p, "two_shot"] for p in range(self.ranks)]
+        own = peers[rank]
+        epoch = self.epoch_of(own)
+        yield None
+        width = -(-call.tiles // self.ranks)
+        mine = range(cta, width, call.ctas)
+        last = self.ranks if call.carry else self.ranks - 1
+        for i in mine:
+            for owner in range(self.ranks):
+                if owner * width + i < call.tiles and rank < last:
+                    first = self.start_of(epoch, call, self.ranks, rank) + i * call.tile
+                    yield from self.store(peers[owner], first, call, "inbox", (epoch, rank, i))
+            for owner in range(self.ranks):
+                if owner * width + i < call.tiles:
+                    peers[owner].flags["input", rank, i] = epoch
+                    yield None
+        self.advance(own, epoch, call)
+        yield None
+        for i in mine:
+            tile = rank * width + i
+            if tile >= call.tiles:
+                continue
+            awaited = range(last) if "wait for needed inputs only" in self.mutations else range(self.ranks)
+            for p in awaited:
+                yield self.reached(own, ("input", p, i), epoch)
+            for p in range(self.ranks):
+                first = self.start_of(epoch, call) + tile * call.tile
+                if p > 0:
+                    yield from self.store(peers[p], first, call, "results", (epoch, tile))
+                if "results before the loads" in self.mutations:
+                    peers[p].flags["result", tile] = epoch
+                    yield None
+                if p < last:
+                    first = self.start_of(epoch, call, self.ranks, p) + i * call.tile
+                    yield from self.load(own, first, call, "inbox", (epoch, p, i))
+            for p in range(self.ranks):
+                if call.carry:
+                    first = self.start_of(epoch, call) + tile * call.tile
+                    yield from self.store(peers[p], first, call, "carries", (epoch, tile))
+            for p in range(self.ranks):
+                peers[p].flags["result", tile] = epoch
+                yield None
+        for i in mine:
+            for owner in range(self.ranks):
+                tile = owner * width + i
+                if tile < call.tiles and not (rank == 0 and "the first rank waits for nobody" in self.mutations):
+                    yield self.reached(own, ("result", tile), epoch)
+                    first = self.start_of(epoch, call) + tile * call.tile
+                    if rank > 0:
+                        yield from self.load(own, first, call, "results", (epoch, tile))
+                    if call.carry:
+                        yield from self.load(own, first, call, "carries", (epoch, tile))
+
+    def chain(self, rank: int, call: Call, cta: int) -> Steps:
+        peers = [self.memory[p, "chain"] for p in range(self.ranks)]
+        own = peers[rank]
+        epoch = self.epoch_of(own)
+        yield None
+        if rank > 0:
+            if cta == 0:
+                peers[rank - 1].flags["credit"] = epoch - 1
+                yield None
+            self.advance(own, epoch, call)
+        end = self.ranks - 1
+        for block in range(cta, call.tiles, call.ctas):
+            if rank > 0:
+                yield self.reached(own, ("block", block), epoch)
+            if rank < end and "no credit" not in self.mutations:
+                yield lambda: own.flags["credit"] >= epoch - 2
+            first = self.start_of(epoch, call) + block * call.tile
+            for cell in range(first, first + call.tile):
+                one = Call("chain", 1, 1, 1, call.carry)
+                if rank > 0:
+                    yield from self.load(own, cell, one, "inbox", (epoch, cell))
+                if rank < end:
+                    yield from self.store(peers[rank + 1], cell, one, "inbox", (epoch, cell))
+                elif call.carry:
+                    for p in range(end):
+                        yield from self.store(peers[p], cell, one, "carries", (epoch, cell))
+            if rank < end:
+                peers[rank + 1].flags["block", block] = epoch
+                yield None
+            elif call.carry:
+                for p in range(end):
+                    peers[p].flags["carry", block] = epoch
+                    yield None
+        if rank == 0:
+            self.advance(own, epoch, call)
+        if call.carry and rank < end:
+            for block in range(cta, call.tiles, call.ctas):
+                yield self.reached(own, ("carry", block), epoch)
+                first = self.start_of(epoch, call) + block * call.tile
+                for cell in range(first, first + call.tile):
+                    yield from self.load(own, cell, Call("chain", 1, 1, 1, True), "carries", (epoch, cell))

@@ -1,0 +1,54 @@
+"""The model that picks All-Scan's algorithm and blocks: the formulas of DESIGN section 5, and what they lead to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from zeco_train.collectives import cost_model
+from zeco_train.collectives.cost_model import MEASURED, Link, best_blocks, chain_seconds, choose, two_shot_seconds
+
+MB = 1 << 20
+
+
+def test_best_number_of_blocks_is_best() -> None:
+    for link, ranks, size in itertools.product((Link.gloo, Link.nccl), (2, 3, 4, 64, 256), (MB // 64, MB, 64 * MB)):
+        blocks = best_blocks(ranks, size, 256, MEASURED[link])
+        best = min(range(1, 257), key=lambda b: chain_seconds(link, ranks, size, b))
+        # The closed form's minimum, rounded: as good as the best whole number within a few per cent.
+        chosen, least = chain_seconds(link, ranks, size, blocks), chain_seconds(link, ranks, size, best)
+        assert chosen <= 1.06 * least, (link, ranks, size, blocks, best)
+        assert ranks > 2 or blocks == 1
+
+
+def test_design_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas of DESIGN, section 5, by hand, for P = 256, S = 1 MB, 10 µs and 50 GB/s."""
+    monkeypatch.setitem(MEASURED, Link.nccl, cost_model.Costs(1e-5, 2e-11, 1e-5, 0.0, 2e-11))
+    blocks = best_blocks(256, 10**6, 1024, MEASURED[Link.nccl])
+    assert blocks == round(math.sqrt(254 * 2e-11 * 1e6 / 1e-5)) == 23
+    # (P − 2 + b)(α + βS/b), by hand.
+    assert chain_seconds(Link.nccl, 256, 10**6, blocks) == pytest.approx(277 * (1e-5 + 2e-11 * 1e6 / 23))
+    assert two_shot_seconds(Link.nccl, 256, 10**6) == pytest.approx(2 * (1e-5 + 2e-5 * 255 / 256))
+
+
+def test_choice() -> None:
+    for link, ranks, size in itertools.product(Link, (2, 3, 4, 8, 64), (1 << 10, MB, 64 * MB)):
+        choice = choose(link, ranks, size, 128)
+        assert choice == choose(link, ranks, size, 128)
+        chain, two_shot = (choose(link, ranks, size, 128, name) for name in ("chain", "two_shot"))
+        assert choice.seconds == min(chain.seconds, two_shot.seconds)
+        assert choice in (chain, two_shot)
+        assert two_shot.blocks is None
+        # In one kernel blocks have ZeCO's size, not a number that depends on the ranks.
+        assert (chain.blocks is None) == (link is Link.symmetric)
+        assert choose(link, ranks, size, 128, "chain", blocks=7).blocks == 7
+    # A chain's latency grows with the ranks, an exchange's hardly.
+    assert choose(Link.nccl, 64, MB, 128).algorithm == choose(Link.symmetric, 64, MB, 128).algorithm == "two_shot"
+    assert choose(Link.gloo, 2, MB, 128).algorithm == "chain"
+
+
+def test_unknown_algorithm() -> None:
+    with pytest.raises(ValueError, match="no such algorithm: ring"):
+        choose(Link.gloo, 2, MB, 128, "ring")
