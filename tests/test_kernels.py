@@ -5,6 +5,11 @@ The interpreter computes in fp32 what a GPU computes in three tf32 parts, so it 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -76,3 +81,33 @@ def test_kernels_do_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
+
+
+# As a user's first step: a process that has compiled nothing yet, with an empty cache.
+FIRST_PASSES = """
+import time
+import torch
+from tests.kernel_cases import KernelCase, both_passes
+from zeco_train.ops.cuda import CUDA
+
+for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
+    tensors = KernelCase((1, 4096, *dims)).tensors(torch.bfloat16, torch.device("cuda"))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    both_passes(CUDA, tensors, None, 0.125)
+    torch.cuda.synchronize()
+    print(f"H{dims[0]} K{dims[1]} V{dims[2]} {time.perf_counter() - started:.1f}", flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_first_passes_take_seconds(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", FIRST_PASSES], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    seconds = [float(line.split()[-1]) for line in result.stdout.splitlines()]
+    assert len(seconds) == 3
+    assert max(seconds) <= 30.0, result.stdout
