@@ -192,7 +192,8 @@ class SymmetricScans:
         key = (state.shape, state.dtype, state.device)
         zeros = self._zeros.get(key)
         if zeros is None:
-            zeros = torch.zeros_like(state)
+            with torch.inference_mode(False):
+                zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
             if state.is_cuda and torch.cuda.is_current_stream_capturing():
                 # It lies in the graph's own memory, and is filled when the graph runs.
                 scan.incoming.deliver(zeros)
@@ -236,7 +237,8 @@ class SymmetricScans:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a scan has to run once, with the same shape, before it is captured into a CUDA graph")
         capacity = enlarged(before, needed)
-        arena = Arena(self._courier.group, request.reverse, device, capacity, self._allocate)
+        with torch.inference_mode(False):
+            arena = Arena(self._courier.group, request.reverse, device, capacity, self._allocate)
         self._arenas.append((wire, arena))
         logger.info("%s: %.3g MB of symmetric memory", wire.operation, arena.layout.size / 1e6)
         return arena
