@@ -120,6 +120,8 @@ class Trainer:
         """Raise `NonFiniteError`, with the first tensor concerned, if the step's loss or norm is NaN or infinite."""
         for name, value in values.items():
             if not math.isfinite(value):
+                # A scan whose peer did not answer gives NaN; what it has to say comes first.
+                self.parts.scan.drain()
                 # Read again, since keeping a step's batches for this would take memory in every step.
                 forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
                 raise explain(self.parts.model, step, f"the {name} is {value}", forwards, self.parts.mesh.world_size)

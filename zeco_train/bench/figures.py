@@ -200,9 +200,9 @@ def _figure(title: str, rows: int, columns: int, height: float) -> tuple[Figure,
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(7.0, 6.0 * columns), height), dpi=120, layout="constrained")
+    figure = Figure(figsize=(max(9.0, 7.5 * columns), height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -218,7 +218,7 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _load(path: Path) -> dict[str, Any]:
