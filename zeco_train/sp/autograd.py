@@ -45,7 +45,9 @@ def gla(
         o, [B, T, H, V] in the dtype of v, and carry_out, [B, H, K, V], replicated, or None. With `incoming_state`
         the value of carry_out is not known here and is NaN: only its gradient edge is of use then.
     """
-    return _GatedLinearAttention.apply(q, k, v, g, shard, incoming_state, carry_in, want_carry)
+    # Triton and streams take the current device, which need not be that of the tokens.
+    with torch.cuda.device_of(q):
+        return _GatedLinearAttention.apply(q, k, v, g, shard, incoming_state, carry_in, want_carry)
 
 
 class _GatedLinearAttention(torch.autograd.Function):
