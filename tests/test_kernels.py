@@ -23,6 +23,8 @@ SMALL = {
     "odd sizes": KernelCase((2, 150, 2, 5, 7), rate=1.0, programs=4),
     "tiles of K and V": KernelCase((1, 200, 1, 40, 48), programs=4),
     "strong decays": KernelCase((1, 130, 1, 16, 16), rate=50.0),
+    "resets": KernelCase((1, 150, 1, 16, 16), reset=-1e9),
+    "the strongest reset": KernelCase((1, 150, 1, 16, 16), reset=-3e38),
     "documents": KernelCase((1, 300, 1, 16, 16), documents=(0, 70, 128, 129, 200, 300), programs=2),
     "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), continues=False),
     "one document, that continues": KernelCase((1, 100, 1, 16, 16), documents=(0, 100)),
@@ -35,7 +37,8 @@ LARGE = {
     "the narrowest heads": KernelCase((1, 777, 3, 32, 32), rate=0.5),
     "no power of two": KernelCase((1, 2000, 2, 96, 160), documents=(0, 70, 128, 700, 1400, 2000)),
     "no decay": KernelCase((1, 2000, 2, 64, 128), rate=0.0),
-    "resets": KernelCase((1, 4096, 1, 64, 128), rate=50.0),
+    "strong decays everywhere": KernelCase((1, 4096, 1, 64, 128), rate=50.0),
+    "long with resets": KernelCase((1, 4096, 2, 64, 128), reset=-1e9),
     "long": KernelCase((1, 65536, 1, 64, 128)),
 }
 # fp32: sums of decays round relative to what came before in the chunk, hence less exact where decays are strong.

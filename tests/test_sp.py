@@ -27,6 +27,8 @@ from tests.sp_reference import (
 from zeco_train import ops
 from zeco_train.collectives import Courier, serial
 from zeco_train.errors import ConfigError
+from zeco_train.sp.autograd import gla
+from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
@@ -195,3 +197,16 @@ def test_carry_of_one_rank_has_to_be_asked_for() -> None:
     scan = LocalScan().launch(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
     with pytest.raises(RuntimeError, match="want_carry=True"):
         scan.carry_out()
+
+
+def test_autocast_changes_nothing() -> None:
+    """Forward and backward, for fp32 tokens in a region of bf16."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(1, 100, 2, 8, generator=generator).requires_grad_() for _ in range(3)]
+    g = -torch.rand(1, 100, 2, 8, generator=generator)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            o, _ = gla(*tokens, g, SequenceShard(LocalScan(), 0, 100))
+            results.append([o, *torch.autograd.grad(o, tokens, torch.ones_like(o))])
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))

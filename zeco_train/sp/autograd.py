@@ -33,7 +33,8 @@ def gla(
     Args:
         q, k: [B, T, H, K], this rank's tokens; bf16, fp32 or fp64.
         v: [B, T, H, V], same dtype.
-        g: [B, T, H, K], log-decay ≤ 0 and finite; fp32 (fp64 for fp64 inputs).
+        g: [B, T, H, K], log-decay ≤ 0 and finite; fp32 (fp64 for fp64 inputs). Not checked, for that would wait for
+            the device: positive values give wrong results on GPUs.
         shard: where these tokens lie, and the scan that joins them to the rest of the sequence.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
             the forward pass then communicates nothing, as recomputation requires. The backward pass still does.
@@ -45,8 +46,9 @@ def gla(
         o, [B, T, H, V] in the dtype of v, and carry_out, [B, H, K, V], replicated, or None. With `incoming_state`
         the value of carry_out is not known here and is NaN: only its gradient edge is of use then.
     """
-    # Triton and streams take the current device, which need not be that of the tokens.
-    with torch.cuda.device_of(q):
+    # Triton and streams take the current device, which need not be that of the tokens. Autocast would change the dtypes
+    # of some of the products.
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
         return _GatedLinearAttention.apply(q, k, v, g, shard, incoming_state, carry_in, want_carry)
 
 
@@ -73,7 +75,8 @@ class _GatedLinearAttention(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         documents = shard.documents(q.shape[1], q.device)
 
-        local = ops.select(q, g).forward(q, k, v, g, documents, scale)
+        passes = ops.select(q, g)
+        local = passes.forward(q, k, v, g, documents, scale)
         pending = None
         if incoming_state is None:
             pending = shard.scan.launch(local.state, local.log_decay, carry_in=carry_in, want_carry=want_carry)
@@ -89,7 +92,7 @@ class _GatedLinearAttention(torch.autograd.Function):
             carry_out = torch.full_like(local.state, torch.nan) if want_carry else None
 
         ctx.save_for_backward(q, k, v, local.log_decay, *local.saved)
-        ctx.shard, ctx.documents, ctx.scale, ctx.passes = shard, documents, scale, ops.select(q, g)
+        ctx.shard, ctx.documents, ctx.scale, ctx.passes = shard, documents, scale, passes
         ctx.set_materialize_grads(False)
         return o, carry_out
 
@@ -100,12 +103,14 @@ class _GatedLinearAttention(torch.autograd.Function):
         wants_dcarry_in = ctx.needs_input_grad[6]
         do = torch.zeros_like(v) if do is None else do
 
-        local = ctx.passes.backward(q, k, v, do, tuple(saved), ctx.documents, ctx.scale)
-        pending = ctx.shard.scan.launch(
-            local.state_grad, log_decay, reverse=True, carry_in=dcarry_out, want_carry=wants_dcarry_in
-        )
-        local.overlap()
-        dq, dk, dv, dg = local.input_grads(pending.wait())
-        pending.finish()
+        # a backward pass may be run inside a region of autocast, too
+        with torch.autocast(q.device.type, enabled=False):
+            local = ctx.passes.backward(q, k, v, do, tuple(saved), ctx.documents, ctx.scale)
+            pending = ctx.shard.scan.launch(
+                local.state_grad, log_decay, reverse=True, carry_in=dcarry_out, want_carry=wants_dcarry_in
+            )
+            local.overlap()
+            dq, dk, dv, dg = local.input_grads(pending.wait())
+            pending.finish()
         dcarry_in = pending.carry_out() if wants_dcarry_in else None
         return dq, dk, dv, dg, None, None, dcarry_in, None

@@ -16,6 +16,7 @@ from zeco_train.kernels.gla.states import chunk_states_kernel, correct_starts_ke
 from zeco_train.kernels.gla.tuning import Tuning
 
 CHUNK = 64
+MOST_HEADS = 65_535
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Launcher:
         self.B, self.T, self.H, self.K = k.shape
         self.V = v.shape[-1]
         self.BH = self.B * self.H
+        if self.BH > MOST_HEADS:
+            raise ValueError(f"q: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         self.device, self.dtype, self.scale = k.device, k.dtype, scale
         self.tuning, self.pieces = tuning, pieces

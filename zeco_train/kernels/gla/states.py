@@ -96,7 +96,8 @@ def chunk_states_kernel(
             sums = load_tile(g, start, T, H, K, first_key, C, BK)
             total = load_last_row(g, start, T, H, K, first_key, C, BK)
         else:
-            decays = load_tile(g, start, T, H, K, first_key, C, BK)
+            # exp is 0 in fp32 from −104 on, and a reset written as −1e9 would leave the sums after it no digits
+            decays = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
             sums = sum_tokens(rows[:, None] >= rows[None, :], decays, x.dtype.element_ty == tl.bfloat16)
             total = tl.sum(tl.where((rows == tl.minimum(T - start, C) - 1)[:, None], sums, 0.0), axis=0)
             if leads:

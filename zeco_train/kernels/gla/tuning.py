@@ -13,7 +13,7 @@ from functools import cache
 import torch
 import triton
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _find(device: torch.device, dtype: torch.dtype, K: int, V: int) -> Tuning:
     entries = [key for key in KEPT if key[1] == dtype]
     found = min(entries, key=lambda key: (key[0] != architecture, key[2] < K, abs(key[2] - K)))
     exact = found[0] == architecture and found[2] >= K
-    log.info(
+    logger.info(
         "operator kernels: %s K%d V%d on sm_%d%d take the kept options of sm_%d%d, K up to %d%s",
         str(dtype).removeprefix("torch."),
         K,
