@@ -27,6 +27,8 @@ from zeco_train.errors import CommunicationError
 
 _MIB = 1 << 20
 _MAX_FLUSHES = 400
+# For the issue of flushes and barrier, which no warm-up measures.
+_MS_OF_BARRIER = 0.3
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Timing:
     """Attributes:
     summary: over the runs.
     by_rank: every sample in ms, [ranks][runs].
-    host_ms: what the slowest host took to issue a run.
-    cover_ms: for how long the device was kept busy meanwhile; the run was bound by the host if this is less.
+    host_ms: what the slowest host took to issue a run, from the first flush on; nine runs in ten took less.
+    cover_ms: for how long the device was kept busy meanwhile; runs were bound by the host if this is less.
     """
 
     summary: Summary
@@ -80,8 +82,9 @@ class Runner:
 
     def measure(self, subjects: Sequence[Subject]) -> list[Timing]:
         """Warm up, then time all subjects in turn; one `Timing` each. Collective: the same subjects on all ranks."""
-        flushes, hosts = zip(*(self._warm_up(subject) for subject in subjects), strict=True)
+        flushes = [self._warm_up(subject) for subject in subjects]
         samples: list[list[Callable[[], float]]] = [[] for _ in subjects]
+        issues: list[list[float]] = [[] for _ in subjects]
         timed = self._timed_cuda if self._session.on_cuda else self._timed_cpu
         gc.collect()
         gc.disable()
@@ -89,20 +92,23 @@ class Runner:
             for turn in range(self._runs):
                 for i in range(len(subjects)):
                     index = (turn + i) % len(subjects)
-                    samples[index].append(timed(subjects[index], flushes[index]))
+                    sample, issue_ms = timed(subjects[index], flushes[index])
+                    samples[index].append(sample)
+                    issues[index].append(issue_ms)
         finally:
             gc.enable()
         if self._session.on_cuda:
             torch.cuda.synchronize()
         own = [[sample() for sample in of_subject] for of_subject in samples]
+        hosts = self._session.gather([sorted(of_subject)[len(of_subject) * 9 // 10] for of_subject in issues])
         timings = []
         for index, by_rank in enumerate(zip(*self._session.gather(own), strict=True)):
             cover = flushes[index] * self._flush_ms
-            timings.append(Timing(Summary.of(by_rank), list(by_rank), hosts[index], cover))
+            timings.append(Timing(Summary.of(by_rank), list(by_rank), max(host[index] for host in hosts), cover))
         return timings
 
-    def _warm_up(self, subject: Subject) -> tuple[int, float]:
-        """Run the subject untimed; returns the flushes that cover its issue, and how long that takes the host, ms."""
+    def _warm_up(self, subject: Subject) -> int:
+        """Run the subject untimed; returns the flushes that cover its issue."""
         seconds = []
         for _ in range(self._warmup):
             if subject.prepare is not None:
@@ -115,25 +121,27 @@ class Runner:
         # The first runs compile and connect.
         host_ms = max(self._session.gather(1e3 * min(seconds[-3:])))
         if not self._flush_ms:
-            return 1, host_ms
-        # Twice over, for hosts are less even than devices.
-        wanted = math.ceil(2 * host_ms / self._flush_ms)
-        return min(max(wanted, 1), _MAX_FLUSHES), host_ms
+            return 1
+        # Twice over, for hosts are less even than devices, and for what else is issued meanwhile.
+        wanted = math.ceil((2 * host_ms + _MS_OF_BARRIER) / self._flush_ms)
+        return min(max(wanted, 1), _MAX_FLUSHES)
 
-    def _timed_cuda(self, subject: Subject, flushes: int) -> Callable[[], float]:
+    def _timed_cuda(self, subject: Subject, flushes: int) -> tuple[Callable[[], float], float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         if subject.prepare is not None:
             subject.prepare()
+        issued = time.perf_counter()
         for _ in range(flushes):
             self._buffer.fill_(1)
         dist.all_reduce(self._token)
         start.record()
         subject.run()
         end.record()
-        return lambda: start.elapsed_time(end) / subject.operations
+        issue_ms = 1e3 * (time.perf_counter() - issued)
+        return lambda: start.elapsed_time(end) / subject.operations, issue_ms
 
-    def _timed_cpu(self, subject: Subject, flushes: int) -> Callable[[], float]:
+    def _timed_cpu(self, subject: Subject, flushes: int) -> tuple[Callable[[], float], float]:
         if subject.prepare is not None:
             subject.prepare()
         self._buffer.fill_(1)
@@ -143,7 +151,7 @@ class Runner:
         sample = 1e3 * (time.perf_counter() - start) / subject.operations
         # What a scan still has to send would otherwise go on into the next one's time.
         self._session.drain()
-        return lambda: sample
+        return lambda: sample, 0.0
 
     def _settle(self) -> None:
         if self._session.on_cuda:

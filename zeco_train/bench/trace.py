@@ -17,7 +17,7 @@ from zeco_train.bench.session import Session
 
 _STEP = "bench_step"
 # Of NCCL, and of `zeco_train/kernels/all_scan.py`.
-_COMMUNICATION = ("nccl", "all_scan", "two_shot_kernel", "chain_kernel")
+_COMMUNICATION = ("nccl", "two_shot_kernel", "chain_kernel")
 Interval = tuple[float, float]
 
 
