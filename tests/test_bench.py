@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -18,7 +19,7 @@ from tests.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures
 from zeco_train.bench.check import WrongResultError, check_results, relative_error
-from zeco_train.bench.config import CollectivesConfig, OperatorConfig, parse
+from zeco_train.bench.config import CollectivesConfig, OperatorConfig
 from zeco_train.bench.report import LogLines
 from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, slowest_rank
@@ -27,6 +28,7 @@ from zeco_train.bench.trace import intersection, length, overlap_of, union
 from zeco_train.bench.variants import LocalCopyScan, sp_config
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.mesh import Launch
+from zeco_train.overrides import load_settings
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 
@@ -92,11 +94,13 @@ def test_overlap_counts_what_the_step_launched() -> None:
 
 
 def test_settings_are_yaml_values() -> None:
-    config = parse(
+    config = load_settings(
         OperatorConfig, ["heads=[4]", "dims=[[64, 128]]", "dtype=fp32", "graph=true", "variants=[dp,zeco:chain]"]
     )
     assert (config.heads, config.dims, config.graph, config.variants) == ([4], [[64, 128]], True, ["dp", "zeco:chain"])
-    assert parse(CollectivesConfig, ["sizes_mb=[1, 0.5]"]).heads(0.5) == 16
+    assert load_settings(CollectivesConfig, ["sizes_mb=[1, 0.5]"]).heads(0.5) == 16
+    # Text stays what it is, though Hydra reads a number.
+    assert load_settings(CollectivesConfig, ["commit=1234e56"]).commit == "1234e56"
     paper = sp_config("zeco:chain:symmetric:paper", 32 * 64 * 128)
     assert (paper.backend, paper.all_scan.num_blocks) == (Backend.zeco, 16)
     assert (paper.all_scan.algorithm, paper.all_scan.transport) == (AllScanAlgorithm.chain, AllScanTransport.symmetric)
@@ -109,17 +113,18 @@ def test_settings_are_yaml_values() -> None:
         (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
         (["collectives", "runs"], "argument=runs: must be KEY=VALUE"),
-        (["collectives", "runs=many"], "runs=many: must be like 50"),
+        (["collectives", "runs=many"], "runs=many: must be a whole number"),
         (["collectives", "runs=0"], "runs=0: must be ≥ 1"),
-        (["collectives", "budget_seconds=.inf"], "budget_seconds=.inf: must be like 540.0"),
+        (["collectives", "budget_seconds=.inf"], "budget_seconds=.inf: must be a number"),
         (["collectives", "variants=[dp]"], "variants=dp: must be one of all_gather, all_reduce, lasp1, lasp2, zeco"),
         (["collectives", "variants=[zeco:tree]"], "variants=zeco:tree: tree must be one of auto, chain, two_shot"),
         (["operator", "variants=[zeco:chain:p2p:0]"], "sp.all_scan.blocks=0: must be ≥ 1"),
-        (["operator", "dims=[64,128]"], "dims=[64,128]: must be like [[64,128],[128,128]]"),
+        (["operator", "dims=[64,128]"], "dims=[64,128]: must be a list [a list [a whole number, …], …]"),
         (["operator", "dims=[[64]]"], "must be a list of pairs [K, V]"),
-        (["operator", "dtype=fp8"], "dtype=fp8: must be like bf16 or fp32 or fp64"),
+        (["operator", "dtype=fp8"], "dtype=fp8: must be one of bf16, fp32, fp64"),
         (["operator", "passes=[backward]"], "must be a list of forward, forward_backward"),
         (["operator", "tokens=[]"], "tokens=[]: must be a list of numbers ≥ 1"),
+        (["operator", "--trace"], "argument=--trace: must be KEY=VALUE, as in seed=0"),
         (["plot"], "needs results.json"),
         (["plot", "/nowhere.json"], "/nowhere.json: cannot be read"),
     ],
@@ -193,7 +198,7 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
         ("collectives", CollectivesConfig, SMALL_STATES),
         ("operator", OperatorConfig, SMALL_STEPS),
     ):
-        config: Any = parse(kind, [*arguments, f"out={folder}/{case}", "variants=[lasp1,lasp2]"])  # type: ignore[type-var]
+        config: Any = load_settings(kind, [*arguments, f"out={folder}/{case}", "variants=[lasp1,lasp2]"])  # type: ignore[type-var]
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         right = session.scan
 
@@ -241,7 +246,7 @@ def _bench(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
 def test_collectives_on_two_ranks(tmp_path: Path) -> None:
     table, results = _bench(tmp_path, "collectives", *SMALL_STATES)
     rows = {row["variant"]: row for row in results["rows"]}
-    assert list(parse(CollectivesConfig, []).variants) == sorted(rows, key=parse(CollectivesConfig, []).variants.index)
+    assert rows.keys() == {*load_settings(CollectivesConfig, []).variants}
     assert rows["all_gather"]["ratio"] == 1.0
     assert rows["zeco:two_shot:p2p"]["choice"] == "two_shot by gloo"
     assert rows["lasp2"]["ratio"] == rows["lasp2"]["median_ms"] / rows["all_gather"]["median_ms"]
@@ -264,6 +269,42 @@ def test_operator_on_two_ranks(tmp_path: Path) -> None:
     assert "fla is not measured" in table
     assert "no trace on a CPU" in table
     assert {path.name for path in tmp_path.iterdir()} >= {"operator.png", "operator_tokens.png"}
+
+
+def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
+    cases = {
+        "raise torch.OutOfMemoryError('Tried to allocate 2 GiB')": (
+            ": a state of 0.03125 MiB: out of memory (Tried to allocate 2 GiB); fewer tokens, heads or MiB need less",
+        ),
+        "os.kill(os.getpid(), signal.SIGKILL)": (
+            "rank 1 no longer answers (killed, stopped or unreachable; last seen in a state of 0.03125 MiB)",
+            "the results so far stand",
+        ),
+    }
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number, (fault, parts) in enumerate(cases.items()):
+            script = tmp_path / f"fails_{number}.py"
+            script.write_text(
+                "import os, signal, sys, time, torch\n"
+                "from zeco_train.bench import __main__ as command, collectives\n"
+                "def measure(*args):\n"
+                "    if os.environ['RANK'] == '1':\n"
+                "        time.sleep(1)\n"  # until its heartbeat has said what it does
+                f"        {fault}\n"
+                "    torch.distributed.barrier()\n"
+                "collectives._measure_size = measure\n"
+                "sys.exit(command.main(sys.argv[1:]))\n"
+            )
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            job = Command([*launcher, str(script), "collectives", *SMALL_STATES, f"out={tmp_path}/out"], tmp_path)
+            running.append((stack.enter_context(job), parts))
+        for job, parts in running:
+            outcome = job.wait(60)
+            assert outcome.code != 0
+            assert len(outcome.errors) == 1, outcome
+            assert all(part in outcome.errors[0] for part in parts), outcome
+            assert "zeco_train/" not in outcome.err, outcome
 
 
 @pytest.mark.gpu

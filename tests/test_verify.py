@@ -19,10 +19,12 @@ from torch import Tensor
 
 from tests.commands import Command, Outcome, check_line
 from tests.distributed import run_distributed
+from zeco_train.jsonable import jsonable
 from zeco_train.mesh import Launch
+from zeco_train.overrides import load_settings
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify import cases, command, huge, reference
-from zeco_train.verify.config import load_config
+from zeco_train.verify.config import VerifyConfig
 from zeco_train.verify.reference import Place, exact, recurrence
 from zeco_train.verify.report import Deviation, Row, deviations, line, relative_error, summary
 from zeco_train.verify.sequences import Sequence
@@ -99,7 +101,7 @@ def failures_of_broken_scans(rank: int, world_size: int) -> dict[str, list[str]]
         ("off on rank 1", "bf16"),
         ("low precision", "fp32"),
     ):
-        config = load_config([*SMALL, *arguments, f"dtypes=[{dtype}]"]).resolve(CPU, world_size)
+        config = load_settings(VerifyConfig, [*SMALL, *arguments, f"dtypes=[{dtype}]"]).resolve(CPU, world_size)
 
         def broken(*args: Any, fault: str = fault) -> Any:
             return BrokenScan(build(*args), rank, fault)
@@ -239,7 +241,8 @@ def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
 
 def test_huge_compares_the_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge, "_TOKENS", 128)
-    sequence = huge.huge_sequence(load_config(["value_dim=4"]), torch.float32, "a test", elements=128 * 4 * 4)
+    config = load_settings(VerifyConfig, ["value_dim=4"])
+    sequence = huge.huge_sequence(config, torch.float32, "a test", elements=128 * 4 * 4)
     assert (sequence.heads, sequence.key_dim) == (5, 64)
     sound = huge.huge_deviations(sequence, CPU)
     assert max(deviation.error for deviation in sound.values()) < 1e-5
@@ -264,7 +267,7 @@ def test_nan_never_passes() -> None:
         assert row.failures[0].startswith("o on rank 1 is off by")
         assert "FAILED" in line(row)
         assert summary([row]).startswith("FAILED: 0 of 1")
-        json.dumps(command.report.without_infinities(row.as_dict()), allow_nan=False)
+        json.dumps(jsonable(row.as_dict()), allow_nan=False)
 
 
 def test_a_gradient_that_is_zero_has_to_be_met_exactly() -> None:

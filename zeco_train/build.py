@@ -18,6 +18,7 @@ from models.gla import GLAForCausalLM
 from models.hooks import flops_per_token, has_weight_decay, sharding_units
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Config, Device, to_plain
+from zeco_train.device import find_device
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
@@ -80,7 +81,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_seq_len(config.data.seq_len, sp_size)
     check_batch(config.data.global_batch, config.data.micro_batch, launch.world_size // sp_size)
-    device = _device(config.train.device, launch)
+    device = find_device(config.train.device, launch, "train.device")
     return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
 
 
@@ -234,18 +235,6 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
         if labels != tokens:
             problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
             raise DataError(loader.reader.store.path, problem, "copy the token store to all nodes again")
-
-
-def _device(wanted: Device, launch: Launch) -> torch.device:
-    available = torch.cuda.device_count()
-    if wanted is Device.cpu or (wanted is Device.auto and not available):
-        return torch.device("cpu")
-    if launch.local_world_size > available:
-        problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or train.device=cpu"
-        raise ConfigError("train.device", wanted.value, problem)
-    device = torch.device("cuda", launch.local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _open_stores(config: Config, mesh: ProcessMesh) -> tuple[TokenStore, TokenStore | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,9 @@ from statistics import median
 from typing import Any, NoReturn
 
 from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.plot import new_figure, save_figure
 from zeco_train.progress import compact
 
 PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
@@ -160,15 +161,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 6.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    figure.suptitle(" · ".join(run.name for run in runs), fontsize=14, fontweight="bold")
     first = runs[0]
     for index, run in enumerate(runs):
         look: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
@@ -189,14 +185,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(partial, format="png")
-        partial.replace(path)
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    save_figure(figure, path)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -222,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _compare(_parse(arguments))
     except ZecoError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        print(error.line, file=sys.stderr, flush=True)
         return error.exit_code
 
 
@@ -234,7 +223,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     results = out / RESULTS_FILE
     try:
         out.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(_as_json({"measure": runs[0].name, "runs": rows}), indent=1) + "\n")
+        results.write_text(json.dumps(jsonable({"measure": runs[0].name, "runs": rows}), indent=1) + "\n")
     except OSError as error:
         raise DataError(results, f"cannot be written ({error.strerror})") from error
     draw(runs, out / PLOT_FILE)
@@ -251,15 +240,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         f"{verdict}; {results}, {out / PLOT_FILE}"
     )
     return 1 if failed else 0
-
-
-def _as_json(value: Any) -> Any:
-    """`value` with text for every float that JSON has not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -10,6 +10,11 @@ class ZecoError(Exception):
 
     exit_code = 1
 
+    @property
+    def line(self) -> str:
+        """What the user reads."""
+        return "error: " + " ".join(str(self).split())
+
     def __reduce__(self) -> tuple[Callable[..., ZecoError], tuple[object, ...]]:
         # Python would call the constructor with the finished message alone; ranks send each other their errors.
         return _restore, (type(self), str(self), self.__dict__)
@@ -68,11 +73,5 @@ class OutOfMemoryError(ZecoError):
 
     exit_code = 7
 
-    def __init__(
-        self,
-        rank: int,
-        activity: str,
-        problem: str,
-        remedy: str = "a shorter data.seq_len, a smaller data.micro_batch, or more ranks for a sequence need less",
-    ) -> None:
-        super().__init__(f"rank {rank}: {activity}: out of memory ({problem}); {remedy}")
+    def __init__(self, rank: int, activity: str, problem: str, remedy: str = "") -> None:
+        super().__init__(f"rank {rank}: {activity}: out of memory ({problem})" + (f"; {remedy}" if remedy else ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from zeco_train.errors import DataError
+from zeco_train.jsonable import jsonable
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -90,7 +90,8 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         """Append a row. What another process reads from now on has it."""
         assert self._descriptor is not None, "write after close"
-        line = json.dumps(_finite(metrics.as_dict()), allow_nan=False, separators=(", ", ": ")) + "\n"
+        row = jsonable(metrics.as_dict(), lambda value: None)
+        line = json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n"
         try:
             pending = line.encode()
             # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
@@ -157,14 +158,3 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             raise DataError(path, f"line {number} is not a row of metrics", "remove the line")
         rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None for every float that JSON cannot hold, in mappings and lists too."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

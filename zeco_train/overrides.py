@@ -1,4 +1,4 @@
-"""Judges command-line overrides one by one, before Hydra composes them.
+"""Judges command-line overrides one by one, before Hydra composes them; and makes settings of them without Hydra.
 
 Hydra's own errors take several lines and seldom say what is allowed, and for an unknown key behind a `+` there is none.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -25,6 +27,58 @@ from zeco_train.errors import ConfigError
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
+
+
+C = TypeVar("C", bound="Settings")
+
+
+class Settings(Protocol):
+    """A dataclass of a command that composes no files."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+
+
+def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
+    """The settings that KEY=VALUE arguments, in Hydra's syntax, give.
+
+    Raises:
+        ConfigError: an argument that is none, an unknown key, a value of the wrong type or out of range.
+    """
+    settings = OmegaConf.structured(schema)
+    number = next(entry.name for entry in dataclasses.fields(schema) if type(settings[entry.name]) is int)
+    _apply(arguments, settings, {}, f"{number}={settings[number]}")
+    config = OmegaConf.to_object(settings)
+    assert isinstance(config, schema)
+    config.validate()
+    return config
+
+
+def describe_settings(schema: type[Settings]) -> str:
+    """What `--help` says of settings: what they mean, and their defaults as one writes them."""
+    settings = OmegaConf.structured(schema)
+    lines = [describe_attributes(schema), ""]
+    for entry in dataclasses.fields(schema):
+        default = settings[entry.name]
+        options = f"    (of {', '.join(type(default).__members__)})" if isinstance(default, Enum) else ""
+        lines.append(f"  {entry.name}={_default(default)}{options}")
+    return "\n".join(lines)
+
+
+def describe_attributes(schema: type[Settings]) -> str:
+    """The attributes of a docstring, a line each."""
+    text = inspect.cleandoc(schema.__doc__ or "").rpartition("Attributes:\n")[2]
+    return textwrap.indent(textwrap.dedent(text), "  ")
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value).translate({ord(character): None for character in " '"})
 
 
 def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -41,16 +95,21 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
     Raises:
         ConfigError: names the override, and what is allowed in its place.
     """
-    settings, values = OmegaConf.structured(schema), {}
+    return _apply(overrides, OmegaConf.structured(schema), groups, "train.steps=100")
+
+
+def _apply(
+    overrides: Sequence[str], settings: Any, groups: Mapping[str, Sequence[str]], example: str
+) -> dict[str, Any]:
+    """`check_overrides`, which leaves the values in `settings`, an instance of the schema."""
+    schema, values = OmegaConf.get_type(settings), {}
     for text in overrides:
-        override = _parse(text)
+        override = _parse(text, example)
         key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
         if override.is_delete():
             raise ConfigError("argument", text, "nothing can be deleted; set a value with KEY=VALUE")
         if override.is_sweep_override():
-            raise ConfigError(
-                key, shown, f"takes one value (as text: \"{key}='{shown}'\"); sweeps run outside train.py"
-            )
+            raise ConfigError(key, shown, f"takes one value (as text: \"{key}='{shown}'\"); sweeps are not run here")
         if override.package is not None:
             raise ConfigError("argument", text, f"groups stay where they are; write {key}={shown}")
         if key in groups and not isinstance(value, dict):
@@ -64,11 +123,11 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
     return values
 
 
-def _parse(text: str) -> Override:
+def _parse(text: str, example: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
-        allowed = "must be KEY=VALUE, as in train.steps=100"
+        allowed = f"must be KEY=VALUE, as in {example}"
         if match := re.match(r"(\+{0,2}[\w.]+)=(.+)", text):
             allowed = f"a value with special characters needs quotes: \"{match[1]}='{match[2]}'\""
         raise ConfigError("argument", text, allowed) from error
@@ -96,13 +155,16 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mapping[str, Sequence[str]]) -> None:
-    """Check a value by setting it in `settings`, an instance of the schema for this purpose alone."""
+    """Check a value by setting it in `settings`, an instance of the schema."""
     schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
     if kind is None:
         raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)]))
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, shown, f"is a section; set its keys, such as {key}.{dataclasses.fields(kind)[0].name}")
+    if str in (kind, *typing.get_args(kind)) and isinstance(value, int | float) and isinstance(shown, str):
+        # A commit such as 1234e56 is no number.
+        value = shown
     try:
         OmegaConf.update(settings, key, value, merge=True)
     except (OmegaConfBaseException, ValueError) as error:
@@ -141,7 +203,7 @@ def _allowed(kind: Any) -> str:
         return f"one of {', '.join(member.name for member in kind)}"
     if typing.get_origin(kind) in (list, tuple):
         elements = typing.get_args(kind)
-        return f"a list [{', '.join(_KINDS[e] for e in elements)}{', …' if typing.get_origin(kind) is list else ''}]"
+        return f"a list [{', '.join(_allowed(e) for e in elements)}{', …' if typing.get_origin(kind) is list else ''}]"
     return _KINDS[kind]
 
 
@@ -156,7 +218,7 @@ def _keys(schema: Any, prefix: str = "") -> list[str]:
 
 def _unknown(key: str, known: Sequence[str]) -> str:
     if key.partition(".")[0] == "hydra":
-        return "train.py only composes its configuration with Hydra, and has no hydra settings"
+        return "Hydra only composes the configuration of train.py, and there are no hydra settings"
     # `steps` for train.steps: a forgotten section is likelier than a misspelt name of another.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     close = close or difflib.get_close_matches(key, known, n=1)

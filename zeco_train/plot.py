@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +15,7 @@ from zeco_train.progress import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
 
@@ -25,8 +27,6 @@ _ROWS_TO_SMOOTH = 200
 def plot_run(run_dir: str | Path) -> Path | None:
     """Draw `run_dir/metrics.jsonl` into `run_dir/loss.png`: losses above, tokens/s below.
 
-    The picture is replaced in one go; a reader never sees half of one.
-
     Returns:
         The picture's path; None if there is no row to draw.
 
@@ -37,26 +37,43 @@ def plot_run(run_dir: str | Path) -> Path | None:
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         return None
-    # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(run_dir.resolve().name, (9, 6.5), dpi=130, title_size=14)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(run_dir.resolve().name, fontsize=14, fontweight="bold")
     _draw_loss(upper, rows)
     _draw_throughput(lower, rows)
     figure.align_ylabels()
-    path = run_dir / PLOT_FILE
-    partial = path.with_name(f".{PLOT_FILE}.{os.getpid()}")
+    return save_figure(figure, run_dir / PLOT_FILE)
+
+
+def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: float) -> Figure:
+    """A figure without contents; `size` in inches."""
+    # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=title_size, fontweight="bold")
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a PNG in one go, so that a reader never sees half of one; returns its path.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(partial, format="png")
         partial.replace(path)
     except OSError as error:
         raise DataError(path, f"cannot be written ({error.strerror})") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return path
 
 

@@ -44,8 +44,8 @@ class Watchdog:
         self,
         launch: Launch,
         store: dist.Store | None,
-        remedy: str = "nothing more was saved, the same command goes on from the last checkpoint",
-        timeout_key: str = "parallel.timeout_seconds",
+        remedy: str = "",
+        timeout_key: str = "the timeout",
     ) -> None:
         self._launch, self._store, self._remedy, self._timeout_key = launch, store, remedy, timeout_key
         self.activity = "start"
@@ -111,7 +111,7 @@ class Watchdog:
         ]
         alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key})"
         problem = "; ".join(culprits) or alive
-        problem += f"; {self._remedy}"
+        problem += f"; {self._remedy}" if self._remedy else ""
         return CommunicationError(rank, operation, problem)
 
     def _beat(self) -> None:

@@ -57,6 +57,7 @@ def run(config: CollectivesConfig, session: Session) -> Report:
         if not session.within_budget():
             report.note(f"{size:g} MiB and what follows is not measured: budget_seconds={config.budget_seconds:g}")
             break
+        session.enter(f"a state of {size:g} MiB")
         started = time.monotonic()
         report.add(_measure_size(size, config, session, runner))
         session.spent(time.monotonic() - started)

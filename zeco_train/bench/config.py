@@ -1,22 +1,13 @@
-"""Settings of the benchmarks, and how KEY=VALUE arguments become them."""
+"""Settings of the benchmarks."""
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
-
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from dataclasses import dataclass, field
 
 from zeco_train.bench.variants import GLA_VARIANTS, SCAN_VARIANTS, check_variants
 from zeco_train.config import Device, Dtype
 from zeco_train.errors import ConfigError
-
-C = TypeVar("C", bound="BenchConfig")
+from zeco_train.overrides import describe_attributes, describe_settings
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20
@@ -133,58 +124,8 @@ class OperatorConfig(BenchConfig):
             raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 1")
 
 
-def parse(schema: type[C], arguments: Sequence[str]) -> C:
-    """The configuration of a case with KEY=VALUE arguments; values are YAML, as in `heads=[16] dims=[[64,128]]`.
-
-    Raises:
-        ConfigError: an argument that is none, an unknown key, a value of the wrong type or out of range.
-    """
-    settings = OmegaConf.structured(schema)
-    known = [entry.name for entry in fields(schema)]
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConfigError("argument", text, "must be KEY=VALUE, as in runs=10")
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            raise ConfigError(
-                key, value, f"unknown key; {f'did you mean {close[0]}?' if close else 'have ' + ', '.join(known)}"
-            )
-        _set(settings, key, value)
-    config = OmegaConf.to_object(settings)
-    assert isinstance(config, schema)
-    config.validate()
-    return config
-
-
 def describe() -> str:
-    """The settings of both cases with their defaults, as one writes them."""
-    lines = []
-    for case, schema in (("collectives", CollectivesConfig), ("operator", OperatorConfig)):
-        settings = OmegaConf.structured(schema)
-        lines += [f"{case}:", *(f"  {entry.name}={_example(settings, entry.name)}" for entry in fields(schema))]
-    return "\n".join(lines)
-
-
-def _set(settings: Any, key: str, text: str) -> None:
-    allowed = f"must be like {_example(settings, key)}"
-    try:
-        value = yaml.safe_load(text) if text else ""
-        if value is None or any(isinstance(x, float) and not math.isfinite(x) for x in _leaves(value)):
-            raise ConfigError(key, text, allowed)
-        OmegaConf.update(settings, key, value, merge=False)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(key, text, allowed) from error
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list) else [value]
-
-
-def _example(settings: Any, key: str) -> str:
-    """The default of a key, as one writes it; for a choice, its options."""
-    value = OmegaConf.to_object(settings)
-    default = getattr(value, key)
-    if isinstance(default, Device | Dtype):
-        return " or ".join(type(default).__members__)
-    return str(default).lower() if isinstance(default, bool) else str(default).translate({ord(c): None for c in " '"})
+    """The settings of both cases."""
+    cases = (("collectives", CollectivesConfig), ("operator", OperatorConfig))
+    common = f"Of both cases:\n{describe_attributes(BenchConfig)}"
+    return "\n\n".join([common, *(f"Case {case}:\n{describe_settings(schema)}" for case, schema in cases)])

@@ -12,13 +12,13 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.bench.report import Row
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.plot import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,9 +77,9 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     if all(result["environment"].get("device") == "cpu" for result in results):
         machine += ", CPU ranks in place of GPUs"
     if results[0]["case"] == "collectives":
-        return [_save(_collectives(rows, machine), folder / "collectives.png")]
+        return [save_figure(_collectives(rows, machine), folder / "collectives.png")]
     figures = {"operator.png": _operator(rows, machine), "operator_tokens.png": _operator_tokens(rows, machine)}
-    return [_save(figure, folder / name) for name, figure in figures.items() if figure is not None]
+    return [save_figure(figure, folder / name) for name, figure in figures.items() if figure is not None]
 
 
 def reference(name: str) -> list[dict[str, float]]:
@@ -196,13 +196,7 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]
 
 
 def _figure(title: str, rows: int, columns: int, height: float) -> tuple[Figure, Any]:
-    # Not pyplot: its backend would look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(9.0, 7.5 * columns), height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11, fontweight="bold")
+    figure = new_figure(title, (max(9.0, 7.5 * columns), height), dpi=120, title_size=11)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -230,16 +224,3 @@ def _load(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(path, "is no results.json of a benchmark") from error
     return result
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(partial, format="png")
-        partial.replace(path)
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return path

@@ -71,6 +71,9 @@ class Shape:
     value_dim: int
     tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens a rank, H {self.heads}, K {self.key_dim}, V {self.value_dim}"
+
 
 @dataclass
 class Inputs:
@@ -151,6 +154,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
         if not session.within_budget():
             report.note(f"{shape} and what follows is not measured: budget_seconds={config.budget_seconds:g}")
             break
+        session.enter(str(shape))
         started = time.monotonic()
         dims = (heads, key_dim, value_dim)
         if dims not in checked:

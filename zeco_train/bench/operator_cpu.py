@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.transition import fold
+from zeco_train.environment import processor
 from zeco_train.ops import chunked, naive_gla
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
@@ -191,16 +192,11 @@ def measure_memory() -> dict[int, int]:
 
 def describe_machine() -> dict[str, str | int]:
     """Versions, threads, processor and what else runs on it."""
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cpu": cpu,
+        "cpu": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         # two threads that share two processors with others wait for each other at every operation
         "load": f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors",

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from zeco_train.bench.runner import Timing
 from zeco_train.bench.session import Session
 from zeco_train.config import to_plain
+from zeco_train.environment import environment
 from zeco_train.errors import DataError
 
 Row = dict[str, Any]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
-_PACKAGES = ("torch", "triton", "fla-core", "flash-linear-attention", "numpy")
-_VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS", "NVSHMEM_", "OMP_NUM_THREADS")
 
 
 class Report:
@@ -146,48 +139,3 @@ def format_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], he
 def _cell(text: str, style: str) -> str:
     """`style` is ALIGN WIDTH : FORMAT, as in `>8:.3f`."""
     return format(text, style.partition(":")[0])
-
-
-def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
-    """Versions, devices, the commit, and what else decides a figure."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit() or commit or None,
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
-        "device": device.type,
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "device_name": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "l2_bytes": properties.L2_cache_size,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    else:
-        found |= {"device_name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of this source tree, with `+` where it has changes; None without git."""
-    root = Path(__file__).resolve().parent
-    answers = []
-    for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        answers.append(done.stdout.strip())
-    return answers[0] + ("+" if answers[1] else "")

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from zeco_train.bench.config import BenchConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.config import Device
+from zeco_train.device import find_device
 from zeco_train.errors import ConfigError
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh
 from zeco_train.sp.backend import ScanBackend
@@ -28,26 +27,27 @@ class Session:
     Attributes:
         mesh: see `init_mesh`; `sp_size` is the number of ranks.
         device: of this rank.
+        enter: told what this rank does now.
         log: all lines that the project has logged while `LogLines` was listening.
     """
 
-    def __init__(self, mesh: ProcessMesh, budget_seconds: float) -> None:
-        self.mesh, self.device = mesh, mesh.device
+    def __init__(self, mesh: ProcessMesh, budget_seconds: float, enter: Callable[[str], None]) -> None:
+        self.mesh, self.device, self.enter = mesh, mesh.device, enter
         self.log: list[str] = []
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
         self._scans: dict[tuple[str, str], ScanBackend] = {}
 
     @classmethod
-    def open(cls, config: BenchConfig, launch: Launch) -> Session:
+    def open(cls, config: BenchConfig, launch: Launch, enter: Callable[[str], None] = lambda activity: None) -> Session:
         """Join the other ranks.
 
         Raises:
             ConfigError: a device that the machine has not.
         """
-        device = _device(config.device, launch)
+        device = find_device(config.device, launch)
         mesh = init_mesh(launch, launch.world_size, device, timedelta(seconds=config.timeout_seconds))
-        return cls(mesh, config.budget_seconds)
+        return cls(mesh, config.budget_seconds, enter)
 
     @property
     def rank(self) -> int:
@@ -114,15 +114,3 @@ class Session:
     def spent(self, seconds: float) -> None:
         """Take note of how long a configuration took."""
         self._longest = max(self._longest, seconds)
-
-
-def _device(wanted: Device, launch: Launch) -> torch.device:
-    available = torch.cuda.device_count()
-    if wanted is Device.cpu or (wanted is Device.auto and not available):
-        return torch.device("cpu")
-    if launch.local_world_size > available:
-        problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or device=cpu"
-        raise ConfigError("device", wanted.value, problem)
-    device = torch.device("cuda", launch.local_rank)
-    torch.cuda.set_device(device)
-    return device

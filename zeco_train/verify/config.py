@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from zeco_train.config import Device
 from zeco_train.errors import ConfigError
-from zeco_train.overrides import check_overrides
+from zeco_train.overrides import describe_settings
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 
@@ -119,25 +117,10 @@ class VerifyConfig:
         return [(documents, not documents if self.carry is None else self.carry) for documents in kinds]
 
 
-def load_config(arguments: Sequence[str]) -> VerifyConfig:
-    """The settings that KEY=VALUE arguments give.
-
-    Raises:
-        ConfigError: an unknown key, a value of the wrong type or out of range.
-    """
-    check_overrides(arguments, VerifyConfig, {})
-    settings = OmegaConf.merge(OmegaConf.structured(VerifyConfig), OmegaConf.from_dotlist(list(arguments)))
-    config = OmegaConf.to_object(settings)
-    assert isinstance(config, VerifyConfig)
-    config.validate()
-    return config
-
-
 def describe() -> str:
     """The text of `--help`."""
     legal = f"backends: {', '.join(BACKENDS)}; dtypes: {', '.join(DTYPES)}"
-    keys = OmegaConf.to_yaml(OmegaConf.structured(VerifyConfig))
     return (
         "usage: torchrun --nproc-per-node N -m zeco_train.verify [KEY=VALUE ...]\n\n"
-        f"{VerifyConfig.__doc__}\n{legal}\n\nDefaults:\n\n{keys}"
+        f"{legal}\n\n{describe_settings(VerifyConfig)}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,12 +179,3 @@ def summary(rows: list[Row]) -> str:
         f"{compared - len(failed)} of {compared} comparisons ok ({limits}; ratio ≤ {LARGEST_RATIO}), {skipped} skipped"
     )
     return f"FAILED: {text}" if failed else f"ok: {text}"
-
-
-def without_infinities(value: Any) -> Any:
-    """`value` with text for every float that JSON has not."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {key: without_infinities(item) for key, item in value.items()}
-    return [without_infinities(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,91 @@
+"""How a command ends: what is expected in one line and with its exit code, what is not with its traceback."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from zeco_train import job
+from zeco_train.errors import ConfigError, OutOfMemoryError, ZecoError
+from zeco_train.job import Advice, Job, run_job
+from zeco_train.mesh import Launch
+
+ADVICE = Advice("the rest is lost", "less needs less", "patience")
+
+
+def fail_with(error: Exception, closed: list[str]) -> int:
+    def command(running: Job) -> int:
+        running.closing.callback(closed.append, "closed")
+        running.enter("thinking")
+        raise error
+
+    return run_job(command, ADVICE)
+
+
+def test_a_command_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[str] = []
+
+    def command(running: Job) -> int:
+        running.closing.callback(closed.append, "closed")
+        return 1
+
+    assert run_job(command, ADVICE) == 1
+    assert closed == ["closed"]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("field", 1, "must be\n 2"), ConfigError.exit_code, "field=1: must be 2"),
+        *(
+            (error, OutOfMemoryError.exit_code, f"rank 0: thinking: out of memory ({text}); less needs less")
+            for error, text in (
+                (torch.OutOfMemoryError("Tried 2 GiB\nmore"), "Tried 2 GiB"),
+                (MemoryError(), "no details"),
+                (RuntimeError("DefaultCPUAllocator: can't allocate memory"),) * 2,
+                (RuntimeError("NCCL error: unhandled cuda error, out of memory"),) * 2,
+            )
+        ),
+    ],
+)
+def test_expected_failures(error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[str] = []
+    assert fail_with(error, closed) == code
+    assert closed == ["closed"]
+    assert capsys.readouterr() == ("", f"error: {line}\n")
+
+
+def test_faults_are_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError):
+        fail_with(KeyError("ours"), [])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_lost_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for, and what is open stays open."""
+    closed: list[str] = []
+    monkeypatch.setattr(job.signal, "signal", mock.Mock())
+    with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
+        fail_with(RuntimeError("[gloo] Connection closed by peer"), closed)
+    leave.assert_called_once_with(6)
+    assert closed == []
+    assert capsys.readouterr().err == "error: rank 0: thinking: [gloo] Connection closed by peer\n"
+
+
+@pytest.mark.parametrize(("joined", "speaks"), [(False, True), (True, False)])
+def test_a_rank_that_is_alone_with_its_mistake(
+    joined: bool, speaks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a launcher's store: it gives rank 0 time, and speaks unless the ranks have joined and so agreed."""
+    waits: list[float] = []
+    monkeypatch.setattr(job.time, "sleep", waits.append)
+    monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
+    with mock.patch.object(job.os, "_exit") as leave:
+        code = Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("alone"))
+    assert code == 1
+    assert leave.called == joined
+    assert waits == [2.0 if joined else 20.0]
+    assert capsys.readouterr().err == ("error: alone\n" if speaks else "")

@@ -1,0 +1,29 @@
+"""Which device a rank works on."""
+
+from __future__ import annotations
+
+import torch
+
+from zeco_train.config import Device
+from zeco_train.errors import ConfigError
+from zeco_train.mesh import Launch
+
+
+def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.device:
+    """This rank's device, made the current one.
+
+    Args:
+        key: the setting that `wanted` is of.
+
+    Raises:
+        ConfigError: there are fewer CUDA devices than ranks on this machine.
+    """
+    available = torch.cuda.device_count()
+    if wanted is Device.cpu or (wanted is Device.auto and not available):
+        return torch.device("cpu")
+    if launch.local_world_size > available:
+        problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or {key}=cpu"
+        raise ConfigError(key, wanted.value, problem)
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device

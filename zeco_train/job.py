@@ -1,0 +1,182 @@
+"""One rank of a command of ours, from its start to its end, whatever that is.
+
+A command that succeeds waits for all ranks and lets go of their groups. Everything that is expected to go wrong, a
+user's mistake, a lost peer, too little memory, ends with one line on stderr from one rank and an exit code of its own;
+once the ranks have joined, nobody waits for anybody then. What is not expected is raised: it is a fault of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from zeco_train.errors import OutOfMemoryError, ZecoError
+from zeco_train.mesh import Launch
+from zeco_train.signals import die_with_launcher
+from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_store
+
+logger = logging.getLogger(__name__)
+
+# A launcher kills all ranks once one has ended, so the others leave rank 0 the time to speak: until it has imported
+# what it needs on a busy machine, or, once all work together, for a moment.
+_SECONDS_TO_IMPORT = 20.0
+_SECONDS_AMONG_RANKS = 2.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a command tells its user to do.
+
+    Attributes:
+        lost_peer: after a rank is lost.
+        memory: with too little of it: what needs less.
+        timeout_key: the setting that bounds waits.
+    """
+
+    lost_peer: str
+    memory: str
+    timeout_key: str
+
+
+class Job:
+    """What a command has of this rank while it runs.
+
+    Attributes:
+        launch: this rank and how many there are.
+        watchdog: its heartbeat.
+        closing: what is closed at the end, but after the user has been told: a tracker may take its time to finish.
+            Not closed after a peer is lost, which is what it might wait for, nor after a fault of ours.
+    """
+
+    def __init__(self, launch: Launch, advice: Advice) -> None:
+        self.launch, self._advice = launch, advice
+        self._store = launcher_store(launch)
+        self.watchdog = Watchdog(launch, self._store, advice.lost_peer, advice.timeout_key)
+        self.closing = ExitStack()
+
+    def enter(self, activity: str) -> None:
+        """Say what this rank is doing now, for messages about it."""
+        self.watchdog.enter(activity)
+
+    def guard(self, timeout: timedelta) -> None:
+        """From now on, end this rank if the next one is silent for longer than `timeout`; see `Watchdog.guard`."""
+        self.watchdog.guard(timeout, self._abandon)
+
+    def finish(self) -> None:
+        """A regular end. Collective, if the ranks have joined."""
+        self.closing.close()
+        if dist.is_initialized():
+            # A launcher that sees one rank end with a code ≠ 0 terminates the others: all end together.
+            dist.barrier()
+        self.watchdog.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def fail(self, error: Exception) -> int | None:
+        """End because of an error.
+
+        Returns:
+            The exit code; None for a fault of this program, whose traceback is due. Once the ranks have joined, a
+            failure that is expected ends the process here.
+        """
+        expected = self._as_expected(error)
+        if not isinstance(expected, OutOfMemoryError) and is_communication_failure(error):
+            self._abandon(error)
+        if expected is None:
+            self.watchdog.report_failure(f"{type(error).__name__}: {_first_line(error)}")
+            return None
+        # At a level that only a log file takes: the terminal gets one line.
+        logger.info("ending", exc_info=error)
+        self.watchdog.report_failure(str(expected))
+        self._say_once(expected)
+        self.closing.close()
+        if dist.is_initialized():
+            _leave(expected.exit_code)
+        return expected.exit_code
+
+    def _as_expected(self, error: Exception) -> ZecoError | None:
+        """The error as one whose message is written for the user; None for a fault of this program."""
+        if isinstance(error, ZecoError):
+            return error
+        # On CPUs torch raises a plain RuntimeError, and so do libraries that allocate on GPUs by themselves.
+        signs = ("can't allocate memory", "out of memory")
+        lacks_memory = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+        if lacks_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
+            problem = _first_line(error) or "no details"
+            return OutOfMemoryError(self.launch.rank, self.watchdog.activity, problem, self._advice.memory)
+        return None
+
+    def _say_once(self, error: ZecoError) -> None:
+        """Mostly every rank has the error, and rank 0 speaks; the others hold back meanwhile.
+
+        One that is still there after that is alone with its error, and speaks itself.
+        """
+        joined = dist.is_initialized()
+        if self.launch.rank != 0:
+            time.sleep(_SECONDS_AMONG_RANKS if joined else _SECONDS_TO_IMPORT)
+        # Without the launcher's store nobody knows who has spoken, and before the ranks have joined nobody agrees.
+        if (not joined and self._store is None) or self.watchdog.may_speak():
+            _say(error)
+
+    def _abandon(self, error: Exception) -> NoReturn:
+        """Leave after a peer is lost: name it, save nothing, wait for nobody."""
+        if threading.current_thread() is threading.main_thread():
+            # A launcher that has seen the peer die terminates this process at once, too.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        logger.info("communication failed", exc_info=error)
+        explained = self.watchdog.diagnose(error)
+        logger.info("%s", explained)
+        self.watchdog.report_leaving()
+        if self.watchdog.may_speak():
+            _say(explained)
+        _leave(explained.exit_code)
+
+
+def run_job(command: Callable[[Job], int], advice: Advice) -> int:
+    """Run a command on this rank; returns the process's exit code, if the process outlives the command's failure.
+
+    Raises:
+        Exception: a fault of the command, as it is.
+    """
+    launch = Launch.from_environment()
+    if launch.world_size > 1:
+        die_with_launcher()
+    job = Job(launch, advice)
+    try:
+        code = command(job)
+        job.finish()
+    except Exception as error:
+        failure = job.fail(error)
+        if failure is None:
+            raise
+        return failure
+    return code
+
+
+def _say(error: ZecoError) -> None:
+    # Above a progress bar, if there is one.
+    tqdm.write(error.line, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _leave(code: int) -> NoReturn:
+    """Not sys.exit: shutting the process groups down would wait for whoever is lost."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
