@@ -26,6 +26,8 @@ for backend in $backends; do
   [ -z "$rest" ] || fail "BACKENDS: $backend: must be dp, lasp1, lasp2, zeco or zeco:ALGORITHM:TRANSPORT"
   folder="$run_dir/${backend//:/_}"
   folders+=("$folder")
+  [ ! -e "$folder/checkpoints" ] || [ "${CHECKPOINTS:-}" = keep ] ||
+    fail "RUN_DIR: $folder/checkpoints is there already, and is not this script's to delete; CHECKPOINTS=keep keeps it"
   echo "== $backend"
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 "$@" \
     sp="$sp" ${algorithm:+sp.all_scan.algorithm="$algorithm"} ${transport:+sp.all_scan.transport="$transport"} \

@@ -124,6 +124,15 @@ def test_what_the_script_sets_is_refused(tmp_path: Path) -> None:
     assert run.stderr.startswith("error: sp: set by this script")
 
 
+def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
+    kept = tmp_path / "dp" / "checkpoints" / "step_00000001"
+    kept.mkdir(parents=True)
+    run = compare_backends(tmp_path, BACKENDS="dp")
+    assert run.returncode != 0
+    assert "RUN_DIR:" in run.stderr
+    assert kept.exists()
+
+
 def test_packages_that_are_not_there_are_named(tmp_path: Path) -> None:
     # A python of that name that has none of them.
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
