@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 
 from zeco_train.collectives import cost_model
-from zeco_train.collectives.cost_model import MEASURED, Link, best_blocks, chain_seconds, choose, two_shot_seconds
+from zeco_train.collectives.cost_model import (
+    MEASURED,
+    Link,
+    best_blocks,
+    chain_seconds,
+    choose,
+    eligible,
+    two_shot_seconds,
+)
 
 MB = 1 << 20
 
@@ -47,6 +56,18 @@ def test_choice() -> None:
     # A chain's latency grows with the ranks, an exchange's hardly.
     assert choose(Link.nccl, 64, MB, 128).algorithm == "two_shot"
     assert choose(Link.gloo, 2, MB, 128).algorithm == "chain"
+
+
+def test_eligible_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is ever chosen, and in one kernel, where each takes memory, nothing else."""
+    sizes = [1 << n for n in range(40)]
+    costs = MEASURED[Link.symmetric]
+    for exchange_byte, chosen in ((1e-13, ("chain", "two_shot")), (costs.exchange_byte, ("chain",))):
+        monkeypatch.setitem(MEASURED, Link.symmetric, dataclasses.replace(costs, exchange_byte=exchange_byte))
+        for ranks in (2, 4, 8):
+            assert eligible(Link.symmetric, ranks) == chosen
+            assert {choose(Link.symmetric, ranks, size, 128).algorithm for size in sizes} == set(chosen)
+    assert eligible(Link.nccl, 4) == eligible(Link.gloo, 4) == ("chain", "two_shot")
 
 
 def test_measured_times_of_one_kernel() -> None:

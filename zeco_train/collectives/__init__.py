@@ -11,7 +11,8 @@ rank must launch the same scans in the same order. Give it a timeout of its own 
 courier's: on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces that one (and the
 kernel the courier's); on CPUs it bounds what a failed collective leaves behind in gloo's threads.
 
-A scan that is captured into a CUDA graph has to have run once before, with the same shape, and ends with `finish`. Its
+A scan that is captured into a CUDA graph has to have run once before, alike in all but its data, and ends with
+`finish`. Its
 replays and a courier's other scans must follow each other: one kernel at a time uses the memory of a direction.
 """
 

@@ -15,9 +15,11 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # Of all that is placed in an arena, bytes: more than any vector access, and a cache line's multiple.
@@ -118,6 +120,31 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+T = TypeVar("T")
+
+
+def on_all_ranks(action: Callable[[], T], group: ProcessGroup) -> T:
+    """What `action` gives, once it has succeeded on all ranks, so that none goes on to wait for one that failed.
+
+    Collective, and bounded by the group's timeout.
+
+    Raises:
+        RuntimeError: it failed on some rank, the first of which is named with its reason. On all ranks.
+    """
+    result: list[T] = []
+    problem, cause = None, None
+    try:
+        result.append(action())
+    except (ImportError, RuntimeError, AttributeError) as error:
+        problem, cause = (str(error).strip().splitlines() or [type(error).__name__])[0], error
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise RuntimeError(f"rank {rank}: {text}") from cause
+    return result[0]
+
+
 # From a size in bytes to this rank's memory, zeroed on all ranks, and the addresses of all ranks' by group rank.
 Allocate = Callable[[int, ProcessGroup, torch.device], tuple[object, list[int]]]
 
@@ -126,8 +153,13 @@ def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> 
     """Memory of all of the group's GPUs, mapped into each process. Collective.
 
     Raises:
-        RuntimeError: the GPUs cannot reach each other's memory.
+        RuntimeError: a GPU has too little memory, or they cannot reach each other's. On all ranks.
     """
+    memory = on_all_ranks(lambda: _allocate(size, device), group)
+    return on_all_ranks(lambda: _map(memory, group), group)
+
+
+def _allocate(size: int, device: torch.device) -> Tensor:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     # The kernels here use plain stores only; objects for multicast are known to put shared hosts out of order.
@@ -136,6 +168,12 @@ def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> 
     memory.zero_()
     # A peer may write as soon as the rendezvous is over.
     torch.cuda.synchronize(device)
+    return memory
+
+
+def _map(memory: Tensor, group: ProcessGroup) -> tuple[object, list[int]]:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     handle = symmetric_memory.rendezvous(memory, group)
     addresses = list(handle.buffer_ptrs)
     # Some versions give the start of the allocation that the tensor lies in.

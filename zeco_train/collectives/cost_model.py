@@ -8,6 +8,10 @@ With α seconds a message, β seconds a byte, S bytes of a state, P ranks and b 
 
 α and β were measured once, for each way over the wire, and stand below: nothing is measured at run time, so a run that
 goes on later, or elsewhere, sums in the same order and gives the same bits.
+
+What `Link.symmetric` has is fitted to 2 and 4 GPUs only, and to ten scans back to back in a CUDA graph: ranks may run
+ahead of each other there, so it is nearer to the time per scan of a full pipeline than to the latency of a lone one.
+Beyond 4 ranks it extrapolates.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ MEASURED = {
     Link.nccl: Costs(2.0e-5, 4.0e-12, 2.9e-5, 1e-6, 1.2e-11),
     # DESIGN, section 5: 10 µs and 50 GB/s between nodes; not measured here.
     Link.nccl_across_nodes: Costs(2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11),
-    # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, inside CUDA graphs. The chain is ahead of two_shot at all of
-    # these sizes, which DESIGN did not expect: its blocks are many and small, so that a hop costs 1 µs.
+    # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, ten scans back to back in a CUDA graph, where ranks may
+    # run ahead: throughput rather than latency. More than 4 ranks are an extrapolation. The chain is ahead of two_shot
+    # at all of these sizes, which DESIGN did not expect: its blocks are many and small, so that a hop costs 1 µs.
     Link.symmetric: Costs(1.0e-6, 3.4e-12, 2.3e-6, 6e-7, 3.7e-12, start=3.3e-6),
 }
 
@@ -115,3 +120,12 @@ def choose(
             return min(chain, two_shot, key=lambda choice: choice.seconds)
         case _:
             raise ValueError(f"no such algorithm: {algorithm}")
+
+
+def eligible(link: Link, ranks: int) -> tuple[str, ...]:
+    """The algorithms that `choose` may prefer for some size of state."""
+    if link is not Link.symmetric:
+        return ("chain", "two_shot")
+    # Both times are linear in the size: what is faster for the least and the largest state is so for all between.
+    ends = {choose(link, ranks, state_bytes, 1).algorithm for state_bytes in (0, 1 << 62)}
+    return tuple(sorted(ends))

@@ -110,7 +110,7 @@ class Courier:
     @contextlib.contextmanager
     def _launching(self, request: ScanRequest) -> Iterator[None]:
         """Surrounds all that a launch does with its inputs: on CUDA it runs on the courier's stream."""
-        self._check()
+        self.check()
         tensors = [x for x in (request.state, request.log_decay, request.carry_in) if x is not None]
         with torch.no_grad(), self._side_stream(tensors) if tensors[0].is_cuda else contextlib.nullcontext():
             try:
@@ -119,7 +119,12 @@ class Courier:
                 self._lane.failure = error
                 raise
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Look for a failure, without waiting for scans under way.
+
+        Raises:
+            CommunicationError: a scan failed.
+        """
         if self._lane.failure is None:
             try:
                 for check in self.checks:
@@ -170,7 +175,7 @@ class Courier:
             drained.get()
         if self._stream is not None:
             self._stream.synchronize()
-        self._check()
+        self.check()
 
 
 def _serve(lane: _Lane) -> None:

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from zeco_train.collectives.arena import (
     enlarged,
     holds,
     keep,
+    on_all_ranks,
 )
 from zeco_train.collectives.courier import Courier
-from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 
@@ -95,17 +97,13 @@ def transport_problem(courier: Courier, device: torch.device) -> str | None:
         return f"the states are on {device.type}"
     if len(set(hosts := hosts_of(courier))) > 1:
         return f"the ranks are on {len(set(hosts))} machines"
-    problem = None
     try:
-        import triton  # noqa: F401
-
+        on_all_ranks(lambda: import_module("triton"), courier.group)
         # A trial: what keeps GPUs from each other's memory differs from machine to machine.
         keep(allocate_symmetric(1 << 10, courier.group, device))
-    except (ImportError, RuntimeError, AttributeError) as error:
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    problems: list[str | None] = [None] * len(hosts)
-    dist.all_gather_object(problems, problem, group=courier.group)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 class SymmetricScans:
@@ -138,12 +136,17 @@ class SymmetricScans:
         Raises:
             ValueError: the group is without this process.
             CommunicationError: an earlier scan of the courier failed.
-            RuntimeError: memory for a scan of this size would have to be had while a CUDA graph is captured.
+            RuntimeError: a CUDA graph is being captured, and no scan like this one has run; or memory cannot be had.
         """
+        operation = f"symmetric_{algorithm}"
+        wire = self._courier.wire(operation, request.reverse)
+        if wire.size == 1:
+            return scan_alone(request)
+        # Before the courier has anything to do with it: what is refused here fails no other scan, and leaves its stream
+        # out of a capture.
+        plan = self._planned(request, algorithm, blocks, wire)
         return self._courier.launch(
-            request,
-            f"symmetric_{algorithm}",
-            lambda wire, scan: partial(self._run, request, algorithm, blocks, wire, scan),
+            request, operation, lambda wire, scan: partial(self._run, request, plan, wire, scan)
         )
 
     def check(self) -> None:
@@ -163,18 +166,12 @@ class SymmetricScans:
                     dist.get_global_rank(self._courier.group, wire.group_rank(position)),
                 )
 
-    def _run(self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire, scan: PendingScan) -> None:
+    def _run(self, request: ScanRequest, plan: Callable[..., None], wire: Wire, scan: PendingScan) -> None:
         """The courier's job: one launch on the current stream."""
-        has_carry = wire.is_first and request.carry_in is not None
-        key = (algorithm, wire.reverse, request.state.shape, request.state.dtype, blocks, has_carry, scan.carry is None)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(request, algorithm, blocks, wire, has_carry)
         state = request.state.contiguous()
         # What the kernel does not read or write is filled in by what is at hand.
         carry_in, output, carry_out = state, state, state
-        if has_carry:
-            assert request.carry_in is not None
+        if wire.is_first and request.carry_in is not None:
             carry_in = request.carry_in.contiguous()
             scan.incoming.deliver(request.carry_in)
         elif wire.is_first:
@@ -196,14 +193,27 @@ class SymmetricScans:
         if zeros is None:
             with torch.inference_mode(False):
                 zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
-            if state.is_cuda and torch.cuda.is_current_stream_capturing():
-                # It lies in the graph's own memory, and is filled when the graph runs.
-                scan.incoming.deliver(zeros)
-                return
             if state.is_cuda:
                 torch.cuda.current_stream().synchronize()
             self._zeros[key] = zeros
         scan.incoming.deliver(zeros, is_ready=True)
+
+    def _planned(self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire) -> Callable[..., None]:
+        """The launch of scans like this one. Errors as of `launch`."""
+        has_carry = wire.is_first and request.carry_in is not None
+        state, want_carry = request.state, request.want_carry
+        key = (algorithm, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
+        plan = self._plans.get(key)
+        if plan is None:
+            if _is_capturing(state.device):
+                raise RuntimeError(
+                    "a scan has to run once before it is captured into a CUDA graph, and none like this one has: "
+                    f"{wire.operation}, {list(state.shape)}, {state.dtype}, {blocks=}, {has_carry=}, {want_carry=}"
+                )
+            self._courier.check()  # peers may be gone
+            with torch.cuda.device_of(state):
+                plan = self._plans[key] = self._plan(request, algorithm, blocks, wire, has_carry)
+        return plan
 
     def _plan(
         self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire, has_carry: bool
@@ -235,12 +245,9 @@ class SymmetricScans:
                 if holds(arena.capacity, needed):
                     return arena
                 before = arena.capacity
-        device = request.state.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a scan has to run once, with the same shape, before it is captured into a CUDA graph")
         capacity = enlarged(before, needed)
         with torch.inference_mode(False):
-            arena = Arena(self._courier.group, request.reverse, device, capacity, self._allocate)
+            arena = Arena(self._courier.group, request.reverse, request.state.device, capacity, self._allocate)
         self._arenas.append((wire, arena))
         logger.info("%s: %.3g MB of symmetric memory", wire.operation, arena.layout.size / 1e6)
         return arena
@@ -304,6 +311,10 @@ def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | N
         places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
         constants=(value_dim, columns, held),
     )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _power_of_2(number: int) -> int:

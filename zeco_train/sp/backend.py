@@ -59,7 +59,7 @@ class ScanBackend(ABC):
             CommunicationError: a peer is gone.
         """
         state = torch.zeros(1, 1, 8, 8, device=device)
-        for start in self.kinds():
+        for start in self.kinds(device):
             for reverse in (False, True)[: len(self._couriers)]:
                 scan = start(ScanRequest(state, state[..., 0].contiguous(), reverse, want_carry=True))
                 scan.wait()
@@ -67,8 +67,9 @@ class ScanBackend(ABC):
                 scan.carry_out()
         self.drain()
 
-    def kinds(self) -> Sequence[Callable[[ScanRequest], PendingScan]]:
-        """`start` for each collective that it may take."""
+    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], PendingScan]]:
+        """`start` for each collective that it may take with states on a device. Collective."""
+        del device
         return [self.start]
 
     def drain(self) -> None:

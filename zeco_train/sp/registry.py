@@ -36,7 +36,9 @@ class AllScanConfig:
     algorithm: `chain` is ZeCO's pipelined one, `two_shot` takes two all-to-alls; `auto` is the faster one by a model.
     transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
         `torch.distributed`. `auto` is `symmetric` where the ranks can, else `p2p`.
-    blocks: `chain` only, the pieces of a state that flow through the chain one after another: a number, or `auto`.
+    blocks: the pieces of a state that flow through `chain` one after another: a number, which needs algorithm=chain
+        (under `auto` the model picks both), or `auto`, which over `p2p` is the model's best number and in one kernel
+        blocks of 16,384 elements.
     """
 
     algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
@@ -44,8 +46,11 @@ class AllScanConfig:
     blocks: str = "auto"
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
-        _ = self.num_blocks
+        """Raise `ConfigError` for a value out of range, or one without effect."""
+        if self.num_blocks is not None and self.algorithm is AllScanAlgorithm.two_shot:
+            raise ConfigError(
+                "sp.all_scan.blocks", self.blocks, "would be ignored; it needs sp.all_scan.algorithm=chain"
+            )
 
     @property
     def num_blocks(self) -> int | None:

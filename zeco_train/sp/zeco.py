@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zeco_train.collectives import Courier, PendingScan, ScanRequest, launch_chain, launch_two_shot
-from zeco_train.collectives.cost_model import Choice, Link, choose
+from zeco_train.collectives.cost_model import Choice, Link, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, shape_problem, transport_problem
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import ScanBackend
@@ -67,9 +67,11 @@ class AllScan(ScanBackend):
         blocks: int | None = None,
     ) -> None:
         super().__init__(couriers)
+        self._ranks = couriers[0].size
         self._transport, self._blocks = transport, blocks
         self._algorithm = None if algorithm is AllScanAlgorithm.auto else algorithm.value
-        self._links: dict[Courier, Link] = {}
+        self._link: Link | None = None
+        self._fell_back: set[str] = set()
         self._symmetric: dict[Courier, SymmetricScans] = {}
         self._choices: dict[tuple[object, ...], tuple[Link, Choice]] = {}
 
@@ -81,13 +83,16 @@ class AllScan(ScanBackend):
         """
         return self._start(request, self._algorithm)
 
-    def kinds(self) -> Sequence[Callable[[ScanRequest], PendingScan]]:
-        """`start` for each algorithm that may be chosen."""
-        algorithms = [self._algorithm] if self._algorithm is not None else ["chain", "two_shot"]
-        return [partial(self._start, algorithm=algorithm) for algorithm in algorithms]
+    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], PendingScan]]:
+        """`start` for each algorithm that may be chosen; each takes tens of MB of symmetric memory a direction."""
+        if self._algorithm is not None or self._ranks == 1:
+            return [self.start]
+        return [partial(self._start, algorithm=name) for name in eligible(self._find_link(device), self._ranks)]
 
     def _start(self, request: ScanRequest, algorithm: str | None) -> PendingScan:
         courier = self.courier(request)
+        if self._ranks == 1:
+            return launch_chain(request, courier, blocks=1)  # which has nothing to do
         key = (courier, algorithm, request.state.shape, request.state.dtype)
         if key not in self._choices:
             self._choices[key] = self._choose(courier, request, algorithm)
@@ -100,10 +105,8 @@ class AllScan(ScanBackend):
 
     def _choose(self, courier: Courier, request: ScanRequest, algorithm: str | None) -> tuple[Link, Choice]:
         """How scans of a shape go over the wire: decided once, by what all ranks know alike, and logged."""
-        state, ranks = request.state, courier.size
-        if courier not in self._links:
-            self._links[courier] = self._find_link(courier, state.device)
-        link = self._links[courier]
+        state, ranks = request.state, self._ranks
+        link = self._find_link(state.device)
         problem = shape_problem(state.shape) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
@@ -111,7 +114,7 @@ class AllScan(ScanBackend):
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)
         state_bytes = state.numel() * state.element_size()
-        choice = choose(link, max(ranks, 2), state_bytes, state.shape[2], algorithm, self._blocks)
+        choice = choose(link, ranks, state_bytes, state.shape[2], algorithm, self._blocks)
         if _is_main():
             blocks = "" if choice.blocks is None or choice.algorithm != "chain" else f" of {choice.blocks} blocks"
             logger.info(
@@ -124,14 +127,18 @@ class AllScan(ScanBackend):
             )
         return link, choice
 
-    def _find_link(self, courier: Courier, device: torch.device) -> Link:
-        """Which way the courier's ranks have. Collective on CUDA."""
-        wants_symmetric = self._transport is not AllScanTransport.p2p
-        if device.type != "cuda" or courier.size == 1:
-            if self._transport is AllScanTransport.symmetric and courier.size > 1:
+    def _find_link(self, device: torch.device) -> Link:
+        """Which way the ranks have, the same in both directions. Collective on CUDA, the first time."""
+        if self._link is None:
+            self._link = self._try_links(self._couriers[0], device)
+        return self._link
+
+    def _try_links(self, courier: Courier, device: torch.device) -> Link:
+        if device.type != "cuda":
+            if self._transport is AllScanTransport.symmetric:
                 self._fall_back(f"the states are on {device.type}")
             return Link.gloo
-        if wants_symmetric:
+        if self._transport is not AllScanTransport.p2p:
             problem = transport_problem(courier, device)
             if problem is None:
                 return Link.symmetric
@@ -143,8 +150,9 @@ class AllScan(ScanBackend):
         if self._transport is AllScanTransport.symmetric:
             allowed = f"needs GPUs of one NVLink domain ({problem}); or take auto or p2p"
             raise ConfigError("sp.all_scan.transport", self._transport.value, allowed)
-        if _is_main():
+        if problem not in self._fell_back and _is_main():
             logger.warning("sp.all_scan.transport=auto takes p2p, which is slower: no symmetric memory (%s)", problem)
+        self._fell_back.add(problem)
 
 
 def _is_main() -> bool:
