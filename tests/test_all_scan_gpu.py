@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import CUDAGraph
 
 from tests.distributed import run_distributed
 from tests.test_collectives import Pairs
@@ -187,7 +188,8 @@ def in_graphs(lanes: list[Lane], replays: int) -> None:
     with torch.cuda.stream(side):
         body()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
+    refused_capture(lanes[0])
+    graph = CUDAGraph()
     with torch.cuda.graph(graph):
         results = body()
     for number in range(replays):
@@ -206,6 +208,16 @@ def in_graphs(lanes: list[Lane], replays: int) -> None:
             lanes[0].courier.drain()
     for lane in lanes:
         lane.settle()
+
+
+def refused_capture(lane: Lane) -> None:
+    """A scan unlike all that have run, here in its blocks, is not captured, and the lane goes on as before."""
+    pairs, incoming, _ = lane.known(0, EVEN)
+    with pytest.raises(RuntimeError, match="has to run once before it is captured"), torch.cuda.graph(CUDAGraph()):
+        lane.launch("chain", pairs, blocks=11)
+    for blocks in (None, 11):
+        lane.compare("scan after a refused capture", lane.launch("chain", pairs, blocks=blocks).wait(), incoming)
+    lane.settle()
 
 
 def missing_peer(rank: int, world_size: int, algorithm: str) -> None:
