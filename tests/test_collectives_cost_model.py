@@ -61,27 +61,29 @@ def test_choice() -> None:
 def test_eligible_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is ever chosen, and in one kernel, where each takes memory, nothing else."""
     sizes = [1 << n for n in range(40)]
-    costs = MEASURED[Link.symmetric]
-    for exchange_byte, chosen in ((1e-13, ("chain", "two_shot")), (costs.exchange_byte, ("chain",))):
-        monkeypatch.setitem(MEASURED, Link.symmetric, dataclasses.replace(costs, exchange_byte=exchange_byte))
-        for ranks in (2, 4, 8):
+    both, costs = ("chain", "two_shot"), MEASURED[Link.symmetric]
+    slow = dataclasses.replace(costs, exchange=1e-3)
+    for used, expected in ((costs, {2: ("chain",), 4: both, 8: both}), (slow, dict.fromkeys((2, 4, 8), ("chain",)))):
+        monkeypatch.setitem(MEASURED, Link.symmetric, used)
+        for ranks, chosen in expected.items():
             assert eligible(Link.symmetric, ranks) == chosen
             assert {choose(Link.symmetric, ranks, size, 128).algorithm for size in sizes} == set(chosen)
-    assert eligible(Link.nccl, 4) == eligible(Link.gloo, 4) == ("chain", "two_shot")
+    assert eligible(Link.nccl, 4) == eligible(Link.gloo, 4) == both
 
 
 def test_measured_times_of_one_kernel() -> None:
-    """What 2 and 4 H200s took inside CUDA graphs, in µs, is what the model says, and leads to the faster one."""
-    measured = {  # ranks, MB: chain, two_shot
-        (2, 1): (7.5, 9.7),
-        (2, 4): (17.4, 29.0),
-        (4, 1): (9.6, 14.6),
-        (4, 4): (21.7, 31.8),
-    }
-    for (ranks, size), (chain, two_shot) in measured.items():
-        assert 1e6 * chain_seconds(Link.symmetric, ranks, size * MB) == pytest.approx(chain, rel=0.15)
-        assert 1e6 * two_shot_seconds(Link.symmetric, ranks, size * MB) == pytest.approx(two_shot, rel=0.35)
-        assert choose(Link.symmetric, ranks, size * MB, 128).algorithm == "chain"
+    """What 2 and 4 H200s took, launched one by one, in µs, is what the model says, and leads to the faster one."""
+    chain = {(2, 0.5): 14.8, (2, 1): 16.8, (2, 4): 27.1, (2, 8): 41.8}
+    chain |= {(4, 0.5): 26.9, (4, 1): 27.7, (4, 2): 35.4, (4, 4): 44.6, (4, 8): 61.6}
+    two_shot = {(4, 0.5): 19.6, (4, 1): 21.3, (4, 2): 26.4, (4, 4): 37.0, (4, 8): 63.5}
+    for (ranks, size), microseconds in chain.items():
+        assert 1e6 * chain_seconds(Link.symmetric, ranks, int(size * MB)) == pytest.approx(microseconds, rel=0.2)
+    for (ranks, size), microseconds in two_shot.items():
+        assert 1e6 * two_shot_seconds(Link.symmetric, ranks, int(size * MB)) == pytest.approx(microseconds, rel=0.2)
+        faster = min((chain[ranks, size], "chain"), (microseconds, "two_shot"))[1]
+        assert choose(Link.symmetric, ranks, int(size * MB), 128).algorithm == faster
+    # On 2 GPUs two_shot was not measured with today's tiles; with others it was the slower one at every size.
+    assert {choose(Link.symmetric, 2, int(size * MB), 128).algorithm for size in (0.5, 1, 2, 4, 8)} == {"chain"}
 
 
 def test_unknown_algorithm() -> None:

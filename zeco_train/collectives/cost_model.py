@@ -9,9 +9,9 @@ With α seconds a message, β seconds a byte, S bytes of a state, P ranks and b 
 α and β were measured once, for each way over the wire, and stand below: nothing is measured at run time, so a run that
 goes on later, or elsewhere, sums in the same order and gives the same bits.
 
-What `Link.symmetric` has is fitted to 2 and 4 GPUs only, and to ten scans back to back in a CUDA graph: ranks may run
-ahead of each other there, so it is nearer to the time per scan of a full pipeline than to the latency of a lone one.
-Beyond 4 ranks it extrapolates.
+What `Link.symmetric` has is fitted to lone scans of 2 and 4 GPUs, from launch to wait: beyond 4 ranks it extrapolates.
+Scans back to back in a CUDA graph, where ranks may run ahead of each other, take half of that, and a chain, which then
+is a full pipeline, gains the most; but between two scans of a model lies a layer, so the lone scan is the measure.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ MEASURED = {
     Link.nccl: Costs(2.0e-5, 4.0e-12, 2.9e-5, 1e-6, 1.2e-11),
     # DESIGN, section 5: 10 µs and 50 GB/s between nodes; not measured here.
     Link.nccl_across_nodes: Costs(2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11),
-    # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, ten scans back to back in a CUDA graph, where ranks may
-    # run ahead: throughput rather than latency. More than 4 ranks are an extrapolation. The chain is ahead of two_shot
-    # at all of these sizes, which DESIGN did not expect: its blocks are many and small, so that a hop costs 1 µs.
-    Link.symmetric: Costs(1.0e-6, 3.4e-12, 2.3e-6, 6e-7, 3.7e-12, start=3.3e-6),
+    # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one.
+    Link.symmetric: Costs(5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6),
 }
 
 
