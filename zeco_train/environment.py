@@ -20,13 +20,13 @@ def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
 
     Args:
         device: what was measured on.
-        commit: of this source tree, where git cannot tell.
+        commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
     """
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit() or commit or None,
+        "commit": commit or _commit(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         "device": device.type,
     }

@@ -26,7 +26,7 @@ class BenchConfig:
         budget_seconds: no configuration is started that would, by the longest so far, end after this many seconds.
         variants: what is compared, see `zeco_train.bench.variants`.
         graph: also time each variant inside CUDA graphs.
-        commit: of this source tree, where git cannot tell, as in a copy without its history.
+        commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
     """
 
     out: str = ""
