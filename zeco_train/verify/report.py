@@ -13,8 +13,8 @@ from zeco_train.verify.config import LIMITS
 TENSORS = ("o", "dq", "dk", "dv", "dg", "R", "D_in", "carry_out", "dcarry_in")
 _TOKENS = TENSORS[:5]
 # Sequence parallelism regroups sums, as another chunking on one device does (into as many pieces): both are the same
-# kind of noise, whose norms fluctuate. A scan that loses digits shows as a larger factor.
-LARGEST_RATIO = 1.5
+# kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses digits shows as more.
+LARGEST_RATIO = 1.25
 # Differences below this are rounding of the results themselves, relative to their norm: one unit in the last place of
 # bf16, a few of a dtype in which sums are accumulated.
 FLOORS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-21, torch.float64: 2.0**-50}
