@@ -12,8 +12,8 @@ courier's: on CUDA, where `wait` orders streams and does not block the host, NCC
 kernel the courier's); on CPUs it bounds what a failed collective leaves behind in gloo's threads.
 
 A scan that is captured into a CUDA graph has to have run once before, alike in all but its data, and ends with
-`finish`. Its
-replays and a courier's other scans must follow each other: one kernel at a time uses the memory of a direction.
+`finish`. Its replays and a courier's other scans must follow each other: one kernel at a time uses the memory of a
+direction.
 """
 
 from zeco_train.collectives.all_gather import launch_all_gather
