@@ -1,4 +1,4 @@
-"""A model of the protocol of `zeco_train/kernels/all_scan.py`, stepped through in random orders.
+"""A model of the protocol of `zeco_train/kernels/all_scan/protocol.py`, stepped through in random orders.
 
 Ranks run kernels one after another, a kernel's CTAs in any order, and each load, store and signal of a cell is a step.
 Cells hold what was written by whom in which scan, so that a load of anything else than what the scan needs shows. The

@@ -16,7 +16,7 @@ from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
 
 _STEP = "bench_step"
-# Of NCCL, and of `zeco_train/kernels/all_scan.py`.
+# Of NCCL, and of `zeco_train/kernels/all_scan/`.
 _COMMUNICATION = ("nccl", "two_shot_kernel", "chain_kernel")
 Interval = tuple[float, float]
 

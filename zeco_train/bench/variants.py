@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from zeco_train.collectives import PendingScan, ScanRequest
 from zeco_train.errors import ConfigError
+from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 
@@ -70,34 +70,15 @@ def _all_scan(name: str, state_elements: int) -> AllScanConfig:
     return config
 
 
-class LocalCopyScan:
+class LocalCopyScan(ScanBackend):
     """A `StateScan` that communicates nothing: `wait` gives a copy of this rank's own state, for timing alone.
 
     A step with it does all that a step with a scan does but the communication, so the difference between the two is
     the communication that is not hidden. Its results are wrong.
     """
 
-    def launch(
-        self,
-        state: Tensor,
-        log_decay: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> _Copied:
-        return _Copied(state.clone())
-
-
-class _Copied:
-    def __init__(self, state: Tensor) -> None:
-        self._state = state
-
-    def wait(self) -> Tensor:
-        return self._state
-
-    def finish(self) -> None:
-        """Nothing."""
-
-    def carry_out(self) -> Tensor:
-        return self._state
+    def start(self, request: ScanRequest) -> PendingScan:
+        scan = PendingScan(request.want_carry)
+        for promise in scan.promises:
+            promise.deliver(request.state.clone())
+        return scan

@@ -82,7 +82,7 @@ def _numbers(capacity: Capacity) -> tuple[int, ...]:
 
 @dataclass
 class Layout:
-    """Offsets and strides of an arena in bytes, by name, as the kernels of `kernels/all_scan.py` take them."""
+    """Offsets and strides of an arena in bytes, by name, as the kernels of `kernels/all_scan/` take them."""
 
     size: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Arena:
     Attributes:
         peers: [P] int64, the ranks' addresses in scan order.
         control: [2] int32, the last scan's epoch, and how many CTAs have read it.
-        failure: [1] int64, see `kernels/all_scan.py`.
+        failure: [1] int64, see `kernels/all_scan/`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map: `chain` and `two_shot`.
 
-The kernels and the protocol are `zeco_train/kernels/all_scan.py`; here lie what they are given, their launch on the
+The kernels and the protocol are `zeco_train/kernels/all_scan/`; here lie what they are given, their launch on the
 courier's stream, and what the host learns of a scan that failed. Nothing here waits for the device, so that a scan can
 be captured into a CUDA graph once one of its size has run outside.
 
@@ -43,7 +43,7 @@ from zeco_train.errors import CommunicationError
 # Triton's interpreter runs the kernels on a CPU, in tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# What a kernel's failure word says that it waited for; `kernels/all_scan.py` has the numbers.
+# What a kernel's failure word says that it waited for; `kernels/all_scan/` has the numbers.
 WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a credit", 5: "carry_out"}
 
 logger = logging.getLogger(__name__)
@@ -229,9 +229,10 @@ class SymmetricScans:
             *(wire.position, wire.size, *cut.constants, has_carry, request.want_carry),
             *(32 * cut.num_warps, not INTERPRETED),
         )
-        from zeco_train.kernels import all_scan
+        from zeco_train.kernels.all_scan.chain import chain_kernel
+        from zeco_train.kernels.all_scan.two_shot import two_shot_kernel
 
-        kernel = all_scan.two_shot_kernel if algorithm == "two_shot" else all_scan.chain_kernel
+        kernel = two_shot_kernel if algorithm == "two_shot" else chain_kernel
         return _Launch(kernel, (cut.ctas, 1, 1), cut.num_warps, tail)
 
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:

@@ -11,7 +11,7 @@ last rank to the first. Steps 1, 3 and 4 are `zeco_train/sp/autograd.py`; step 2
 
 On the wire, per rank and direction: one state of S bytes, received once and sent once (`chain`), or at most 2 S
 (`two_shot`); an all-gather takes (P − 1) S. Both are in `zeco_train/collectives`, and differ in rounding only. Between
-GPUs that map each other's memory each is one kernel, `zeco_train/kernels/all_scan.py`, with no host in between.
+GPUs that map each other's memory each is one kernel, `zeco_train/kernels/all_scan/`, with no host in between.
 """
 
 from __future__ import annotations
