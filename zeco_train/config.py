@@ -62,11 +62,20 @@ class Device(Enum):
 
 
 class Recompute(Enum):
-    """What the backward pass computes again instead of keeping it."""
+    """What the backward pass computes again instead of keeping it: nothing; the MLPs; or whole blocks, of which then
+    only the inputs are kept. States that other ranks sent are always kept."""
 
     none = "none"
     selective = "selective"
     full = "full"
+
+
+class Compile(Enum):
+    """Whether `torch.compile` fuses what lies between matrix products. `auto`: on CUDA devices."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
 
 
 @dataclass
@@ -76,7 +85,12 @@ class TrainConfig:
     log_every: steps between two rows of metrics.jsonl.
     eval_every: steps between two validation losses (0: only at the end).
     eval_sequences: how many held-out sequences a validation loss takes at most (0: no validation).
-    segments, recompute: not in this version; other values than 1 and none are refused.
+    segments: parts, in time, of a sequence: one after another through the model, the last state of one being the
+        first of the next. Memory is that of one part; the gradient is that of the whole sequence.
+    recompute: what the backward pass computes again.
+    compile: whether to compile the blocks.
+    profile: START:STOP, the steps (counted from 1, STOP included) to write a profiler's trace of; None: none.
+    profile_ranks: the ranks that write one.
     """
 
     steps: int = 1000
@@ -87,10 +101,13 @@ class TrainConfig:
     eval_sequences: int = 16
     segments: int = 1
     recompute: Recompute = Recompute.none
+    compile: Compile = Compile.auto
+    profile: str | None = None
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or one that this version does not have."""
-        for name in ("steps", "log_every"):
+        """Raise `ConfigError` for a value out of range."""
+        for name in ("steps", "log_every", "segments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 1")
         if self.steps > LARGEST_COUNT:
@@ -98,10 +115,6 @@ class TrainConfig:
         for name in ("eval_every", "eval_sequences"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
-        if self.segments != 1:
-            raise ConfigError("train.segments", self.segments, "this version has 1 only")
-        if self.recompute is not Recompute.none:
-            raise ConfigError("train.recompute", self.recompute.value, "this version has none only")
 
 
 @dataclass
