@@ -29,7 +29,7 @@ class DataConfig:
         kind: `embedded` (the running Python's standard library, as bytes) or `tokens` (a store at `path`).
         path: folder of the token store; for `tokens` only.
         validation_path: store to validate on; for `tokens` only; None takes `path`/validation where that exists.
-        seq_len: tokens of a whole sequence, over all ranks that share it.
+        seq_len: tokens of a whole sequence, over all ranks that share it and all segments in time.
         global_batch: sequences of an optimizer step, over all ranks.
         micro_batch: sequences of a data-parallel rank in one forward and backward.
         reset_state_at_document: start every document with a zero state; needs micro_batch 1.
@@ -89,27 +89,31 @@ def check_config(config: DataConfig) -> None:
     check_reset(config.reset_state_at_document, config.micro_batch)
 
 
-def check_seq_len(seq_len: int, sp_size: int = 1, num_tokens: int | None = None) -> None:
-    """Check the length of a sequence against the ranks that share it and, where given, the size of the corpus.
+def check_seq_len(seq_len: int, sp_size: int = 1, num_tokens: int | None = None, segments: int = 1) -> None:
+    """Check the length of a sequence against its shards and, where given, the size of the corpus.
 
     Args:
+        sp_size: ranks that share the sequence.
         num_tokens: tokens of the corpus; a sequence needs one more than its length, the label of its last token.
+        segments: parts of the sequence in time, each shared by all those ranks.
 
     Raises:
         ConfigError: names the nearest legal values.
     """
-    largest = (num_tokens - 1) // sp_size * sp_size if num_tokens is not None else None
-    if largest is not None and largest < sp_size:
-        allowed = f"the corpus has only {num_tokens} tokens, too few for any sequence with sp.size={sp_size}"
+    unit = sp_size * segments
+    shards = f"sp.size={sp_size}" if segments == 1 else f"sp.size × train.segments = {sp_size} × {segments} = {unit}"
+    largest = (num_tokens - 1) // unit * unit if num_tokens is not None else None
+    if largest is not None and largest < unit:
+        allowed = f"the corpus has only {num_tokens} tokens, too few for any sequence with {shards}"
         raise ConfigError("data.seq_len", seq_len, allowed)
     if seq_len <= 0:
-        raise ConfigError("data.seq_len", seq_len, f"must be positive; nearest legal value: {sp_size}")
+        raise ConfigError("data.seq_len", seq_len, f"must be positive; nearest legal value: {unit}")
     if largest is not None and num_tokens is not None and seq_len > num_tokens - 1:
         allowed = f"longer than the corpus of {num_tokens} tokens; largest legal value: {largest}"
         raise ConfigError("data.seq_len", seq_len, f"{allowed}; for longer sequences {PREPARE_HINT}")
-    if seq_len % sp_size != 0:
-        nearest = _nearest_multiples(seq_len, sp_size, largest)
-        raise ConfigError("data.seq_len", seq_len, f"must divide by sp.size={sp_size}; nearest legal values: {nearest}")
+    if seq_len % unit != 0:
+        nearest = _nearest_multiples(seq_len, unit, largest)
+        raise ConfigError("data.seq_len", seq_len, f"must divide by {shards}; nearest legal values: {nearest}")
 
 
 def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:

@@ -24,7 +24,8 @@ def shard_cu_seqlens(
 
     Returns:
         cu_seqlens: [pieces + 1] int64, from 0 to `length`.
-        continues: the first piece continues a document whose tokens lie on an earlier shard of this sequence.
+        continues: the first piece continues a document that began on an earlier shard of this sequence, be it another
+            rank's or one of an earlier segment.
     """
     assert 0 <= offset < offset + length <= seq_len, (offset, length, seq_len)
     start = sequence_start + offset

@@ -1,13 +1,16 @@
 """Batches of one rank's slices of sequences, as a pure function of one integer.
 
 Sequence i is tokens [i · seq_len, (i + 1) · seq_len) of the stream; its labels are the tokens one further, so the last
-label of one sequence is the first token of the next. The endless stream of sequences runs through one random order of
-all sequences an epoch; a step takes the next `global_batch` of it (and may cross the border of an epoch). All that a
-run must remember is `consumed`, the number of sequences taken before, whatever the number of ranks.
+label of one sequence is the first token of the next. A sequence may be cut in time into segments (DESIGN, section 3);
+each segment is spread over the ranks that share the sequence, and is read as a batch of its own. The endless stream of
+sequences runs through one random order of all sequences an epoch; a step takes the next `global_batch` of it (and may
+cross the border of an epoch). All that a run must remember is `consumed`, the number of sequences taken before,
+whatever the number of ranks and of segments.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -26,17 +29,19 @@ from zeco_train.errors import DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a micro-batch; L = seq_len / sp_size.
+    """One rank's part of a segment of a micro-batch; L = seq_len / (segments · sp_size).
 
     Attributes:
         input_ids: [B, L] int64.
-        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards and sequences.
+        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences.
         cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
             `reset_state_at_document`.
-        continues: the first piece continues a document (without documents: the sequence) from an earlier shard.
+        continues: the first piece continues a document (without documents: the sequence) from an earlier shard, which
+            for the first rank is the last rank's shard of the segment before.
         offset: position of the first token in the whole sequence.
         sequence_ids: which sequences these are; empty for padding.
         is_padding: in validation only: run it so that all ranks do the same, and count nothing of it.
+        segment: which segment of the sequences, from 0.
     """
 
     input_ids: Tensor
@@ -46,6 +51,7 @@ class Batch:
     offset: int
     sequence_ids: list[int]
     is_padding: bool = False
+    segment: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,12 @@ class DataSplit:
     """Which part of every step's sequences is this rank's.
 
     Attributes:
-        seq_len: tokens of a whole sequence, over the ranks that share it.
+        seq_len: tokens of a whole sequence, over the ranks that share it and over its segments.
         micro_batch: sequences of a data-parallel rank in one forward and backward.
         dp_rank, dp_size: which of how many parts of a step's sequences.
-        sp_rank, sp_size: which of how many equal shards of a sequence.
+        sp_rank, sp_size: which of how many equal shards of a segment.
         reset_state_at_document: give the borders of documents; then one sequence at a time.
+        segments: equal parts in time of a sequence; 1 where the whole sequence is one.
 
     Raises:
         ConfigError: a `seq_len` that does not divide, or a `micro_batch` that documents do not allow.
@@ -70,22 +77,24 @@ class DataSplit:
     sp_rank: int = 0
     sp_size: int = 1
     reset_state_at_document: bool = False
+    segments: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
         assert 0 <= self.sp_rank < self.sp_size, (self.sp_rank, self.sp_size)
-        check_seq_len(self.seq_len, self.sp_size)
+        assert self.segments >= 1, self.segments
+        check_seq_len(self.seq_len, self.sp_size, segments=self.segments)
         check_reset(self.reset_state_at_document, self.micro_batch)
 
     @property
     def length(self) -> int:
-        """Tokens of this rank's shard."""
-        return self.seq_len // self.sp_size
+        """Tokens of this rank's shard of a segment."""
+        return self.seq_len // (self.segments * self.sp_size)
 
-    @property
-    def offset(self) -> int:
-        """Position of the shard's first token in the sequence."""
-        return self.sp_rank * self.length
+    def offset(self, segment: int) -> int:
+        """Position in the sequence of the first token of this rank's shard of a segment."""
+        assert 0 <= segment < self.segments, (segment, self.segments)
+        return (segment * self.sp_size + self.sp_rank) * self.length
 
 
 class SequenceReader:
@@ -96,29 +105,30 @@ class SequenceReader:
     """
 
     def __init__(self, store: TokenStore, split: DataSplit) -> None:
-        check_seq_len(split.seq_len, split.sp_size, store.num_tokens)
+        check_seq_len(split.seq_len, split.sp_size, store.num_tokens, split.segments)
         self.store, self.split = store, split
         self.num_sequences = (store.num_tokens - 1) // split.seq_len
 
-    def read(self, sequence_ids: list[int]) -> Batch:
-        """Read this rank's tokens of the sequences, and one more of each: the label of the last."""
-        split, length = self.split, self.split.length
+    def read(self, sequence_ids: list[int], segment: int = 0) -> Batch:
+        """Read this rank's tokens of a segment of the sequences, and one more of each: the label of the last."""
+        split, length, offset = self.split, self.split.length, self.split.offset(segment)
         tokens = np.empty((len(sequence_ids), length + 1), dtype=np.int64)
         for row, sequence_id in zip(tokens, sequence_ids, strict=True):
-            start = sequence_id * split.seq_len + split.offset
+            start = sequence_id * split.seq_len + offset
             row[:] = self.store.read(start, start + length + 1)
-        cu_seqlens, continues = None, split.offset > 0
+        cu_seqlens, continues = None, offset > 0
         if split.reset_state_at_document:
             assert len(sequence_ids) == 1, sequence_ids
-            start, offsets = sequence_ids[0] * split.seq_len, self.store.doc_offsets
-            cu_seqlens, continues = shard_cu_seqlens(offsets, start, split.seq_len, split.offset, length)
+            start, doc_offsets = sequence_ids[0] * split.seq_len, self.store.doc_offsets
+            cu_seqlens, continues = shard_cu_seqlens(doc_offsets, start, split.seq_len, offset, length)
         return Batch(
             input_ids=torch.from_numpy(tokens[:, :-1].copy()),
             labels=torch.from_numpy(tokens[:, 1:].copy()),
             cu_seqlens=cu_seqlens,
             continues=continues,
-            offset=split.offset,
+            offset=offset,
             sequence_ids=sequence_ids,
+            segment=segment,
         )
 
 
@@ -126,7 +136,8 @@ class SequenceLoader:
     """The training batches of one rank. `batch` is a pure function of its arguments.
 
     The step that begins after `consumed` sequences takes places consumed … consumed + global_batch − 1 of the stream.
-    Data-parallel rank d takes the d-th contiguous part of them, and micro-step m the m-th `micro_batch` of that.
+    Data-parallel rank d takes the d-th contiguous part of them, and a micro-step the next `micro_batch` of that part.
+    The segments of a micro-batch are the same sequences, read one part after another.
 
     Raises:
         ConfigError: as `check_seq_len` and `check_batch` of data.config.
@@ -135,7 +146,7 @@ class SequenceLoader:
     def __init__(self, store: TokenStore, split: DataSplit, *, seed: int, global_batch: int) -> None:
         check_batch(global_batch, split.micro_batch, split.dp_size)
         self.reader = SequenceReader(store, split)
-        self.global_batch, self.micro_batch = global_batch, split.micro_batch
+        self.global_batch, self.micro_batch, self.segments = global_batch, split.micro_batch, split.segments
         self.micro_steps = global_batch // (split.dp_size * split.micro_batch)
         self._first = split.dp_rank * (global_batch // split.dp_size)
         self._seed = seed
@@ -157,22 +168,22 @@ class SequenceLoader:
         start = consumed + self._first + micro_step * self.micro_batch
         return [self.sequence_id(start + i) for i in range(self.micro_batch)]
 
-    def batch(self, consumed: int, micro_step: int) -> Batch:
-        """This rank's micro-batch `micro_step` of the step that begins after `consumed` sequences.
+    def batch(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
+        """A segment of this rank's micro-batch `micro_step` of the step that begins after `consumed` sequences.
 
         Raises:
             DataError: the store has changed or cannot be read.
         """
-        return self.reader.read(self.sequence_ids(consumed, micro_step))
+        return self.reader.read(self.sequence_ids(consumed, micro_step), segment)
 
 
 class PrefetchingLoader:
-    """Gives the micro-batches of a run in order, reading ahead on one background thread.
+    """Gives the micro-batches of a run in order, each segment by segment, reading ahead on one background thread.
 
     Args:
         loader: what to read.
         consumed: sequences consumed before the first step.
-        ahead: how many micro-batches may wait.
+        ahead: how many segments may wait; a caller that takes a whole micro-batch at once wants all of its segments.
     """
 
     def __init__(self, loader: SequenceLoader, consumed: int, ahead: int = 1) -> None:
@@ -184,7 +195,10 @@ class PrefetchingLoader:
         self._thread.start()
 
     def next(self) -> Batch:
-        """The next micro-batch. An error of the background thread is raised here, and again at every later call."""
+        """The next segment of a micro-batch, or the first segment of the next micro-batch.
+
+        An error of the background thread is raised here, and again at every later call.
+        """
         if self._stop.is_set():
             raise RuntimeError("the loader is closed")
         if self._error is None:
@@ -194,9 +208,9 @@ class PrefetchingLoader:
             self._error = item
         raise self._error
 
-    def again(self, consumed: int, micro_step: int) -> Batch:
-        """A micro-batch out of turn, see `SequenceLoader.batch`."""
-        return self._loader.batch(consumed, micro_step)
+    def again(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
+        """A segment of a micro-batch out of turn, see `SequenceLoader.batch`."""
+        return self._loader.batch(consumed, micro_step, segment)
 
     def close(self) -> None:
         """Stop the thread, and wait a little for a read that is under way."""
@@ -204,12 +218,13 @@ class PrefetchingLoader:
         self._thread.join(timeout=5.0)
 
     def _run(self, consumed: int) -> None:
+        loader = self._loader
         try:
             while True:
-                for micro_step in range(self._loader.micro_steps):
-                    if not self._put(self._loader.batch(consumed, micro_step)):
+                for micro_step, segment in itertools.product(range(loader.micro_steps), range(loader.segments)):
+                    if not self._put(loader.batch(consumed, micro_step, segment)):
                         return
-                consumed += self._loader.global_batch
+                consumed += loader.global_batch
         except BaseException as error:  # whatever it is, the caller of `next` has to see it
             self._put(error)
 
@@ -227,6 +242,7 @@ def validation_batches(store: TokenStore, split: DataSplit, *, max_sequences: in
     """One rank's validation batches: every sequence once over all data-parallel ranks, in fixed order.
 
     All ranks give the same number of batches, as collectives need; what is too much is padding (`Batch.is_padding`).
+    The segments of the same sequences come one after another, then those of the next.
 
     Args:
         max_sequences: take only the first so many sequences.
@@ -242,4 +258,6 @@ def validation_batches(store: TokenStore, split: DataSplit, *, max_sequences: in
     for start in range(0, count, split.dp_size * split.micro_batch):
         first = start + split.dp_rank * split.micro_batch
         ids = list(range(first, min(first + split.micro_batch, count)))
-        yield reader.read(ids) if ids else replace(reader.read([0]), sequence_ids=[], is_padding=True)
+        for segment in range(split.segments):
+            batch = reader.read(ids or [0], segment)
+            yield batch if ids else replace(batch, sequence_ids=[], is_padding=True)

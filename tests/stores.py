@@ -28,6 +28,13 @@ def write_lines(path: Path, records: list[Any]) -> Path:
     return path
 
 
+def write_numbered_store(folder: Path, lengths: list[int]) -> None:
+    """A store of documents of these lengths whose token t is t, so what was read shows from where."""
+    with StoreWriter(folder, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(np.arange(sum(lengths)), lengths)
+        writer.finish("sources")
+
+
 def write_store(
     folder: Path, num_tokens: int = 4000, seed: int = 0, vocab_size: int = 259, kind: str = "bytes"
 ) -> Path:

@@ -30,7 +30,8 @@ from data.config import (
 from data.documents import shard_cu_seqlens
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, validation_batches
 from data.permutation import Permutation
-from data.store import TOKENS_FILE, StoreWriter, TokenStore
+from data.store import TOKENS_FILE, TokenStore
+from tests.stores import write_numbered_store
 from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -39,15 +40,9 @@ SEQ_LEN = 24
 LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
 
 
-def write_store(folder: Path, lengths: list[int]) -> None:
-    with StoreWriter(folder, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        writer.append(np.arange(sum(lengths)), lengths)  # token t is t, so what was read shows from where
-        writer.finish("sources")
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
-    write_store(tmp_path / "store", LENGTHS)  # 240 tokens: 9 sequences, the tenth lacks its last label
+    write_numbered_store(tmp_path / "store", LENGTHS)  # 240 tokens: 9 sequences, the tenth lacks its last label
     return TokenStore.open(tmp_path / "store")
 
 
@@ -106,8 +101,9 @@ def test_slices_make_up_the_whole(store: TokenStore, sp_size: int, micro_batch: 
         assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)
 
 
-def test_positions_beyond_32_bits(tmp_path: Path) -> None:
-    write_store(tmp_path / "store", [10])
+@pytest.mark.parametrize(("sp_size", "segments"), [(2**30, 1), (2**10, 2**20), (1, 2**30)])
+def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -> None:
+    write_numbered_store(tmp_path / "store", [10])
     num_tokens = 2**33 + 1
     path = tmp_path / "store" / TOKENS_FILE
     os.truncate(path, 2 * num_tokens)  # a hole: it takes no space on disk
@@ -117,8 +113,8 @@ def test_positions_beyond_32_bits(tmp_path: Path) -> None:
     np.save(tmp_path / "store" / "doc_offsets.npy", np.array([0, num_tokens - 4, num_tokens]))
     meta = json.loads((tmp_path / "store" / "meta.json").read_text())
     (tmp_path / "store" / "meta.json").write_text(json.dumps(meta | {"num_tokens": num_tokens, "num_documents": 2}))
-    settings = {"seq_len": 2**33, "sp_size": 2**30, "sp_rank": 2**30 - 1, "reset_state_at_document": True}
-    batch = loader(TokenStore.open(tmp_path / "store"), **settings).batch(0, 0)
+    split = {"sp_size": sp_size, "sp_rank": sp_size - 1, "segments": segments, "reset_state_at_document": True}
+    batch = loader(TokenStore.open(tmp_path / "store"), seq_len=2**33, **split).batch(0, 0, segments - 1)
     assert batch.input_ids[0].tolist() == list(range(100, 108))
     assert batch.labels[0].tolist() == list(range(101, 109))
     assert batch.offset == 2**33 - 8
@@ -127,8 +123,8 @@ def test_positions_beyond_32_bits(tmp_path: Path) -> None:
 
 
 def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
-    write_store(tmp_path / "a", [48])
-    write_store(tmp_path / "b", [49])
+    write_numbered_store(tmp_path / "a", [48])
+    write_numbered_store(tmp_path / "b", [49])
     assert loader(TokenStore.open(tmp_path / "a")).num_sequences == 1
     whole = SequenceReader(TokenStore.open(tmp_path / "b"), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
     assert whole.num_sequences == 2
@@ -245,11 +241,11 @@ def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: 
     read: list[int] = []
     second = threading.Event()
 
-    def batch(consumed: int, micro_step: int) -> Batch:
+    def batch(consumed: int, micro_step: int, segment: int = 0) -> Batch:
         read.append(micro_step)
         if len(read) == 3:
             second.set()
-        return SequenceLoader.batch(direct, consumed, micro_step)
+        return SequenceLoader.batch(direct, consumed, micro_step, segment)
 
     monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0, ahead=1)
@@ -362,7 +358,7 @@ def test_stores_of_a_config(store: TokenStore, tmp_path: Path) -> None:
     assert locate_stores(config) == StorePaths(store.path, None)
     other = tmp_path / "other"
     assert locate_stores(replace(config, validation_path=str(other))) == StorePaths(store.path, other)
-    write_store(store.path / "validation", [40])
+    write_numbered_store(store.path / "validation", [40])
     assert locate_stores(config) == StorePaths(store.path, store.path / "validation")
     with pytest.raises(ConfigError, match=r"^data\.path=None"):
         locate_stores(DataConfig(kind=DataKind.tokens))
