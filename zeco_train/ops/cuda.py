@@ -49,7 +49,7 @@ class CudaForward:
         return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local, reverse=False)
 
     @property
-    def saved(self) -> tuple[Tensor, ...]:
+    def saved(self) -> tuple[Tensor, Tensor]:
         return self._b, self._local.starts
 
 
@@ -62,7 +62,7 @@ class CudaBackward:
         k: Tensor,
         v: Tensor,
         do: Tensor,
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor, Tensor],
         documents: Documents | None,
         scale: float,
     ) -> None:
@@ -87,4 +87,10 @@ class CudaBackward:
         return self._dq, self._dk, dv, dg
 
 
-CUDA = Passes(CudaForward, CudaBackward)
+def _saved_like(k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    launcher = _launcher(k, v, None, 1.0)
+    starts = launcher.num_segments, *k.shape[::2], k.shape[3], v.shape[3]
+    return torch.empty_like(g, memory_format=torch.contiguous_format), g.new_empty(starts)
+
+
+CUDA = Passes(CudaForward, CudaBackward, _saved_like)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,14 +15,16 @@ class Documents:
     Attributes:
         restarts: [T] bool, true at the first token of every piece of a document on this rank, but for the first piece
             where that continues a document of the rank before.
+        pieces: [T] int32, the number of restarts through each token: equal for tokens that may see each other.
     """
 
     restarts: Tensor
+    pieces: Tensor
 
-    @cached_property
-    def pieces(self) -> Tensor:
-        """[T] int32, the number of restarts through each token: equal for tokens that may see each other."""
-        return self.restarts.cumsum(0, dtype=torch.int32)
+    @classmethod
+    def from_restarts(cls, restarts: Tensor) -> Documents:
+        """Count the restarts, [T] bool."""
+        return cls(restarts, restarts.cumsum(0, dtype=torch.int32))
 
     @classmethod
     def from_cu_seqlens(
@@ -59,7 +60,7 @@ class Documents:
         restarts = torch.zeros(num_tokens, dtype=torch.bool)
         starts = borders[borders < num_tokens]
         restarts[starts[starts > 0] if continues else starts] = True
-        return cls(restarts.to(device))
+        return cls.from_restarts(restarts.to(device))
 
 
 def _shorten(values: list[int]) -> str:

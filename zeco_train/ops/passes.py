@@ -8,6 +8,7 @@ An implementation is a pair of such classes. Each object serves one pass and is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -36,8 +37,8 @@ class ForwardPass(Protocol):
         ...
 
     @property
-    def saved(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs beside q, k and v; asked for after `outputs`."""
+    def saved(self) -> tuple[Tensor, Tensor]:
+        """What the backward pass needs beside q, k, v and `log_decay`; asked for after `outputs`."""
         ...
 
 
@@ -78,7 +79,7 @@ class StartBackward(Protocol):
         k: Tensor,
         v: Tensor,
         do: Tensor,
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor, Tensor],
         documents: Documents | None,
         scale: float,
     ) -> BackwardPass:
@@ -87,10 +88,17 @@ class StartBackward(Protocol):
 
 
 class Passes(NamedTuple):
-    """An implementation of the operator on one rank."""
+    """An implementation of the operator on one rank.
+
+    Attributes:
+        forward, backward: the passes.
+        saved_like: of k, v and g, empty tensors like the two of `ForwardPass.saved`; None where those are g and R
+            themselves.
+    """
 
     forward: StartForward
     backward: StartBackward
+    saved_like: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None
 
 
 class ChunkedForward:
@@ -111,7 +119,7 @@ class ChunkedForward:
         )
 
     @property
-    def saved(self) -> tuple[Tensor, ...]:
+    def saved(self) -> tuple[Tensor, Tensor]:
         return self._g, self._incoming
 
 
@@ -124,7 +132,7 @@ class ChunkedBackward:
         k: Tensor,
         v: Tensor,
         do: Tensor,
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor, Tensor],
         documents: Documents | None,
         scale: float,
     ) -> None:
@@ -154,4 +162,4 @@ class ChunkedBackward:
         )
 
 
-CHUNKED = Passes(ChunkedForward, ChunkedBackward)
+CHUNKED = Passes(ChunkedForward, ChunkedBackward, saved_like=None)

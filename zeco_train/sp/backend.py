@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeco_train.collectives import Courier, ScanRequest
 from zeco_train.sp.base import PendingScan
+from zeco_train.sp.exposed import ExposedMeter
 
 
 class ScanBackend(ABC):
@@ -18,10 +19,16 @@ class ScanBackend(ABC):
     Args:
         couriers: of the SP group for forward scans and for reverse ones, each with a process group of its own, since
             one group runs its messages in series. None where nothing crosses ranks.
+
+    Attributes:
+        exposed: measures the communication of scans that no compute hides. Where nothing crosses ranks, there is
+            nothing to measure.
     """
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers
+        self._crosses_ranks = any(courier.size > 1 for courier in couriers)
+        self.exposed = ExposedMeter()
 
     def launch(
         self,
@@ -38,7 +45,8 @@ class ScanBackend(ABC):
             ValueError: shapes, dtypes or devices that do not fit.
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
-        return self.start(ScanRequest(state, log_decay, reverse, carry_in, want_carry))
+        scan = self.start(ScanRequest(state, log_decay, reverse, carry_in, want_carry))
+        return self.exposed.metered(scan, state.device) if self._crosses_ranks else scan
 
     @abstractmethod
     def start(self, request: ScanRequest) -> PendingScan:

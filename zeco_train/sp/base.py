@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from zeco_train.ops import Documents
+from zeco_train.sp.handles import handle_of
 
 
 class PendingScan(Protocol):
@@ -65,6 +66,27 @@ class StateScan(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """A `SequenceShard` as the operator sees it.
+
+    Attributes:
+        scan: name of the scan (`zeco_train.sp.handles`).
+        restarts, pieces: [T], see `ops.Documents`, on the device of the tokens; None without documents.
+    """
+
+    scan: str
+    restarts: Tensor | None = None
+    pieces: Tensor | None = None
+
+
+class Boundary(NamedTuple):
+    """The states at the borders of one layer's tokens; see `zeco_train.sp.autograd.gla`."""
+
+    incoming_state: Tensor | None = None
+    carry_in: Tensor | None = None
+    want_carry: bool = False
+
+
 @dataclass(frozen=True)
 class SequenceShard:
     """All that a layer knows of where its tokens lie in the sequence.
@@ -83,6 +105,13 @@ class SequenceShard:
     seq_len: int
     cu_seqlens: Tensor | None = None
     continues: bool = False
+
+    def place(self, num_tokens: int, device: torch.device) -> Place:
+        """What the operator is told, in values that a compiler can trace; arguments and errors of `documents`."""
+        documents = self.documents(num_tokens, device)
+        if documents is None:
+            return Place(handle_of(self.scan))
+        return Place(handle_of(self.scan), documents.restarts, documents.pieces)
 
     def documents(self, num_tokens: int, device: torch.device) -> Documents | None:
         """The restarts of the state among this shard's `num_tokens` tokens, on their device; None without documents.

@@ -152,7 +152,7 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
 
 
 def _between(documents: Documents | None, start: int, stop: int) -> Documents | None:
-    return None if documents is None else Documents(documents.restarts[start:stop])
+    return None if documents is None else Documents.from_restarts(documents.restarts[start:stop])
 
 
 def _receive(like: Tensor, place: Place, source: int) -> Tensor:
