@@ -8,24 +8,30 @@ There is no positional embedding: order enters through the decays alone, so a mo
 shard needs no positions. Where documents are packed (`shard.cu_seqlens`), only the state of the recurrence restarts at
 each of them; everything else in the model acts on one token at a time.
 
-The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.autograd.gla`, through the shard's scan.
+The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.autograd`, through the shard's scan.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from zeco_train.errors import ConfigError
-from zeco_train.loss import linear_cross_entropy
+from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 from zeco_train.ops import accumulation_dtype
-from zeco_train.sp.autograd import gla
-from zeco_train.sp.base import SequenceShard
+from zeco_train.recompute import Recompute, recomputed
+from zeco_train.sp.autograd import Crossing, gla_at
+from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.sp.segments import LayerStates
+
+_NO_STATES = Boundary()
 
 
 @dataclass
@@ -150,14 +156,14 @@ class GatedLinearAttention(nn.Module):
         self.o_proj = nn.Linear(values, width, bias=False)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
+    def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
         q, k = (proj(x).unflatten(-1, (-1, self.head_k_dim)) for proj in (self.q_proj, self.k_proj))
         v, gate = (proj(x).unflatten(-1, (-1, self.head_v_dim)) for proj in (self.v_proj, self.g_proj))
         # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
         logits = self.gk_proj(x).to(accumulation_dtype(x.dtype))
         g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
-        o, _ = gla(q, k, v, g, shard)
-        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2))
+        o, crossing = gla_at(q, k, v, g, place, boundary)
+        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2)), crossing
 
 
 class MLP(nn.Module):
@@ -174,17 +180,38 @@ class MLP(nn.Module):
 
 
 class GLABlock(nn.Module):
-    """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h))."""
+    """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h)).
+
+    Attributes:
+        recompute: what the backward pass computes again.
+    """
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__()
+        self.recompute = Recompute.none
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = GatedLinearAttention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), shard)
+    def compile_compute(self, **options: Any) -> None:
+        """Compile what the block computes; hooks and recomputation stay around it."""
+        self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor, place: Place, boundary: Boundary = _NO_STATES) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D] → y [B, T, D], and the two tensors of the layer's `Crossing`."""
+        if self.recompute is Recompute.full and torch.is_grad_enabled():
+            return recomputed(self._compute, x, place, boundary)
+        return self._compute(x, place, boundary)
+
+    def _compute(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Tensor, Tensor]:
+        y, crossing = self.attn(self.attn_norm(x), place, boundary)
+        x = x + y
+        if self.recompute is Recompute.selective and torch.is_grad_enabled():
+            return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *crossing
+        return self._mlp(x), *crossing
+
+    def _mlp(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -197,21 +224,33 @@ class GLAModel(nn.Module):
         self.layers = nn.ModuleList(GLABlock(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, input_ids: Tensor, shard: SequenceShard) -> Tensor:
+    def forward(self, input_ids: Tensor, shard: SequenceShard, states: LayerStates | None = None) -> Tensor:
+        """See `GLAForCausalLM.forward`."""
+        place = shard.place(input_ids.shape[1], input_ids.device)
         x = self.embeddings(input_ids)
-        for layer in self.layers:
-            x = layer(x, shard)
+        for index, layer in enumerate(self.layers):
+            if states is None:
+                x, *_ = layer(x, place)
+            else:
+                x, *crossing = layer(x, place, states.boundary(index))
+                states.keep(Crossing(*crossing))
         return self.norm(x)
 
 
 class LMHead(nn.Linear):
-    """The head and its loss. The loss is taken inside `forward`, so that FSDP2 unshards the weight around it."""
+    """The head and its loss. The loss is taken inside `forward`, so that FSDP2 unshards the weight around it.
+
+    Attributes:
+        token_losses: see `zeco_train.loss`; compiled, or not.
+    """
+
+    token_losses: TokenLosses = staticmethod(token_losses)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss."""
         if labels is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels)
+        return linear_cross_entropy(hidden, self.weight, labels, token_losses=self.token_losses)
 
 
 class GLAForCausalLM(nn.Module):
@@ -227,19 +266,45 @@ class GLAForCausalLM(nn.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
-    def forward(self, input_ids: Tensor, shard: SequenceShard, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        shard: SequenceShard,
+        labels: Tensor | None = None,
+        states: LayerStates | None = None,
+        states_only: bool = False,
+    ) -> Tensor:
         """Loss, or logits, of this rank's tokens.
 
         Args:
             input_ids: [B, T] int64, this rank's tokens.
             shard: where they lie in the sequence. All ranks of a sequence must call together.
             labels: [B, T] int64, the *next* token of each (shifted before sharding), −100 where it does not count.
+            states: of a segment of a longer sequence, what crosses its borders; the layers' part is filled in.
+            states_only: leave the head out.
 
         Returns:
             With labels the SUM of the tokens' cross-entropies, a scalar in fp32 (fp64 for fp64 parameters): the caller
-            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype.
+            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype; with
+            `states_only` what the head would take, [B, T, D].
         """
-        return self.lm_head(self.model(input_ids, shard), labels)
+        hidden = self.model(input_ids, shard, states)
+        return hidden if states_only else self.lm_head(hidden, labels)
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """What the backward pass computes again, in every block."""
+        for layer in self.model.layers:
+            layer.recompute = recompute
+
+    def compile_parts(self, **options: Any) -> None:
+        """Compile the blocks (once, since they are alike), the final norm and the loss; takes `torch.compile`'s options.
+
+        The model as a whole is left as it is, since FSDP2 gathers parameters between its parts.
+        """
+        for layer in self.model.layers:
+            layer.compile_compute(**options)
+        self.model.norm.compile(fullgraph=True, **options)
+        self.lm_head.token_losses = torch.compile(token_losses, fullgraph=True, **options)
 
     def tie_weights(self) -> None:
         """Make the head use the embedding's parameter, where the configuration ties them."""

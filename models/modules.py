@@ -2,7 +2,8 @@
 
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
-each of them; these Functions keep their inputs only, which at long sequences is most of a layer's memory.
+each of them; these Functions keep their inputs only, which at long sequences is most of a layer's memory. A compiler does the
+same by itself, and fuses more than them, so it gets the plain operations.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] → [..., size], in the dtype of x."""
+        if torch.compiler.is_compiling():
+            return _normalise(x, self.eps)[0].mul(self.weight).to(x.dtype)
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 
@@ -47,11 +50,15 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., size] → [..., size], in the dtype of x."""
+        if torch.compiler.is_compiling():
+            return (_normalise(x, self.eps)[0] * self.weight * _swish(gate)).to(x.dtype)
         return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
+    if torch.compiler.is_compiling():
+        return (_swish(gate) * up).to(gate.dtype)
     return _SwiGLUFunction.apply(gate, up)
 
 
@@ -136,6 +143,12 @@ def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tup
     dnormed = dy * weight
     projection = (dnormed * normed).mean(dim=-1, keepdim=True)
     return dnormed.sub_(normed * projection).mul_(rstd), dweight
+
+
+def _swish(gate: Tensor) -> Tensor:
+    """g σ(g) in the accumulation dtype."""
+    wide = gate.to(accumulation_dtype(gate.dtype))
+    return wide * wide.sigmoid()
 
 
 def _swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:

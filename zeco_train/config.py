@@ -31,6 +31,7 @@ from zeco_train.loggers import LoggerConfig, LoggerKind
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
+from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
 
@@ -59,15 +60,6 @@ class Device(Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-class Recompute(Enum):
-    """What the backward pass computes again instead of keeping it: nothing; the MLPs; or whole blocks, of which then
-    only the inputs are kept. States that other ranks sent are always kept."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
 
 
 class Compile(Enum):

@@ -12,6 +12,7 @@ not raise the peak, and one of four matrix products is saved. The upstream gradi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,19 @@ from zeco_train.ops import accumulation_dtype
 IGNORE_INDEX = -100
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = 2048) -> Tensor:
+TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
+
+# Tokens of a chunk: large products fill a GPU, and each chunk's part of dW is a pass over a tensor of the head's size.
+_CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int | None = None,
+    token_losses: TokenLosses | None = None,
+) -> Tensor:
     """Sum over tokens of the cross-entropy of softmax(hidden weightᵀ).
 
     Args:
@@ -31,7 +44,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
         weight: [vocab, D], same dtype; may be a tied embedding.
         labels: [...] int64, in [0, vocab), or −100 where a token does not count.
         chunk_tokens: tokens whose logits exist at one time. Besides the two gradients (that of the weight in fp32,
-            fp64 for fp64), the memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64).
+            fp64 for fp64), the memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64). None: 2,048, or
+            8,192 on CUDA.
+        token_losses: this module's `token_losses`, as it is or compiled; None is as it is.
 
     Returns:
         Scalar, fp32 (fp64 for fp64): the sum, not the mean, so that ranks and micro-batches add up; 0 if no token
@@ -45,10 +60,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
             "[..., D], [vocab, D], [...]"
         )
+    if chunk_tokens is None:
+        chunk_tokens = _CHUNK_TOKENS.get(hidden.device.type, 2048)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be ≥ 1")
     # Inside a Function's forward the grad mode is always off, so it must be told whether gradients are wanted.
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses or _token_losses
+    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -56,7 +75,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_enabled: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        grad_enabled: bool,
+        token_losses: TokenLosses,
     ) -> Tensor:
         want_hidden, want_weight = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         loss_dtype = accumulation_dtype(hidden.dtype)
@@ -68,7 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = []
         for start in range(0, rows.shape[0], chunk_tokens):
             piece = slice(start, start + chunk_tokens)
-            loss, dlogits = _chunk_loss(rows[piece], weight, targets[piece], loss_dtype, want_hidden or want_weight)
+            logits = rows[piece] @ weight.T
+            loss, dlogits = token_losses(logits, targets[piece], loss_dtype, want_hidden or want_weight)
+            del logits
             losses.append(loss)
             if dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[piece])
@@ -88,21 +115,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dhidden = dhidden.mul_(dloss).view(ctx.hidden_shape)
         if dweight is not None:
             dweight = dweight.mul_(dloss).to(ctx.weight_dtype)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
-def _chunk_loss(
-    rows: Tensor, weight: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Loss of one chunk, [n, D] and [n] → scalar, and dlogits [n, vocab] in the dtype of `rows` if wanted, else z."""
-    logits = (rows @ weight.T).to(loss_dtype)
+def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool) -> tuple[Tensor, Tensor]:
+    """Loss of one chunk and its gradient. Logits are overwritten where they are in `loss_dtype` already.
+
+    Args:
+        logits: [n, vocab].
+        targets: [n] int64.
+
+    Returns:
+        The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, or, if not wanted, [0].
+    """
+    wide = logits.to(loss_dtype)
     ignored = targets == IGNORE_INDEX
     # Only the ignored ones get a stand-in: any other label out of range must fail in gather.
     index = targets.masked_fill(ignored, 0).unsqueeze(-1)
-    lse = logits.logsumexp(dim=-1, keepdim=True)
-    loss = (lse - logits.gather(-1, index)).squeeze(-1).masked_fill(ignored, 0).sum()
+    lse = wide.logsumexp(dim=-1, keepdim=True)
+    loss = (lse - wide.gather(-1, index)).squeeze(-1).masked_fill(ignored, 0).sum()
     if not want_grad:
-        return loss, logits
-    dlogits = logits.sub_(lse).exp_()
+        return loss, logits.new_empty(0)
+    if torch.compiler.is_compiling():
+        # One pass over the logits; what compares every logit with the label would be a pass of its own in eager mode.
+        is_target = torch.arange(logits.shape[-1], device=logits.device) == index
+        dlogits = (wide - lse).exp() - is_target.to(loss_dtype)
+        return loss, dlogits.masked_fill(ignored.unsqueeze(-1), 0).to(logits.dtype)
+    dlogits = wide.sub_(lse).exp_()
     dlogits.scatter_(-1, index, dlogits.gather(-1, index) - 1)
-    return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(rows.dtype)
+    return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
+
+
+# Under a name that the argument of `linear_cross_entropy` does not hide.
+_token_losses = token_losses

@@ -200,14 +200,14 @@ def _gla_backward_shapes(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, g, scan, restarts, pieces, incoming_state, _, _ = inputs
+    q, k, v, g, scan, restarts, pieces, incoming_state, _, want_carry = inputs
     _, received, _, log_decay, saved_a, saved_b = output
     incoming_state = received if incoming_state is None else incoming_state
     # What an implementation keeps by itself stands in for the decays, which are as large as q and k together in bf16.
     own = ops.select(q, g).saved_like is not None
     instead = (None, None) if own else (g, incoming_state)
     ctx.save_for_backward(q, k, v, *instead, log_decay, saved_a, saved_b, restarts, pieces)
-    ctx.scan = scan
+    ctx.scan, ctx.want_carry = scan, want_carry
     ctx.mark_non_differentiable(received, log_decay, saved_a, saved_b)
     ctx.set_materialize_grads(False)
 
@@ -216,6 +216,8 @@ def _backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *
     *kept, restarts, pieces = ctx.saved_tensors
     want_dcarry = ctx.needs_input_grad[8]
     do = torch.zeros_like(kept[2]) if do is None else do
+    # A compiler fills in gradients that there are not.
+    dcarry_out = dcarry_out if ctx.want_carry else None
     *grads, dcarry_in = _gla_backward(*kept, do, dcarry_out, ctx.scan, restarts, pieces, want_dcarry)
     return *grads, None, None, None, None, dcarry_in if want_dcarry else None, None
 

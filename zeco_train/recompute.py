@@ -1,0 +1,82 @@
+"""Computing again in the backward pass what is too large to keep.
+
+`torch.utils.checkpoint` would run a block's forward pass a second time as it ran the first time, scan over ranks
+included: twice the communication, in an order that need not be the same on all ranks. Here the state that a layer
+received is kept, and the second pass replays it: it communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeco_train.sp.base import Boundary, Place
+
+# A block: (x, place, boundary) → y, received, carry_out.
+Block = Callable[[Tensor, Place, Boundary], tuple[Tensor, Tensor, Tensor]]
+
+
+class Recompute(Enum):
+    """What the backward pass computes again instead of keeping it: nothing; the MLPs; or whole blocks, of which then
+    only the inputs are kept. States that other ranks sent are always kept."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Tensor, Tensor]:
+    """`block(x, place, boundary)`, of which only x and states are kept for the backward pass.
+
+    Args:
+        block: has no inputs that need gradients but x, `boundary.carry_in` and parameters; is deterministic.
+        x: [B, T, D], requires grad.
+
+    Returns:
+        y [B, T, D], received and carry_out as the block gives them.
+    """
+    return _Recomputed.apply(block, x, place, boundary.incoming_state, boundary.carry_in, boundary.want_carry)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Forward: the block without autograd. Backward: the block once more, with its state replayed, and back through it;
+    that leaves the gradients of the parameters where they belong."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: Block,
+        x: Tensor,
+        place: Place,
+        incoming_state: Tensor | None,
+        carry_in: Tensor | None,
+        want_carry: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, received, carry_out = block(x, place, Boundary(incoming_state, carry_in, want_carry))
+        incoming_state = received if incoming_state is None else incoming_state
+        ctx.save_for_backward(x, incoming_state, carry_in, place.restarts, place.pieces)
+        ctx.block, ctx.scan, ctx.want_carry = block, place.scan, want_carry
+        ctx.mark_non_differentiable(received)
+        ctx.set_materialize_grads(False)
+        return y, received, carry_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, _: None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
+        x, incoming_state, carry_in, restarts, pieces = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        if carry_in is not None:
+            carry_in = carry_in.detach().requires_grad_(ctx.needs_input_grad[4])
+        with torch.enable_grad():
+            place = Place(ctx.scan, restarts, pieces)
+            y, _, carry_out = ctx.block(x, place, Boundary(incoming_state, carry_in, ctx.want_carry))
+        pairs = [(y, dy), (carry_out, dcarry_out)]
+        outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)
+        torch.autograd.backward(outputs, grads)
+        dcarry_in = None if carry_in is None else carry_in.grad
+        return None, x.grad, None, None, dcarry_in, None
