@@ -1,0 +1,199 @@
+"""`train.profile=START:STOP`: what the chosen ranks did in these steps, as files of the run's folder.
+
+    profile/rank_R_steps_A_B.json.gz         a trace of CPU and device for chrome://tracing, ui.perfetto.dev, …; each
+                                             step lies under a label "step N"
+    profile/rank_R_steps_A_B_memory.pickle   CUDA only: the allocator's history and state for pytorch.org/memory_viz;
+                                             what was allocated before step A is there without its origin
+
+A and B are the first and last step that is in them: all of START to STOP, or what was left of that when the run went
+on from a checkpoint, or was ended, in the middle of step B perhaps. A file that is there already, from an earlier start
+of the run that did these steps too, stays; the new one gets a number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zeco_train.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "profile"
+# Of the allocator's history, which keeps the newest: tens of steps.
+_MEMORY_EVENTS = 200_000
+
+
+def parse_profile(text: str) -> tuple[int, int]:
+    """START and STOP of `train.profile`, steps counted from 1, both included.
+
+    Raises:
+        ConfigError: it is anything but START:STOP with 1 ≤ START ≤ STOP.
+    """
+    parts = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    start, stop = (int(parts[1]), int(parts[2])) if parts else (0, 0)
+    if not 1 <= start <= stop:
+        allowed = "must be START:STOP, steps counted from 1 with START ≤ STOP, both included (in a YAML file in quotes)"
+        raise ConfigError("train.profile", text, allowed)
+    return start, stop
+
+
+def check_profile(text: str | None, ranks: Sequence[int], total_steps: int) -> None:
+    """Check `train.profile` and `train.profile_ranks` as far as the number of ranks does not decide.
+
+    Raises:
+        ConfigError: not a range of steps, one that the run ends before, or no ranks.
+    """
+    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        raise ConfigError("train.profile_ranks", list(ranks), "must be a list of different ranks ≥ 0, one at least")
+    if text is not None and parse_profile(text)[1] > total_steps:
+        raise ConfigError("train.profile", text, f"STOP must be ≤ train.steps={total_steps}")
+
+
+def check_profile_ranks(ranks: Sequence[int], world_size: int) -> None:
+    """Raise `ConfigError` for a rank that there is not."""
+    for rank in ranks:
+        if rank >= world_size:
+            raise ConfigError("train.profile_ranks", list(ranks), f"rank {rank} must be < {world_size}, the world size")
+
+
+class StepProfiler:
+    """Profiles this rank's steps, if it is one of those chosen; else, and outside of the steps, it does nothing.
+
+    Use: `begin(step)` before a step and `end(step)` after it, `close` when no more steps come.
+
+    Args:
+        steps: `train.profile`, checked; None is none.
+        ranks: those that are profiled.
+        run_dir: the run's folder.
+        rank: this one.
+        device: of this rank.
+
+    Raises:
+        DataError: the run's folder cannot be written, here or in `end`.
+    """
+
+    def __init__(self, steps: str | None, ranks: Sequence[int], run_dir: Path, rank: int, device: torch.device) -> None:
+        self._folder, self._rank, self._device = run_dir / FOLDER, rank, device
+        self._start, self._stop = parse_profile(steps) if steps is not None and rank in ranks else (0, 0)
+        self._profile: profile | None = None
+        self._label: record_function | None = None
+        self._first = self._last = 0
+        if self._stop:
+            # Now, and not when the steps have been done.
+            with _system_errors(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, step: int) -> None:
+        """A step is about to start. The first one that is profiled waits for the device, so that its trace holds
+        nothing of the step before."""
+        if not self._start <= step <= self._stop:
+            return
+        if self._profile is None:
+            self._begin_profile(step)
+        self._last = step
+        self._label = record_function(f"step {step}")
+        self._label.__enter__()
+
+    def end(self, step: int) -> None:
+        """The step is done. The last one that is profiled waits for the device, and writes the files.
+
+        Raises:
+            DataError: they cannot be written.
+        """
+        self._end_label()
+        if self._profile is not None and step >= self._stop:
+            self._end_profile()
+
+    def close(self) -> None:
+        """Write what there is of a range that was not finished. May be called again.
+
+        Raises nothing: it may be another error that ends the run, so what goes wrong here goes to the log.
+        """
+        self._end_label()
+        if self._profile is not None:
+            try:
+                self._end_profile()
+            except (DataError, RuntimeError) as error:
+                logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
+
+    def _begin_profile(self, step: int) -> None:
+        self._first = step
+        # Else the profiler's library tells the terminal of each start and stop. Read at its first use.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        logger.info("profiling from step %d to step %d", step, self._stop)
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(self._device)
+            # Frames of Python only: those of C++ make the file several times as large.
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
+        else:
+            logger.info("no memory snapshot: only the allocator of CUDA devices keeps a history")
+        self._profile = profile(activities=activities, record_shapes=False, with_stack=False)
+        self._profile.start()
+
+    def _end_label(self) -> None:
+        if self._label is not None:
+            self._label.__exit__(None, None, None)
+            self._label = None
+
+    def _end_profile(self) -> None:
+        assert self._profile is not None
+        ended, self._profile = self._profile, None
+        ended.stop()  # waits for the device
+        name = f"rank_{self._rank}_steps_{self._first}_{self._last}"
+        if self._device.type == "cuda":
+            with _new_file(self._folder, f"{name}_memory", ".pickle") as partial:
+                try:
+                    torch.cuda.memory._dump_snapshot(str(partial))
+                finally:
+                    torch.cuda.memory._record_memory_history(enabled=None)
+        with _new_file(self._folder, name, ".json.gz") as partial:
+            # Not the profiler's own .gz, which goes through /tmp: a trace may be larger than what there is room for.
+            plain = partial.with_suffix(".json")
+            try:
+                ended.export_chrome_trace(str(plain))
+                with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
+                    shutil.copyfileobj(source, target)
+            finally:
+                plain.unlink(missing_ok=True)
+
+
+@contextmanager
+def _new_file(folder: Path, name: str, suffix: str) -> Iterator[Path]:
+    """A path to write to, which becomes `folder/name` with the suffix when that is done, or a numbered name beside it.
+
+    Raises:
+        DataError: it could not be written.
+    """
+    partial = folder / f".{name}.{os.getpid()}"
+    path, number = folder / f"{name}{suffix}", 1
+    with _system_errors(path):
+        try:
+            yield partial
+            while path.exists():
+                path, number = folder / f"{name}.{number}{suffix}", number + 1
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    logger.info("profile written: %s", path)
+
+
+@contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            path, f"cannot be written ({error.strerror})", "free space there or name another run_dir"
+        ) from error
