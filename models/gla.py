@@ -291,6 +291,13 @@ class GLAForCausalLM(nn.Module):
         hidden = self.model(input_ids, shard, states)
         return hidden if states_only else self.lm_head(hidden, labels)
 
+    def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
+        """The states before a sequence, [B, H, K, V] by layer, in the dtype of the master weights."""
+        config = self.config
+        shape = batch_size, config.num_heads, config.head_k_dim, config.head_v_dim
+        dtype = self.model.norm.weight.dtype
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward pass computes again, in every block."""
         for layer in self.model.layers:

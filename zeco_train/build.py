@@ -14,21 +14,22 @@ import torch.distributed as dist
 from data.config import check_batch, check_seq_len, locate_stores
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.store import TokenStore, check_vocabulary
-from models.gla import GLAForCausalLM
+from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import flops_per_token, has_weight_decay, sharding_units
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
-from zeco_train.config import Config, Device, to_plain
+from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, resolve_sp_size
 from zeco_train.optim import build_optimizer
-from zeco_train.parallelize import parallelize
+from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.recorder import Recorder
 from zeco_train.run_folder import RunFolder, check_shared
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
+from zeco_train.step import TrainingStep
 from zeco_train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Parts:
     mesh: ProcessMesh
     watchdog: Watchdog
     scan: ScanBackend
+    step: TrainingStep
     model: GLAForCausalLM
     optimizer: torch.optim.Optimizer
     split: DataSplit
@@ -79,7 +81,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
         ConfigError: a split that the number of ranks, or the machine, does not allow.
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
-    check_seq_len(config.data.seq_len, sp_size)
+    check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
     check_batch(config.data.global_batch, config.data.micro_batch, launch.world_size // sp_size)
     device = find_device(config.train.device, launch, "train.device")
     return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
@@ -163,11 +165,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     checkpointer = Checkpointer(run.path, config.checkpoint, mesh)
     latest = checkpointer.latest()
 
-    model = GLAForCausalLM(config.model).to(config.train.dtype.master)
-    # The whole model from the seed, then shards: initialised shards would depend on the number of ranks.
-    model.init_weights(config.seed)
-    model.to(mesh.device)
-    parallelize(model, sharding_units(model), config.parallel.strategy, config.train.dtype.compute, mesh)
+    model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
     optimizer = build_optimizer(model, config.optim, has_weight_decay)
 
     progress = Progress()
@@ -194,22 +192,50 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         mesh.sp_rank,
         mesh.sp_size,
         config.data.reset_state_at_document,
+        config.train.segments,
     )
     loader = SequenceLoader(run.train, split, seed=config.seed, global_batch=config.data.global_batch)
     _check_shards_fit(loader, progress.sequences, mesh)
+    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
+    step = TrainingStep(
+        model,
+        optimizer,
+        scan,
+        mesh,
+        strategy=config.parallel.strategy,
+        grad_clip=config.optim.grad_clip,
+        tokens_per_step=config.data.global_batch * config.data.seq_len,
+        seq_len=config.data.seq_len,
+    )
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
-        scan=build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device),
+        scan=scan,
+        step=step,
         model=model,
         optimizer=optimizer,
         split=split,
-        loader=PrefetchingLoader(loader, progress.sequences),
+        loader=PrefetchingLoader(loader, progress.sequences, ahead=config.train.segments),
         validation=run.validation,
         checkpointer=checkpointer,
         recorder=recorder,
         progress=progress,
     )
+
+
+def build_model(
+    model_config: GLAConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
+) -> GLAForCausalLM:
+    """The model from its seed, laid over the ranks, with recomputation and compilation as configured."""
+    model = GLAForCausalLM(model_config).to(config.dtype.master)
+    # The whole model from the seed, then shards: initialised shards would depend on the number of ranks.
+    model.init_weights(seed)
+    model.to(mesh.device)
+    parallelize(model, sharding_units(model), strategy, config.dtype.compute, mesh)
+    model.set_recompute(config.recompute)
+    if config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda"):
+        model.compile_parts()
+    return model
 
 
 def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
@@ -240,7 +266,7 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
 def _open_stores(config: Config, mesh: ProcessMesh) -> tuple[TokenStore, TokenStore | None]:
     paths = locate_stores(config.data)
     train = TokenStore.open(paths.train)
-    check_seq_len(config.data.seq_len, mesh.sp_size, train.num_tokens)
+    check_seq_len(config.data.seq_len, mesh.sp_size, train.num_tokens, config.train.segments)
     check_vocabulary(train, config.model.vocab_size)
     validation = TokenStore.open(paths.validation) if paths.validation and config.train.eval_sequences else None
     if validation is not None:

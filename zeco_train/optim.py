@@ -106,6 +106,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, decays: Callable[[nn.
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
+        # One pass over weights, gradient and moments; and the only kind that can leave a step out on the device.
+        fused=True,
     )
 
 

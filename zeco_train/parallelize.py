@@ -58,9 +58,10 @@ def parallelize(
     Gradients are *summed* over all ranks: the loss is already divided by the tokens of the global batch, and each
     rank holds other tokens. They are summed in fp32 where the compute dtype is bf16.
     """
-    policy = MixedPrecisionPolicy()
+    # Activations have the compute dtype from the embedding on; the states beside them are to stay in fp32.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard_mesh = _shard_mesh(strategy, mesh)
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
@@ -113,9 +114,3 @@ def global_norm(model: nn.Module) -> torch.Tensor:
     """The 2-norm of the whole gradient, the same scalar on every rank, whatever the strategy."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def clip_gradients(model: nn.Module, norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradient so that its global norm is at most `max_norm`; 0 leaves it alone."""
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)

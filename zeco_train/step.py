@@ -1,0 +1,182 @@
+"""One optimizer step: forward and backward passes of its micro-batches, then the update.
+
+The host only issues work here: it waits for the device where it reads a step's numbers (`Numbers.read`), and those are
+ready before the optimizer has run, so the next step is issued while it does. What a wrong step must not do to the
+weights is therefore decided on the device: a loss or a norm that is not finite leaves them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import Batch
+from models.gla import GLAForCausalLM
+from zeco_train.mesh import ProcessMesh
+from zeco_train.parallelize import Strategy, begin_micro_batch, global_norm
+from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.sp.segments import LayerStates
+
+
+class Numbers:
+    """Loss and gradient norm of a step, on their way to the host."""
+
+    def __init__(self, loss: Tensor, norm: Tensor) -> None:
+        both = torch.stack([loss.double(), norm.double()])
+        self._values, self._ready = both, None
+        if both.is_cuda:
+            self._values = torch.empty_like(both, device="cpu", pin_memory=True)
+            self._values.copy_(both, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def read(self) -> tuple[float, float]:
+        """Loss and norm, once the device has got so far."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        loss, norm = self._values.tolist()
+        return loss, norm
+
+
+class TrainingStep:
+    """The work of one optimizer step. All methods are collective.
+
+    Args:
+        model: parallelised (`zeco_train.parallelize`).
+        optimizer: fused AdamW.
+        scan: joins the shards of a sequence.
+        mesh: the ranks.
+        strategy: how the model is parallelised.
+        grad_clip: largest global gradient norm; 0 clips nothing.
+        tokens_per_step: of the global batch.
+        seq_len: of a whole sequence.
+    """
+
+    def __init__(
+        self,
+        model: GLAForCausalLM,
+        optimizer: torch.optim.Optimizer,
+        scan: StateScan,
+        mesh: ProcessMesh,
+        *,
+        strategy: Strategy,
+        grad_clip: float,
+        tokens_per_step: int,
+        seq_len: int,
+    ) -> None:
+        self.model, self.optimizer, self.scan, self.mesh = model, optimizer, scan, mesh
+        self._strategy, self._grad_clip = strategy, grad_clip
+        self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
+
+    def backward(
+        self, segments: Sequence[Batch], *, last: bool, proceed: Callable[[], bool] = lambda: True
+    ) -> Tensor | None:
+        """Add the gradient of one micro-batch: forward over all segments but the last, then back from that.
+
+        The loss is the sum over this rank's tokens, divided by the tokens of the *global* batch, so that the sum of
+        gradients over all ranks and micro-batches is the gradient of the mean, however the batch is split.
+
+        Args:
+            segments: this rank's shards of the micro-batch's segments, in order; one where the sequence is not cut.
+            last: the optimizer step's last micro-batch.
+            proceed: asked before each pass over a segment; must say the same on all ranks.
+
+        Returns:
+            This rank's share of the loss, fp64, on the device; None if it was told not to proceed, and then the
+            gradients are of no use.
+        """
+        states = self._first_pass(segments, proceed)
+        if states is None:
+            return None
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        carry_grads: list[Tensor | None] = []
+        for index in reversed(range(len(segments))):
+            if not proceed():
+                return None
+            begin_micro_batch(self.model, self._strategy, last=last and index == 0)
+            share = self._forward(segments[index], states[index]) / self._tokens_per_step
+            outputs: list[Tensor] = [share]
+            grads: list[Tensor | None] = [None]
+            if carry_grads:
+                outputs, grads = outputs + states[index].carry_out, grads + carry_grads
+            torch.autograd.backward(outputs, grads)
+            loss += share.detach()
+            carry_grads = [carry.grad for carry in states[index].carry_in or ()]
+            states.pop()
+        return loss
+
+    @torch.no_grad()
+    def loss(self, segments: Sequence[Batch]) -> Tensor:
+        """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        carries = self._zero_carries(segments)
+        for batch in segments:
+            states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)
+            total += self._forward(batch, states)
+            carries = states.carry_out
+        return total
+
+    def update(self, loss: Tensor) -> Numbers:
+        """Clip the gradient by its global norm and let the optimizer take its step, if loss and norm are finite.
+
+        Args:
+            loss: the sum of this rank's shares.
+
+        Returns:
+            The loss over all ranks, and the norm before clipping: the same on every rank.
+        """
+        dist.all_reduce(loss)
+        norm = global_norm(self.model)
+        numbers = Numbers(loss, norm)
+        # Fused optimizers divide by `grad_scale` on the way, and do nothing where `found_inf` is 1: torch's own hooks
+        # for loss scaling. Clipping by itself would be another pass over all gradients.
+        self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
+        if self._grad_clip > 0:
+            self.optimizer.grad_scale = ((norm + 1e-6) / self._grad_clip).clamp(min=1.0).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return numbers
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; the next step's are made anew."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[LayerStates] | None:
+        """What each segment's second pass needs of those before it."""
+        if len(segments) == 1:
+            return [LayerStates()]
+        states = []
+        carries = self._zero_carries(segments)
+        for batch in segments[:-1]:
+            if not proceed():
+                return None
+            first = LayerStates(carry_in=carries, want_carry=True)
+            with torch.no_grad():
+                self._forward(batch, first, states_only=True)
+            states.append(LayerStates(first.received, _leaves(carries), want_carry=True))
+            carries = first.carry_out
+        return [*states, LayerStates(None, _leaves(carries))]
+
+    def _zero_carries(self, segments: Sequence[Batch]) -> list[Tensor] | None:
+        """The states before a sequence. Where it is not cut there is no need for them."""
+        if len(segments) == 1:
+            return None
+        return self.model.zero_states(segments[0].input_ids.shape[0], self.mesh.device)
+
+    def _forward(self, batch: Batch, states: LayerStates, states_only: bool = False) -> Tensor:
+        shard = SequenceShard(self.scan, batch.offset, self._seq_len, batch.cu_seqlens, batch.continues)
+        input_ids, labels = (_to_device(tokens, self.mesh.device) for tokens in (batch.input_ids, batch.labels))
+        return self.model(input_ids, shard, labels, states, states_only)
+
+
+def _leaves(carries: Sequence[Tensor] | None) -> list[Tensor]:
+    return [carry.detach().requires_grad_() for carry in carries or ()]
+
+
+def _to_device(tokens: Tensor, device: torch.device) -> Tensor:
+    """A copy from ordinary memory would wait for all that the device has to do before it."""
+    if device.type == "cuda" and not tokens.is_cuda:
+        tokens = tokens.pin_memory()
+    return tokens.to(device, non_blocking=True)
