@@ -1,0 +1,108 @@
+"""Exposed communication: for how long compute has waited for scans.
+
+A scan that ends before it is waited for costs nothing. What is measured is the rest: on CPUs the wall time for which
+`wait`, `finish` and `carry_out` keep their caller, on CUDA the time between two events on the caller's stream, right
+before and right after such a call. The waiting for a peer that is late is in it, whatever it was late for; and all of
+LASP-1's communication, since it receives in `wait` and folds and sends in `finish`.
+
+CUDA's events are read when the device has passed them, never waited for: a step is measured without being held up. Two
+events next to each other are 1 to 2 µs apart, so that much of a scan is seen even where nothing is exposed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zeco_train.collectives import PendingScan as CourierScan
+from zeco_train.sp.base import PendingScan
+
+T = TypeVar("T")
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class ExposedMeter:
+    """Adds up how long scans have been waited for. Scans that are launched outside of `measuring` are not touched."""
+
+    def __init__(self) -> None:
+        self._measuring = False
+        self._seconds: float | None = None
+        self._recorded: deque[Events] = deque()
+        # Making an event costs more than recording one.
+        self._free: list[Events] = []
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the scans that are launched inside."""
+        self._measuring = True
+        try:
+            yield
+        finally:
+            self._measuring = False
+
+    def take(self) -> float | None:
+        """Seconds for which scans were waited for since the last call; None if no wait was measured.
+
+        Does not wait for the device: what that has not done yet counts next time. Waits in a CUDA graph are not
+        measured, neither when it is captured nor when it is replayed.
+        """
+        while self._recorded and self._recorded[0][1].query():
+            events = self._recorded.popleft()
+            self._add(events[0].elapsed_time(events[1]) / 1e3)
+            self._free.append(events)
+        seconds, self._seconds = self._seconds, None
+        return seconds
+
+    def metered(self, scan: PendingScan, device: torch.device) -> PendingScan:
+        """The scan, with a note of how long its calls take on the current stream of `device`."""
+        return _MeteredScan(scan, device, self) if self._measuring else scan
+
+    def timed(self, call: Callable[[], T], device: torch.device) -> T:
+        """Make a call that waits for communication."""
+        if device.type != "cuda":
+            started = time.perf_counter()
+            result = call()
+            self._add(time.perf_counter() - started)
+            return result
+        if torch.cuda.is_current_stream_capturing():
+            return call()
+        before, after = self._free.pop() if self._free else (_timing_event(), _timing_event())
+        stream = torch.cuda.current_stream(device)
+        before.record(stream)
+        result = call()
+        after.record(stream)
+        self._recorded.append((before, after))
+        return result
+
+    def _add(self, seconds: float) -> None:
+        self._seconds = (self._seconds or 0.0) + seconds
+
+
+class _MeteredScan:
+    """A scan whose waits are timed (`zeco_train.sp.base.PendingScan`)."""
+
+    def __init__(self, scan: PendingScan, device: torch.device, meter: ExposedMeter) -> None:
+        self._scan, self._device, self._meter = scan, device, meter
+
+    def wait(self) -> Tensor:
+        return self._meter.timed(self._scan.wait, self._device)
+
+    def finish(self) -> None:
+        # What a courier carries is sent by itself, and this does nothing that could be waited for.
+        if isinstance(self._scan, CourierScan):
+            self._scan.finish()
+        else:
+            self._meter.timed(self._scan.finish, self._device)
+
+    def carry_out(self) -> Tensor:
+        return self._meter.timed(self._scan.carry_out, self._device)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
