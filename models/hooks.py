@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from models.gla import GLAConfig, GLAForCausalLM
 from zeco_train.ops import CHUNK
+from zeco_train.recompute import Recompute
 
 
 def sharding_units(model: GLAForCausalLM) -> list[nn.Module]:
@@ -32,7 +33,7 @@ def has_weight_decay(parameter: Parameter) -> bool:
 
 @dataclass(frozen=True)
 class TokenFLOPs:
-    """Floating-point operations of one token, forward and backward, a multiply-add counting as two.
+    """Floating-point operations of one token, a multiply-add counting as two.
 
     Attributes:
         linear: the blocks' linear layers.
@@ -48,6 +49,9 @@ class TokenFLOPs:
     def total(self) -> float:
         return self.linear + self.operator + self.head
 
+    def __add__(self, other: TokenFLOPs) -> TokenFLOPs:
+        return TokenFLOPs(self.linear + other.linear, self.operator + other.operator, self.head + other.head)
+
 
 def flops_per_token(config: GLAConfig, *, backward: bool = True) -> TokenFLOPs:
     """The model's FLOPs for one token; the sequence's length does not enter. Matrix products only.
@@ -60,21 +64,66 @@ def flops_per_token(config: GLAConfig, *, backward: bool = True) -> TokenFLOPs:
     and scores times v. Of the last two only the causal half is counted, (C+1)/2 pairs a token, although kernels compute
     the whole square. With `backward` all is tripled, since each product has two in the backward pass (the operator's:
     dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA, dq, dk and dv inside chunks). What is computed
-    a second time (states in the backward pass, recomputed activations) is not counted: this is the numerator of model
-    FLOPs utilisation. The embedding is a look-up, elementwise work and the scan over ranks count as nothing.
+    a second time is not counted (`recomputed_flops_per_token` is): this is the numerator of model FLOPs utilisation,
+    MFU. The embedding is a look-up, elementwise work and the scan over ranks count as nothing.
 
     Args:
         config: the model's shape.
         backward: count the backward pass as well.
     """
+    passes = 3 if backward else 1
+    layers = _layer_flops(config)
+    return TokenFLOPs(
+        linear=float(passes * config.num_layers * layers.linear),
+        operator=float(passes * config.num_layers * layers.operator),
+        head=float(passes * 2 * config.hidden_size * config.vocab_size),
+    )
+
+
+def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments: int = 1) -> TokenFLOPs:
+    """The FLOPs that an optimizer step spends on computing things a second time, for one token: with the model's own
+    (`flops_per_token`) they are the numerator of hardware FLOPs utilisation, HFU.
+
+        operator's backward pass    layers · H · (2·KV + (C+1)·K)   always: the chunks' states and scores, which it
+                                                                    computes again rather than keep them
+        recompute=selective         layers · 2 · 2·D·I              gate and up of the MLPs; what down gives, the
+                                                                    backward pass does not read
+        recompute=full              blocks, forward                 whole blocks, down projections included
+        segments M > 1              (M−1)/M · blocks, forward       all segments but the last go through the model once
+                                                                    more, for their states; without the head
+
+    The blocks' forward pass is that of `flops_per_token` less the head, which is never computed again: its gradients
+    are taken while the logits are there. The lines add up, for each is another pass.
+
+    Counted as there: matrix products, and of the pairs inside chunks the causal half, not the whole square. What a
+    kernel's tiles compute only to mask it is no use of the hardware, and differs from implementation to implementation;
+    all of it, with the sums of decays that are made as products with ones, is under 1 % of `gla_1b`'s FLOPs.
+
+    Args:
+        config: the model's shape.
+        recompute: `train.recompute`.
+        segments: `train.segments`, M.
+    """
+    forward, heads = _layer_flops(config), config.num_heads
+    linear, operator = 0.0, float(heads * config.head_k_dim * (2 * config.head_v_dim + CHUNK + 1))
+    if recompute is Recompute.selective:
+        linear += 2 * 2 * config.hidden_size * config.intermediate_size
+    elif recompute is Recompute.full:
+        linear += forward.linear
+        operator += forward.operator
+    again = (segments - 1) / segments
+    return TokenFLOPs(
+        linear=config.num_layers * (linear + again * forward.linear),
+        operator=config.num_layers * (operator + again * forward.operator),
+        head=0.0,
+    )
+
+
+def _layer_flops(config: GLAConfig) -> TokenFLOPs:
+    """The forward pass of one block."""
     width, keys, values = config.hidden_size, config.key_dim, config.value_dim
     rank, inner = config.gate_low_rank_dim, config.intermediate_size
     linear = 2 * (2 * width * keys + 3 * width * values + rank * (width + keys) + 3 * width * inner)
     key, value = config.head_k_dim, config.head_v_dim
     operator = config.num_heads * (4 * key * value + (CHUNK + 1) * (key + value))
-    passes = 3 if backward else 1
-    return TokenFLOPs(
-        linear=float(passes * config.num_layers * linear),
-        operator=float(passes * config.num_layers * operator),
-        head=float(passes * 2 * width * config.vocab_size),
-    )
+    return TokenFLOPs(float(linear), float(operator), 0.0)

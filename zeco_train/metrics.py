@@ -27,10 +27,16 @@ class StepMetrics:
         lr: learning rate of this step.
         tokens: trained on since the start of the run, over all ranks.
         tokens_per_second, tokens_per_second_per_device: throughput of the whole job, and over its ranks.
-        step_seconds: wall-clock time of a step; data_seconds: the part of it spent waiting for the loader.
+        step_seconds: wall-clock time of a step.
+        data_seconds: the part of it spent waiting for the loader, on the rank that waited longest.
         val_loss: mean token loss over the held-out sequences, where it was measured.
-        memory_gb: peak of allocated device memory (10^9 bytes); mfu: model FLOPs over the device's peak. GPUs only.
-        comm_exposed_seconds: communication of a step that no compute hid, where it was measured.
+        memory_gb: the most device memory that PyTorch has allocated at any time since this process started, in 10^9
+            bytes, on the rank that needed most. It never falls: what a run needs is its last row. GPUs only.
+        mfu: model FLOPs over the device's peak; hfu: the same with what was computed a second time. GPUs only, and for
+            dtypes and devices whose peak is known (`zeco_train.recorder.peak_flops`).
+        comm_exposed_seconds: for how long the compute of a step waited for scans over ranks, on the rank that waited
+            longest (`zeco_train.sp.exposed`); absent where no scan crosses ranks, as with sp=dp. What gathering
+            parameters and reducing gradients expose is not in it.
         extra: further values by name, JSON types only; they become columns of their own.
     """
 
@@ -46,6 +52,7 @@ class StepMetrics:
     val_loss: float | None = None
     memory_gb: float | None = None
     mfu: float | None = None
+    hfu: float | None = None
     comm_exposed_seconds: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -80,6 +80,8 @@ class ProgressDisplay:
             parts.append(f"{row['memory_gb']:.1f} GB")
         if "mfu" in row:
             parts.append(f"mfu {row['mfu']:.1%}")
+        if "hfu" in row and self._bar is None:
+            parts.append(f"hfu {row['hfu']:.1%}")
         parts.append(f"ETA {left}")
         if self._bar is not None:
             self.advance(step)

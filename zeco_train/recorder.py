@@ -1,13 +1,18 @@
-"""Where a step's numbers go: metrics.jsonl, the terminal and the experiment tracker. Rank 0 only; nothing elsewhere."""
+"""Where a step's numbers go: metrics.jsonl, the terminal and the experiment tracker, all on rank 0.
+
+The other ranks take part in a row by what only they can know: how long they waited, and how much memory they needed.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zeco_train.checkpoint import Progress
 from zeco_train.loggers import ExperimentLogger
@@ -18,8 +23,26 @@ from zeco_train.progress import ProgressDisplay, summary_line
 
 logger = logging.getLogger(__name__)
 
-# Dense bf16 FLOP/s by a part of the device's name, from the vendor's data sheets.
-_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+# Dense bf16 FLOP/s by a part of the device's name, from the vendor's data sheets; the first that fits counts.
+_PEAK_FLOPS = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
+    """What a device can do at most with matrix products of a dtype, dense, in FLOP/s; None if that is not known here.
+
+    bf16 only: products of fp32 run partly on tensor cores, in three tf32 parts, and partly not, so that no single peak
+    bounds them, and to compare them with bf16's would make a healthy run look like a slow one.
+    """
+    if dtype is not torch.bfloat16:
+        return None
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in device_name), None)
 
 
 @dataclass
@@ -30,8 +53,9 @@ class StepResult:
         loss: mean token loss of the global batch.
         grad_norm: global norm before clipping.
         lr: learning rate.
-        seconds: of the whole step; data_seconds: the part spent waiting for the loader.
+        seconds: of the whole step; data_seconds: the part that this rank spent waiting for the loader.
         sequence_ids: sequences that this rank took part in.
+        comm_exposed_seconds: for how long this rank's compute waited for scans; None if that was not measured.
     """
 
     loss: float
@@ -40,10 +64,21 @@ class StepResult:
     seconds: float
     data_seconds: float
     sequence_ids: list[int]
+    comm_exposed_seconds: float | None = None
 
 
 class Recorder:
     """Averages times over the steps between two rows, and writes the rows.
+
+    Args:
+        run_dir: the run's folder.
+        mesh: of all ranks.
+        tracker: the experiment tracker.
+        total_steps: of the whole run.
+        tokens_per_step: of the global batch.
+        flops_per_token: the model's own FLOPs, for MFU.
+        hardware_flops_per_token: those and what is computed a second time, for HFU; None: it is not reported.
+        dtype: of the products of matrices; None: neither MFU nor HFU is reported.
 
     Attributes:
         exit_code: what the tracker is told at the end; 1, a failure, until the run has ended as it should.
@@ -57,9 +92,12 @@ class Recorder:
         total_steps: int,
         tokens_per_step: int,
         flops_per_token: float,
+        hardware_flops_per_token: float | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._run_dir, self._mesh, self._tracker = run_dir, mesh, tracker
-        self._total_steps, self._tokens_per_step, self._flops = total_steps, tokens_per_step, flops_per_token
+        self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
+        self._flops, self._hardware_flops, self._dtype = flops_per_token, hardware_flops_per_token, dtype
         self._writer: MetricsWriter | None = None
         self._display: ProgressDisplay | None = None
         self._since_row: list[StepResult] = []
@@ -94,9 +132,14 @@ class Recorder:
             self._display.advance(progress.step)
 
     def write(self, progress: Progress, val_loss: float | None) -> None:
-        """Write a row for the last step that was added."""
+        """Write a row for the last step that was added. Collective, between hosts: it waits for no device."""
         steps, self._since_row = self._since_row, []
-        if self._writer is None or not steps:
+        if not steps:
+            return
+        data_seconds, exposed, memory_gb = self._most(
+            _mean([s.data_seconds for s in steps]), _mean([s.comm_exposed_seconds for s in steps]), self._memory_gb()
+        )
+        if self._writer is None:
             return
         seconds = sum(s.seconds for s in steps) / len(steps)
         rate = self._tokens_per_step / seconds
@@ -110,10 +153,12 @@ class Recorder:
             tokens_per_second=rate,
             tokens_per_second_per_device=per_device,
             step_seconds=seconds,
-            data_seconds=sum(s.data_seconds for s in steps) / len(steps),
+            data_seconds=data_seconds or 0.0,
             val_loss=val_loss,
-            memory_gb=self._memory_gb(),
-            mfu=self._mfu(per_device),
+            memory_gb=memory_gb,
+            mfu=self._utilisation(per_device, self._flops),
+            hfu=self._utilisation(per_device, self._hardware_flops),
+            comm_exposed_seconds=exposed,
         )
         self._writer.write(row)
         assert self._display is not None
@@ -137,15 +182,27 @@ class Recorder:
         plot_run(self._run_dir)
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir)
 
+    def _most(self, *values: float | None) -> list[float | None]:
+        """The largest of each value over the ranks that have it; None where none has. Collective."""
+        most = torch.tensor([-math.inf if value is None else value for value in values], dtype=torch.float64)
+        if self._mesh.world_size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return [None if value == -math.inf else value for value in most.tolist()]
+
     def _memory_gb(self) -> float | None:
         if self._mesh.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self._mesh.device) / 1e9
 
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs over the device's dense bf16 peak; None for devices whose peak is not known here."""
-        if self._mesh.device.type != "cuda":
+    def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
+        """FLOPs over the device's peak; None where either is not known."""
+        if self._mesh.device.type != "cuda" or flops_per_token is None:
             return None
-        name = torch.cuda.get_device_name(self._mesh.device)
-        peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
-        return None if peak is None else tokens_per_second * self._flops / peak
+        peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
+        return None if peak is None else tokens_per_second * flops_per_token / peak
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Over those that were measured; None if none was."""
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None
