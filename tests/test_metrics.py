@@ -7,12 +7,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from tests.distributed import run_distributed
+from zeco_train.checkpoint import Progress
 from zeco_train.errors import DataError
+from zeco_train.loggers import NoLogger
 from zeco_train.metrics import MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
+from zeco_train.recorder import Recorder, StepResult, peak_flops
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -155,3 +162,77 @@ def test_plot_of_nothing_finite(tmp_path: Path) -> None:
     picture.mkdir()
     with pytest.raises(DataError, match=r"loss\.png: cannot be written"):
         plot_run(tmp_path)
+
+
+def record(
+    run_dir: Path, steps: list[StepResult], rank: int = 0, world_size: int = 1, device: str = "cpu", **settings: Any
+) -> list[dict[str, Any]]:
+    """The rows of a run that logs every second step; 1,000 tokens a step."""
+    mesh: Any = SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, device=torch.device(device))
+    recorder = Recorder(
+        run_dir, mesh, NoLogger(), total_steps=len(steps), tokens_per_step=1000, flops_per_token=3e9, **settings
+    )
+    progress = Progress()
+    recorder.start(progress, {})
+    for result in steps:
+        progress.advance(4, 1000)
+        recorder.add(result, progress)
+        if progress.step % 2 == 0:
+            recorder.write(progress, None)
+            recorder.write(progress, None)  # without a step since, no row
+    recorder.close()
+    return read_metrics(run_dir / "metrics.jsonl")
+
+
+def step_result(seconds: float = 0.5, data_seconds: float = 0.0, exposed: float | None = None) -> StepResult:
+    return StepResult(5.0, 1.5, 3e-4, seconds, data_seconds, [0], exposed)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        *(("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA H100 80GB HBM3", 989e12)),
+        *(("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)),
+    ],
+)
+def test_peaks_are_of_bf16(name: str, peak: float | None) -> None:
+    assert peak_flops(name, torch.bfloat16) == peak
+    for dtype in (torch.float32, torch.float64, None):
+        assert peak_flops(name, dtype) is None
+
+
+def test_utilisation_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12_500_000_000)
+    settings = {"hardware_flops_per_token": 4e9, "device": "cuda"}
+    for dtype in (torch.bfloat16, torch.float32):
+        steps = [step_result(0.5), step_result(1.5)]
+        (row,) = record(tmp_path / str(dtype), steps, dtype=dtype, **settings)
+        assert row["memory_gb"] == 12.5
+        if dtype is torch.bfloat16:
+            # A thousand tokens a second.
+            assert row["mfu"] == pytest.approx(1000 * 3e9 / 989e12)
+            assert row["hfu"] == pytest.approx(1000 * 4e9 / 989e12)
+        else:
+            assert not {"mfu", "hfu"} & set(row)
+    (row,) = record(tmp_path / "cpu", [step_result()] * 2, dtype=torch.bfloat16, hardware_flops_per_token=4e9)
+    assert not {"mfu", "hfu", "memory_gb", "comm_exposed_seconds"} & set(row)
+
+
+def rows_of_two_ranks(rank: int, world_size: int, run_dir: str) -> list[dict[str, Any]]:
+    # Means over two steps, of those that were measured; then the longest over the ranks.
+    waits = {
+        0: [(0.2, 0.01), (0.4, 0.03), (0.0, None), (0.0, None), (0.0, None), (0.0, None)],
+        1: [(0.1, 0.05), (0.1, None), (0.6, 0.0), (0.2, 0.0), (0.0, None), (0.0, None)],
+    }
+    steps = [step_result(1.0, data, exposed) for data, exposed in waits[rank]]
+    return record(Path(run_dir), steps, rank, world_size)
+
+
+def test_rows_have_the_longest_waits_of_all_ranks(tmp_path: Path) -> None:
+    run_distributed(rows_of_two_ranks, 2, str(tmp_path))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["data_seconds"] for row in rows] == pytest.approx([0.3, 0.4, 0.0])
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert [row.get("comm_exposed_seconds") for row in rows] == [0.05, 0.0, None]
+    assert all(row["tokens_per_second_per_device"] == 500 for row in rows)

@@ -32,13 +32,13 @@ def test_plain_lines() -> None:
     display.report(metrics(1, step_seconds=2.0).as_dict())
     # 40 s for 10 steps, validation and checkpoints included: the 89 steps left take 356 s.
     now[0] = 40.0
-    display.report(metrics(11, val_loss=5.1, memory_gb=3.26, mfu=0.412).as_dict())
+    display.report(metrics(11, val_loss=5.1, memory_gb=3.26, mfu=0.412, hfu=0.4567).as_dict())
     display.note("checkpoint → step 11")
     display.close()
     assert stream.getvalue().splitlines() == [
         "step   1/100  loss 5.0000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s  ETA 0:03:18",
         "step  11/100  loss 5.0000  val_loss 5.1000  grad_norm 1.5  lr 3.00e-04  12.3k tokens/s  3.3 GB  mfu 41.2%"
-        "  ETA 0:05:56",
+        "  hfu 45.7%  ETA 0:05:56",
         "checkpoint → step 11",
     ]
 
@@ -46,7 +46,7 @@ def test_plain_lines() -> None:
 def test_bar_on_a_terminal() -> None:
     stream = Terminal()
     display = ProgressDisplay(100, step=40, stream=stream)
-    display.report(metrics(41, 3.21).as_dict())
+    display.report(metrics(41, 3.21, mfu=0.412, hfu=0.456).as_dict())
     display.note("a line of its own")
     display.advance(100)
     display.report(metrics(100, 3.0).as_dict())
@@ -55,7 +55,9 @@ def test_bar_on_a_terminal() -> None:
     assert "40/100" in shown
     assert "\ra line of its own\n" in shown
     assert "100/100, loss 3.0000  12.3k tokens/s  ETA 0:00:00" in shown.splitlines()[-1]
-    assert "grad_norm" not in shown
+    assert "mfu 41.2%" in shown
+    for name in ("grad_norm", "hfu"):
+        assert name not in shown
 
 
 def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
