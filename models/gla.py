@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
+from models.projections import parallel_linear
 from zeco_train.errors import ConfigError
 from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 from zeco_train.ops import accumulation_dtype
@@ -157,10 +158,13 @@ class GatedLinearAttention(nn.Module):
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        q, k = (proj(x).unflatten(-1, (-1, self.head_k_dim)) for proj in (self.q_proj, self.k_proj))
-        v, gate = (proj(x).unflatten(-1, (-1, self.head_v_dim)) for proj in (self.v_proj, self.g_proj))
+        down, up = self.gk_proj
+        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj, down
+        q, k, v, gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
+        q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
+        v, gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, gate))
         # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
-        logits = self.gk_proj(x).to(accumulation_dtype(x.dtype))
+        logits = up(low_rank).to(accumulation_dtype(x.dtype))
         g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
         o, crossing = gla_at(q, k, v, g, place, boundary)
         return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2)), crossing
@@ -176,7 +180,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight)))
 
 
 class GLABlock(nn.Module):

@@ -15,7 +15,7 @@ from data.config import check_batch, check_seq_len, locate_stores
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.store import TokenStore, check_vocabulary
 from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import flops_per_token, has_weight_decay, sharding_units
+from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
@@ -25,6 +25,7 @@ from zeco_train.logs import setup_logging
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, resolve_sp_size
 from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import Strategy, parallelize
+from zeco_train.profiler import StepProfiler, check_profile_ranks
 from zeco_train.recorder import Recorder
 from zeco_train.run_folder import RunFolder, check_shared
 from zeco_train.sp.backend import ScanBackend
@@ -50,6 +51,7 @@ class Parts:
     validation: TokenStore | None
     checkpointer: Checkpointer
     recorder: Recorder
+    profiler: StepProfiler
     progress: Progress
 
 
@@ -83,6 +85,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
     check_batch(config.data.global_batch, config.data.micro_batch, launch.world_size // sp_size)
+    check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
     return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
 
@@ -175,13 +178,19 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         load = config.checkpoint.load
         checkpointer.load_weights(agree(mesh, lambda: find_weights(load)), model)
 
+    train = config.train
+    flops = flops_per_token(config.model)
     recorder = Recorder(
         run.path,
         mesh,
         build_logger(config.logger, run.path, mesh.rank),
         total_steps=config.train.steps,
         tokens_per_step=config.data.global_batch * config.data.seq_len,
-        flops_per_token=flops_per_token(config.model).total,
+        flops_per_token=flops.total,
+        hardware_flops_per_token=(
+            flops + recomputed_flops_per_token(config.model, train.recompute, train.segments)
+        ).total,
+        dtype=train.dtype.compute,
     )
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh))))
     split = DataSplit(
@@ -219,6 +228,9 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         validation=run.validation,
         checkpointer=checkpointer,
         recorder=recorder,
+        profiler=agree(
+            mesh, lambda: StepProfiler(train.profile, train.profile_ranks, run.path, mesh.rank, mesh.device)
+        ),
         progress=progress,
     )
 

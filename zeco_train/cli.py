@@ -49,6 +49,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     parts = build(config, run, mesh, job.watchdog)
     recorder, progress = parts.recorder, parts.progress
     job.closing.callback(recorder.close)
+    job.closing.callback(parts.profiler.close)
     job.closing.callback(parts.loader.close)
     if progress.step >= config.train.steps:
         recorder.exit_code = 0

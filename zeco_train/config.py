@@ -31,6 +31,7 @@ from zeco_train.loggers import LoggerConfig, LoggerKind
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
+from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
@@ -107,6 +108,7 @@ class TrainConfig:
         for name in ("eval_every", "eval_sequences"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
+        check_profile(self.profile, self.profile_ranks, self.steps)
 
 
 @dataclass
@@ -195,6 +197,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "sp.all_scan.algorithm=chain",
         lambda config: config.sp.all_scan.algorithm is AllScanAlgorithm.chain,
     ),
+    ("train.profile_ranks", "train.profile", lambda config: config.train.profile is not None),
     ("sched.decay_fraction", "sched=wsd", lambda config: config.sched.kind is ScheduleKind.wsd),
     ("sched.min_ratio", "sched=wsd or cosine", lambda config: config.sched.kind is not ScheduleKind.constant),
     *(

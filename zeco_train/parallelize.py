@@ -12,9 +12,10 @@ All of them are one mechanism with another mesh, so that gradient sums, norms an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,10 +68,33 @@ def parallelize(
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
     for module in model.modules():
         # The setting does not reach nested FSDP modules by itself; missed ones divide by the world size.
-        if isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule):
+            continue
+        if mesh.world_size == 1:
+            module.set_custom_reduce_scatter(_OneRank())  # type: ignore[arg-type]
+        else:
             module.set_gradient_divide_factor(1.0)
             # A factor of its own makes FSDP use a pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+
+
+class _OneRank:
+    """Over one rank there is nothing to reduce, and no need for the copy of all gradients that FSDP2 makes instead:
+    what it reduces from is what it reduces to."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input of a reduction, and then, asked again, its output: the same tensor."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            self._buffer = buffer = torch.empty(size, dtype=dtype, device=device)
+        assert buffer.shape == torch.Size(size), (buffer.shape, size)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a reduction over one rank")
 
 
 def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:

@@ -48,11 +48,13 @@ class Trainer:
         every = self.config.checkpoint.every
         with StopRequest() as stop:
             while progress.step < config.steps:
+                self.parts.profiler.begin(progress.step + 1)
                 result = self.train_step(stop)
                 if isinstance(result, Signals):
                     recorder.write(progress, None)
                     self.save()
                     return result
+                self.parts.profiler.end(progress.step)
                 recorder.add(result, progress)
                 finished = progress.step == config.steps
                 validate = finished or (config.eval_every and progress.step % config.eval_every == 0)
@@ -84,7 +86,8 @@ class Trainer:
             segments = [parts.loader.next() for _ in range(config.train.segments)]
             data_seconds += time.perf_counter() - waited
             last = micro_step == self.micro_steps - 1
-            share = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
+            with parts.scan.exposed.measuring():
+                share = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
             if share is None:
                 parts.step.zero_grad()
                 reshard(parts.model)
@@ -98,7 +101,7 @@ class Trainer:
         self._check_finite(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
         self.progress.advance(config.data.global_batch, self.tokens_per_step)
         seconds = time.perf_counter() - started
-        return StepResult(*values, lr, seconds, data_seconds, sequence_ids)
+        return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.scan.exposed.take())
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
         """The stop signal that any rank has got; asked before each segment, since a launcher does not wait for long.

@@ -1,0 +1,67 @@
+"""Several linear layers of one input, which share its gradient.
+
+dx is a sum of one product a layer. Autograd makes each by itself and adds them up, which for the five projections of a
+GLA layer means ten passes over tensors of the size of x. Here each product after the first is added to the sum by the
+matrix product itself. Both passes are custom ops: a compiler would copy the sum for each addend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import custom_op, register_autograd
+from torch.nn import functional as F
+
+
+def parallel_linear(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """x weightᵀ for each weight.
+
+    Args:
+        x: [..., D].
+        weights: [N_i, D] each, in the dtype of x.
+
+    Returns:
+        [..., N_i] for each.
+    """
+    return _parallel_linear(x, weights)
+
+
+@custom_op("zeco::parallel_linear", mutates_args=())
+def _parallel_linear(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """y_i = x W_iᵀ."""
+    return [F.linear(x, weight) for weight in weights]
+
+
+@_parallel_linear.register_fake
+def _parallel_linear_shapes(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+@custom_op("zeco::parallel_linear_backward", mutates_args=())
+def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """dx = Σ dy_i W_i, then dW_i = dy_iᵀ x."""
+    flat, rows = [dy.flatten(0, -2) for dy in dys], x.flatten(0, -2)
+    dx = flat[0] @ weights[0]
+    for dy, weight in zip(flat[1:], weights[1:], strict=True):
+        dx.addmm_(dy, weight)
+    return [dx.view(x.shape), *(dy.T @ rows for dy in flat)]
+
+
+@_parallel_linear_backward.register_fake
+def _parallel_linear_backward_shapes(dys: list[Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    x, *weights = ctx.saved_tensors
+    dx, *dweights = _parallel_linear_backward(dys, x, weights)
+    return dx, dweights
+
+
+register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_context)
