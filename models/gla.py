@@ -312,6 +312,8 @@ class GLAForCausalLM(nn.Module):
 
         The model as a whole is left as it is, since FSDP2 gathers parameters between its parts.
         """
+        # A block is compiled for each way in which it is run: with and without gradients, states to replay, or carries.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in self.model.layers:
             layer.compile_compute(**options)
         self.model.norm.compile(fullgraph=True, **options)

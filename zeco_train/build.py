@@ -239,10 +239,11 @@ def build_model(
     model_config: GLAConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
 ) -> GLAForCausalLM:
     """The model from its seed, laid over the ranks, with recomputation and compilation as configured."""
-    model = GLAForCausalLM(model_config).to(config.dtype.master)
+    with torch.device("meta"):  # torch's own initial values take as long to draw as ours, and are overwritten
+        model = GLAForCausalLM(model_config).to(config.dtype.master)
+    model.to_empty(device=mesh.device)
     # The whole model from the seed, then shards: initialised shards would depend on the number of ranks.
     model.init_weights(seed)
-    model.to(mesh.device)
     parallelize(model, sharding_units(model), strategy, config.dtype.compute, mesh)
     model.set_recompute(config.recompute)
     if config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda"):

@@ -124,6 +124,11 @@ def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], tim
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
+def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> DeviceMesh:
+    """A mesh of one dimension over all ranks, with `timeout` as in `device_mesh`."""
+    return DeviceMesh.from_group(_group([list(range(world_size))], timeout), device, mesh_dim_names=(name,))
+
+
 def _group(members: list[list[int]], timeout: timedelta, urgent: bool = False) -> dist.ProcessGroup:
     """This rank's group of those listed; with `urgent`, NCCL uses streams of high priority. Collective."""
     options = None

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zeco_train.errors import ConfigError
-from zeco_train.mesh import ProcessMesh, device_mesh
+from zeco_train.mesh import ProcessMesh, device_mesh, world_mesh
 
 
 class Strategy(Enum):
@@ -105,7 +105,7 @@ def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
         case Strategy.hsdp:
             return mesh.devices
         case Strategy.zero2 | Strategy.zero3:
-            return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+            return world_mesh(device, world_size, "shard", mesh.timeout)
 
 
 def begin_micro_batch(model: nn.Module, strategy: Strategy, last: bool) -> None:
