@@ -1,0 +1,89 @@
+"""The 1B model on a GPU: what only its size shows. The last results are in gpu_results.md."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.loader import Batch
+from models.gla import GLAForCausalLM
+from models.hooks import has_weight_decay
+from zeco_train.build import build_model
+from zeco_train.config import load_config
+from zeco_train.mesh import Launch, init_mesh
+from zeco_train.optim import build_optimizer
+from zeco_train.recompute import Recompute
+from zeco_train.sp.dp import LocalScan
+from zeco_train.step import TrainingStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SEQ_LEN, SEGMENTS = 262_144, 8
+# bf16: matrix products of other heights, and a gradient of the weights that is a sum of 8 rounded ones.
+TOLERANCE = 1e-2
+
+
+def batches(segments: int) -> list[Batch]:
+    tokens = torch.randint(0, 32_000, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+    length = SEQ_LEN // segments
+    return [
+        Batch(
+            input_ids=tokens[:, start : start + length].contiguous(),
+            labels=tokens[:, start + 1 : start + length + 1].contiguous(),
+            cu_seqlens=None,
+            continues=start > 0,
+            offset=start,
+            sequence_ids=[0],
+            segment=start // length,
+        )
+        for start in range(0, SEQ_LEN, length)
+    ]
+
+
+def gradients(model: GLAForCausalLM, step: TrainingStep, segments: int) -> tuple[float, dict[str, Tensor], float]:
+    """Loss, gradients on the CPU, and the peak of memory in GB."""
+    step.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    loss = step.backward(batches(segments), last=True)
+    assert loss is not None
+    grads = {name: parameter.grad.to_local().cpu() for name, parameter in model.named_parameters()}
+    return loss.item(), grads, torch.cuda.max_memory_allocated() / 1e9
+
+
+def test_segments_give_the_gradient_of_the_whole_sequence() -> None:
+    """256k tokens of gla_1b: in 8 segments without recomputation, and at once with."""
+    device = torch.device("cuda", 0)
+    mesh = init_mesh(Launch.from_environment(), 1, device, timedelta(seconds=60))
+    config = load_config(["model=gla_1b", "train.dtype=bf16", "sp=dp", "name=segments"])
+    model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
+    step = TrainingStep(
+        model,
+        build_optimizer(model, config.optim, has_weight_decay),
+        scan := LocalScan(),
+        mesh,
+        strategy=config.parallel.strategy,
+        grad_clip=1.0,
+        tokens_per_step=SEQ_LEN,
+        seq_len=SEQ_LEN,
+    )
+    model.set_recompute(Recompute.full)
+    loss, expected, whole_gb = gradients(model, step, 1)
+    model.set_recompute(Recompute.none)
+    found_loss, found, segments_gb = gradients(model, step, SEGMENTS)
+    scan.drain()
+
+    distance = {name: float((found[name] - grad).norm() / grad.norm()) for name, grad in expected.items()}
+    worst = max(distance, key=lambda name: distance[name])
+    total = sum(float((found[name] - grad).norm()) ** 2 for name, grad in expected.items()) ** 0.5
+    total /= sum(float(grad.norm()) ** 2 for grad in expected.values()) ** 0.5
+    print(
+        f"losses {loss:.6f} {found_loss:.6f}; gradient: {total:.2e}, worst {distance[worst]:.2e} ({worst}); "
+        f"peak {whole_gb:.1f} GB whole with recompute=full, {segments_gb:.1f} GB in {SEGMENTS} segments"
+    )
+    assert found_loss == pytest.approx(loss, rel=1e-3)
+    assert total <= TOLERANCE
