@@ -1,0 +1,75 @@
+"""What to set so that a run fits, fastest first: `train.recompute` and `train.segments`, then more ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from zeco_train.plan.case import Case
+from zeco_train.plan.memory import Memory, plan_memory
+from zeco_train.plan.step_time import StepTime, plan_step
+from zeco_train.recompute import Recompute
+from zeco_train.sp.registry import Backend
+
+# Shorter parts than this a rank leave a device idle, and their number is bounded by it.
+LEAST_TOKENS = 1024
+_MOST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Option:
+    """A case with what it takes."""
+
+    case: Case
+    memory: Memory
+    time: StepTime
+
+    @property
+    def setting(self) -> str:
+        """As one writes it."""
+        return f"train.recompute={self.case.recompute.value} train.segments={self.case.segments}"
+
+
+def evaluate(case: Case, headroom: float) -> Option:
+    """Plan one case."""
+    return Option(case, plan_memory(case, headroom), plan_step(case))
+
+
+def options(case: Case, headroom: float) -> list[Option]:
+    """For each recompute setting the smallest number of segments that fits, and the case itself if it fits; fastest
+    first. None where none fits."""
+    found = [_smallest(case.with_changes(recompute=recompute), headroom) for recompute in Recompute]
+    fitting = [option for option in found if option is not None]
+    own = evaluate(case, headroom)
+    if own.memory.fits and own.setting not in [option.setting for option in fitting]:
+        fitting.append(own)
+    return sorted(fitting, key=lambda option: option.time.total)
+
+
+def legal_segments(case: Case) -> list[int]:
+    """Numbers of segments that the sequence divides into, with at least `LEAST_TOKENS` tokens of each on a rank."""
+    length = case.config.data.seq_len // case.sp_size
+    return [1, *(count for count in range(2, length // LEAST_TOKENS + 1) if length % count == 0)]
+
+
+def more_ranks(case: Case, headroom: float) -> Option | None:
+    """The fastest option on the fewest ranks, twice as many and so on, that share a sequence; None if there is none.
+    Ranks of `sp=dp` share none."""
+    if case.config.sp.backend is Backend.dp:
+        return None
+    while case.world_size < _MOST_RANKS:
+        case = dataclasses.replace(case, world_size=2 * case.world_size, sp_size=2 * case.sp_size)
+        if case.config.data.seq_len % case.sp_size or case.config.data.seq_len // case.sp_size < LEAST_TOKENS:
+            return None
+        if fitting := options(case.with_changes(segments=1), headroom):
+            return fitting[0]
+    return None
+
+
+def _smallest(case: Case, headroom: float) -> Option | None:
+    """The fewest segments with which the case fits. Memory falls as they grow, but for the states between them."""
+    for segments in legal_segments(case):
+        candidate = case.with_changes(segments=segments)
+        if plan_memory(candidate, headroom).fits:
+            return evaluate(candidate, headroom)
+    return None

@@ -1,0 +1,194 @@
+"""Every constant of the planner that was measured or is assumed. To calibrate is to edit this file and no other.
+
+Sizes of tensors are given by widths, elements a token, that follow from the model's shape:
+
+    D  hidden_size       K  H·K, all heads' keys      S  H·K·V / 64, states at the borders of chunks
+    I  intermediate_size V  H·V, all heads' values    A  H·64, scores inside chunks
+    r  gate_low_rank_dim H  heads                     1  a number
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zeco_train.recompute import Recompute
+
+
+class Part(Enum):
+    """Of a block: what every setting of `train.recompute` keeps, what `full` computes again, and what `selective` does,
+    too."""
+
+    input = "input"
+    mixer = "mixer"
+    mlp = "mlp"
+
+
+KEPT_PARTS = {
+    Recompute.none: (Part.input, Part.mixer, Part.mlp),
+    Recompute.selective: (Part.input, Part.mixer),
+    Recompute.full: (Part.input,),
+}
+
+
+@dataclass(frozen=True)
+class TokenTensor:
+    """A tensor of so many elements a token.
+
+    Attributes:
+        name: what it is.
+        width: see the module's table.
+        part: of the block that it belongs to.
+        wide: fp32 also where the compute dtype is bf16.
+        eager, compiled: whether it exists without `torch.compile`, and with it.
+    """
+
+    name: str
+    width: str
+    part: Part
+    wide: bool = False
+    eager: bool = True
+    compiled: bool = True
+
+
+# What a block keeps from its forward pass to its backward pass, as autograd and the compiler's partitioner save it; a
+# test compares both lists with what they do save.
+KEPT = (
+    TokenTensor("x, the block's input", "D", Part.input),
+    TokenTensor("1 / rms of x", "1", Part.mixer, wide=True),
+    TokenTensor("x normed", "D", Part.mixer),
+    TokenTensor("x in the gate's low rank", "r", Part.mixer),
+    TokenTensor("gate logits", "K", Part.mixer, wide=True, compiled=False),
+    TokenTensor("gate logits", "K", Part.mixer, eager=False),
+    TokenTensor("q", "K", Part.mixer),
+    TokenTensor("k", "K", Part.mixer),
+    TokenTensor("v", "V", Part.mixer),
+    TokenTensor("log-decays, summed in chunks", "K", Part.mixer, wide=True),
+    TokenTensor("output gate", "V", Part.mixer),
+    TokenTensor("o", "V", Part.mixer),
+    TokenTensor("1 / rms of o", "H", Part.mixer, wide=True),
+    TokenTensor("o normed and gated", "V", Part.mixer),
+    TokenTensor("x in the middle", "D", Part.mixer),
+    TokenTensor("1 / rms in the middle", "1", Part.mlp, wide=True),
+    TokenTensor("x in the middle, normed", "D", Part.mlp),
+    TokenTensor("mlp's gate", "I", Part.mlp),
+    TokenTensor("mlp's up", "I", Part.mlp),
+    TokenTensor("their product", "I", Part.mlp),
+)
+# log σ keeps a second tensor on CPUs.
+KEPT_ON_CPU = (TokenTensor("exp of the gate logits", "K", Part.mixer, wide=True, compiled=False),)
+
+# What is alive at the fullest moment of a part's backward pass, beside what was kept.
+BACKWARD = (
+    TokenTensor("gradient of the block's output", "D", Part.mlp),
+    TokenTensor("gradient of the product", "I", Part.mlp),
+    TokenTensor("gradient of mlp's gate", "I", Part.mlp),
+    TokenTensor("gradient of mlp's up", "I", Part.mlp),
+    TokenTensor("gradient in the middle", "D", Part.mixer),
+    TokenTensor("gradient of o", "V", Part.mixer),
+    TokenTensor("gradient of the output gate", "V", Part.mixer),
+    TokenTensor("gradient of q", "K", Part.mixer),
+    TokenTensor("gradient of k", "K", Part.mixer),
+    TokenTensor("gradient of v", "V", Part.mixer),
+    TokenTensor("gradient of the log-decays", "K", Part.mixer, wide=True),
+    TokenTensor("q ⊙ dq − k ⊙ dk", "K", Part.mixer, wide=True),
+    TokenTensor("states", "S", Part.mixer),
+    TokenTensor("gradients of states", "S", Part.mixer),
+    TokenTensor("scores", "A", Part.mixer),
+)
+# The operator in PyTorch works on fp32 copies of all its tensors.
+BACKWARD_ON_CPU = (
+    TokenTensor("chunks of q, k, v, do", "K", Part.mixer, wide=True),
+    TokenTensor("decays in chunks", "K", Part.mixer, wide=True),
+    TokenTensor("scores and their gradients", "A", Part.mixer, wide=True),
+)
+
+# Measured over predicted peak of the activations, by recompute; 1 where nothing was measured.
+ACTIVATIONS_CORRECTION = {Recompute.none: 1.0, Recompute.selective: 1.0, Recompute.full: 1.0}
+
+# The operator's forward pass on GPUs keeps the states that its walks start from: so many tiles [K, V] over all heads.
+WALKS = 264
+# Tokens whose logits exist at a time, on CPUs and not (`zeco_train/loss.py`).
+LOSS_CHUNK = {True: 2048, False: 8192}
+
+# On GPUs: what libraries allocate through torch (cuBLAS); and what lies outside of torch's figures: the CUDA context,
+# NCCL's buffers, memory that ranks share for All-Scan.
+WORKSPACE_BYTES = 0.2e9
+OUTSIDE_BYTES = 2.0e9
+# A CPU process with torch imported.
+PROCESS_BYTES = 0.6e9
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elementwise work of a block.
+
+    Attributes:
+        name: what it is.
+        width: of the tensors that it reads or writes.
+        forward, backward: how many of them, in a compiled block.
+        wide: they are fp32.
+        in_mlp: `selective` does it again.
+    """
+
+    name: str
+    width: str
+    forward: int
+    backward: int
+    wide: bool = False
+    in_mlp: bool = False
+
+
+TRAFFIC = (
+    Traffic("residual sum and norm before the mixer", "D", 4, 5),
+    Traffic("gate logits", "K", 1, 2),
+    Traffic("log-decays", "K", 1, 1, wide=True),
+    Traffic("gated norm of o", "V", 3, 6),
+    Traffic("residual sum and norm before the mlp", "D", 4, 5, in_mlp=True),
+    Traffic("SwiGLU", "I", 3, 6, in_mlp=True),
+)
+# Without `torch.compile` each step of a formula reads and writes memory: so many times the compiled traffic.
+EAGER_TRAFFIC = 6.0
+# Of a logit, bytes read and written by the loss.
+LOGIT_TRAFFIC = 40.0
+# Of a parameter on this rank, bytes: norm, clipping and AdamW; of a parameter of the model, casts and copies around its
+# gathering (once) and its gradient's reduction (once).
+OPTIMIZER_TRAFFIC = 32.0
+GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 8.0
+
+# The operator on an H200: seconds a token and head, forward + backward, at K 64, V 128 (1.427 ms for 16,384 tokens and
+# 16 heads, bench/results/operator_4xh200.txt), and the forward pass's share. Other heads in proportion to K + V.
+OPERATOR_SECONDS = 5.4e-9
+OPERATOR_FORWARD = 0.30
+OPERATOR_KEY_DIM, OPERATOR_VALUE_DIM = 64, 128
+OPERATOR_BANDWIDTH = 4.8e12
+# In fp32, by kernels that multiply in three tf32 parts.
+OPERATOR_FP32 = 3.0
+# The same on a CPU core, in PyTorch and fp32 (60.7 ms for 4,096 tokens and 4 heads on two).
+OPERATOR_SECONDS_CPU = 7.4e-6
+
+# Shares of the operator's pass that run while a scan does (scores, forward; states again and scores' gradients,
+# backward), and of forward + backward that lie between LASP-1's receive and send, in series over the ranks: measured
+# 0.27 on 4 GPUs (exposed time against operator's, 16k and 32k, H 16 and 32).
+OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
+LASP1_SERIAL = 0.27
+# Of what LASP-1 exposes in one layer, measured alone, what is exposed in a model, where ranks may drift apart: from the
+# ZeCO paper's Tables 3 to 6, 8 and 64 GPUs.
+LASP1_EXPOSED = 0.9
+
+# Part of the parameters' and gradients' traffic that no compute hides.
+EXPOSED_TRAFFIC = 0.15
+# Seconds that the host takes to launch a block's forward and its backward pass; a pass cannot be faster than that.
+HOST_FORWARD, HOST_BACKWARD = 1.0e-3, 2.0e-3
+# Seconds of a step that go to neither: waits for the loss and norm, the loader.
+HOST_STEP = 2.0e-3
+
+# What of a data sheet's figure is achieved: by the matrix products of gla_1b in bf16, by elementwise kernels, by NCCL.
+MATMUL_EFFICIENCY = 0.71
+BANDWIDTH_EFFICIENCY = 0.8
+LINK_EFFICIENCY = 0.7
+# One core a rank of the two that the README's figures are from: FLOP/s in bf16, fp32, fp64; bytes/s of memory, and of
+# gloo between processes.
+CPU_FLOPS = (5e9, 70e9, 35e9)
+CPU_BANDWIDTH = 10e9
+CPU_LINK = 1e9

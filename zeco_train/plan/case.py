@@ -1,0 +1,222 @@
+"""One case to plan: a configuration on so many ranks of a device, and the counts that follow from both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from data.config import check_batch, check_seq_len
+from models.gla import GLAConfig, GLAForCausalLM
+from models.hooks import sharding_units
+from zeco_train.collectives.cost_model import Link
+from zeco_train.config import Compile, Config, Device
+from zeco_train.mesh import resolve_sp_size
+from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.parallelize import Strategy
+from zeco_train.plan.config import Request
+from zeco_train.plan.devices import Gpu, Machine, machine
+from zeco_train.recompute import Recompute
+from zeco_train.sp.registry import Backend
+from zeco_train.sp.zeco import AllScanTransport
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    config: the run's.
+    world_size, sp_size: all ranks, and those that share a sequence.
+    machine: what a rank runs on.
+    gpus_per_node: ranks of a node.
+    """
+
+    config: Config
+    world_size: int
+    sp_size: int
+    machine: Machine
+    gpus_per_node: int
+
+    def with_changes(self, *, segments: int | None = None, recompute: Recompute | None = None) -> Case:
+        """The same with other values of `train`; None leaves one as it is."""
+        train = dataclasses.replace(
+            self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute
+        )
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, train=train))
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.sp_size
+
+    @property
+    def segments(self) -> int:
+        """M."""
+        return self.config.train.segments
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.config.train.recompute
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of a step and dp rank."""
+        return self.config.data.global_batch // (self.config.data.micro_batch * self.dp_size)
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.config.data.micro_batch
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank at a time: one segment of a micro-batch."""
+        return self.batch * self.config.data.seq_len // (self.segments * self.sp_size)
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of a step that give gradients: segments of micro-batches."""
+        return self.micro_steps * self.segments
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.config.data.global_batch * self.config.data.seq_len
+
+    @property
+    def compiled(self) -> bool:
+        wanted = self.config.train.compile
+        return wanted is Compile.always or (wanted is Compile.auto and not self.machine.is_cpu)
+
+    @property
+    def compute_bytes(self) -> int:
+        return self.config.train.dtype.compute.itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of what is summed: fp32, fp64 for fp64."""
+        return accumulation_dtype(self.config.train.dtype.compute).itemsize
+
+    @property
+    def master_bytes(self) -> int:
+        return self.config.train.dtype.master.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """S: a state [B, H, K, V]."""
+        model = self.config.model
+        return self.batch * model.num_heads * model.head_k_dim * model.head_v_dim * self.wide_bytes
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.gpus_per_node)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether ranks that share a sequence are on several machines."""
+        straddles = self.nodes > 1 and self.gpus_per_node % self.sp_size != 0
+        return self.sp_size > self.gpus_per_node or straddles
+
+    def link_of(self, backend: Backend) -> Link:
+        """How a backend's states go over the wire."""
+        if self.machine.is_cpu:
+            return Link.gloo
+        if self.crosses_nodes:
+            return Link.nccl_across_nodes
+        shared = backend is Backend.zeco and self.config.sp.all_scan.transport is not AllScanTransport.p2p
+        return Link.symmetric if shared else Link.nccl
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a parameter is cut."""
+        match self.config.parallel.strategy:
+            case Strategy.ddp:
+                return 1
+            case Strategy.hsdp:
+                return self.sp_size
+            case Strategy.zero2 | Strategy.zero3:
+                return self.world_size
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Elements a token of the tensors of `calibration`."""
+        model = self.config.model
+        return {
+            "D": model.hidden_size,
+            "I": model.intermediate_size,
+            "r": model.gate_low_rank_dim,
+            "K": model.key_dim,
+            "V": model.value_dim,
+            "H": model.num_heads,
+            "S": model.num_heads * model.head_k_dim * model.head_v_dim // CHUNK,
+            "A": model.num_heads * CHUNK,
+            "1": 1,
+        }
+
+    @property
+    def units(self) -> Sequence[Sequence[Shape]]:
+        """The parameters' shapes by FSDP unit: those of `sharding_units`, in the order of the forward pass, then the
+        rest, which the root holds."""
+        return _units(dataclasses.astuple(self.config.model))
+
+
+@cache
+def _units(fields: tuple[Any, ...]) -> Sequence[Sequence[Shape]]:
+    with torch.device("meta"):
+        model = GLAForCausalLM(GLAConfig(*fields))
+    units, taken = [], set()
+    for module in (*sharding_units(model), model):
+        parameters = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(parameters)
+        units.append([tuple(parameter.shape) for parameter in parameters])
+    return units
+
+
+def build_case(request: Request) -> tuple[Case, list[str]]:
+    """The case that is asked for, and what of it was not asked for, a line each.
+
+    Raises:
+        ConfigError: a split that the number of ranks does not allow.
+    """
+    settings, config, notes = request.settings, request.config, []
+    gpu = settings.gpu or (Gpu.cpu if config.train.device is Device.cpu else Gpu.h200)
+    world_size = settings.world_size or max(1, config.sp.size)
+    sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
+    unit = world_size // sp_size * config.data.micro_batch
+    if "data.global_batch" not in request.given and config.data.global_batch % unit:
+        # The experiments' batch is meant for one group of ranks.
+        batch = -(-config.data.global_batch // unit) * unit
+        notes.append(
+            f"data.global_batch={batch}, not {config.data.global_batch}: {world_size // sp_size} groups of ranks take "
+            "different sequences; train.py has to be told, too"
+        )
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
+    check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
+    check_batch(config.data.global_batch, config.data.micro_batch, world_size // sp_size)
+    # The ranks of a CPU share a machine, however many they are.
+    per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
+    return Case(config, world_size, sp_size, _machine(request, gpu), per_node), notes
+
+
+def _machine(request: Request, gpu: Gpu) -> Machine:
+    """The device, with what the command line says of it."""
+    settings, known = request.settings, machine(gpu)
+    flops = known.flops
+    if settings.matmul_tflops is not None:
+        flops = dict.fromkeys(flops, settings.matmul_tflops * 1e12)
+
+    def given(gigabytes: float | None, otherwise: float) -> float:
+        return otherwise if gigabytes is None else gigabytes * 1e9
+
+    return Machine(
+        known.name,
+        memory=given(settings.memory_gb, known.memory),
+        flops=flops,
+        bandwidth=given(settings.bandwidth_gbps, known.bandwidth),
+        link=given(settings.link_gbps, known.link),
+        node_link=given(settings.node_gbps, known.node_link),
+    )

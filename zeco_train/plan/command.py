@@ -1,0 +1,67 @@
+"""What `python -m zeco_train.plan` runs: a command line in, a plan out. Joins no ranks and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeco_train.errors import DataError, ZecoError
+from zeco_train.jsonable import jsonable
+from zeco_train.plan.advice import evaluate, more_ranks, options
+from zeco_train.plan.case import build_case
+from zeco_train.plan.config import Request, describe, parse
+from zeco_train.plan.report import Plan, as_json, as_text
+from zeco_train.plan.step_time import assumed_costs
+
+
+def main(arguments: list[str]) -> int:
+    """Print a plan; returns the process's exit code: 0, also where the run does not fit, for that is an answer."""
+    if {"-h", "--help"} & set(arguments):
+        print(describe())
+        return 0
+    try:
+        print(run(arguments))
+    except ZecoError as error:
+        print(error.line, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def run(arguments: Sequence[str]) -> str:
+    """The plan's text; its JSON is left where the command line says.
+
+    Raises:
+        ZecoError: a mistake in the command line, or a file that cannot be written.
+    """
+    request = parse(arguments)
+    settings = request.settings
+    message = None if settings.scan_alpha_us is None else settings.scan_alpha_us * 1e-6
+    byte = None if settings.scan_gbps is None else 1e-9 / settings.scan_gbps
+    with assumed_costs(message, byte):
+        plan = make_plan(request)
+        text, data = as_text(plan), as_json(plan)
+    if settings.json is not None:
+        _write(Path(settings.json), data)
+    return text
+
+
+def make_plan(request: Request) -> Plan:
+    """Plan the case that is asked for, and what else would fit.
+
+    Raises:
+        ConfigError: a split that the number of ranks does not allow.
+    """
+    case, notes = build_case(request)
+    headroom = request.settings.headroom
+    planned, fitting = evaluate(case, headroom), options(case, headroom)
+    elsewhere = None if fitting else more_ranks(case, headroom)
+    return Plan(request.settings, planned, fitting, elsewhere, notes)
+
+
+def _write(path: Path, data: dict[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(jsonable(data), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error

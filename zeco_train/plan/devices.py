@@ -1,0 +1,80 @@
+"""What the planner knows of devices: data sheets, and what of them is achieved."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+
+from zeco_train.config import Dtype
+from zeco_train.plan.calibration import (
+    BANDWIDTH_EFFICIENCY,
+    CPU_BANDWIDTH,
+    CPU_FLOPS,
+    CPU_LINK,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+)
+
+GIB = 1 << 30
+
+
+class Gpu(Enum):
+    """Devices by name."""
+
+    h200 = "h200"
+    h100 = "h100"
+    a100 = "a100"
+    cpu = "cpu"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Attributes:
+    name: as the command line has it.
+    memory: bytes of a device; on a CPU those of the machine, which its ranks share.
+    flops: achieved by matrix products of these sizes, FLOP/s, by compute dtype.
+    bandwidth: of memory, achieved by elementwise work, bytes/s.
+    link: between devices of a machine, bytes/s and direction, achieved by NCCL (gloo).
+    node_link: between machines, bytes/s, device and direction.
+    """
+
+    name: str
+    memory: float
+    flops: dict[Dtype, float]
+    bandwidth: float
+    link: float
+    node_link: float
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == Gpu.cpu.value
+
+
+def machine(gpu: Gpu) -> Machine:
+    """The device of that name."""
+    match gpu:
+        case Gpu.h200:
+            return _gpu("h200", 139.8, 989, 67, 67, 4.8, 450)
+        case Gpu.h100:
+            return _gpu("h100", 79.1, 989, 67, 67, 3.35, 450)
+        case Gpu.a100:
+            return _gpu("a100", 79.1, 312, 19.5, 19.5, 2.0, 300)
+        case Gpu.cpu:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            flops = dict(zip((Dtype.bf16, Dtype.fp32, Dtype.fp64), CPU_FLOPS, strict=True))
+            return Machine("cpu", float(memory), flops, CPU_BANDWIDTH, CPU_LINK, CPU_LINK)
+
+
+def _gpu(name: str, gib: float, bf16: float, fp32: float, fp64: float, bandwidth: float, link: float) -> Machine:
+    """From a data sheet: TFLOP/s dense, memory TB/s, NVLink GB/s a direction; memory is what torch says there is."""
+    flops = {Dtype.bf16: bf16, Dtype.fp32: fp32, Dtype.fp64: fp64}
+    return Machine(
+        name,
+        memory=gib * GIB,
+        flops={dtype: peak * 1e12 * MATMUL_EFFICIENCY for dtype, peak in flops.items()},
+        bandwidth=bandwidth * 1e12 * BANDWIDTH_EFFICIENCY,
+        link=link * 1e9 * LINK_EFFICIENCY,
+        # 400 Gbit/s a GPU.
+        node_link=50e9 * LINK_EFFICIENCY,
+    )

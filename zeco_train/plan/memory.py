@@ -1,0 +1,224 @@
+"""Memory of a rank: what is there all the time, and what is there at the fullest moment of a step.
+
+A step's memory has its peak in one of four phases, of which each is summed up by kind:
+
+    loss            activations of all blocks, and the loss with a chunk of logits
+    last block      backward pass of the last block: activations of all blocks, and that block's gradients
+    first block     backward pass of the first block: its activations, and the gradients of all parameters
+    optimizer       weights, gradients and optimizer state
+
+Weights, gradients and optimizer state are counted from the shapes of the parameters, and exact; the tensors of a block
+are those listed in `calibration`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zeco_train.parallelize import Strategy
+from zeco_train.plan import calibration
+from zeco_train.plan.calibration import KEPT_PARTS, Part, TokenTensor
+from zeco_train.plan.case import Case, Shape
+from zeco_train.recompute import Recompute
+from zeco_train.sp.registry import Backend
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank.
+
+    Attributes:
+        phases: by phase and kind (`KINDS`).
+        outside: beside what torch allocates.
+        headroom: part of `available` that stays free.
+        available: of a rank, all in all.
+    """
+
+    phases: dict[str, dict[str, float]]
+    outside: float
+    headroom: float
+    available: float
+
+    @property
+    def phase(self) -> str:
+        """The fullest one."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Of the fullest phase."""
+        return self.phases[self.phase]
+
+    @property
+    def peak(self) -> float:
+        """What torch says that it had allocated at most; on a CPU the process's memory."""
+        return sum(self.kinds.values())
+
+    @property
+    def usable(self) -> float:
+        """What the peak may be."""
+        return self.available * (1 - self.headroom) - self.outside
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.usable
+
+
+def plan_memory(case: Case, headroom: float) -> Memory:
+    """The memory of the rank that has most."""
+    layers = case.config.model.num_layers
+    kept, recomputed = kept_bytes_per_token(case), _recomputed(case)
+    head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
+    block = max(_backward_bytes(case, part) for part in (Part.mlp, Part.mixer)) + recomputed
+    correction = 1.0 if case.machine.is_cpu else calibration.ACTIVATIONS_CORRECTION[case.recompute]
+    # Gradients of an earlier pass of the step are there when the next one begins.
+    carried = _gradient_bytes(case) if case.passes > 1 else 0.0
+
+    everywhere = {
+        "weights": parameter_bytes(case, case.master_bytes) + _gathered_bytes(case),
+        "optimizer": optimizer_bytes(case),
+        "states": _state_bytes(case, layers),
+        "buffers": _buffer_bytes(case),
+        "workspace": calibration.PROCESS_BYTES if case.machine.is_cpu else calibration.WORKSPACE_BYTES,
+    }
+    whole = layers * case.tokens * kept * correction + 16.0 * case.tokens
+    phases = {
+        "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
+        "backward of the last block": {
+            **everywhere,
+            "gradients": max(carried, _largest_gradient(case)),
+            "activations": whole + hidden + block * correction,
+        },
+        "backward of the first block": {
+            **everywhere,
+            "gradients": _gradient_bytes(case),
+            "activations": case.tokens * (kept * correction + 16.0) + block * correction,
+            "states": _state_bytes(case, 1),
+        },
+        "optimizer": {
+            "weights": parameter_bytes(case, case.master_bytes),
+            "gradients": _gradient_bytes(case),
+            "optimizer": everywhere["optimizer"],
+            "workspace": everywhere["workspace"],
+        },
+    }
+    ranks = min(case.world_size, case.gpus_per_node) if case.machine.is_cpu else 1
+    outside = 0.0 if case.machine.is_cpu else calibration.OUTSIDE_BYTES
+    ordered = {name: {kind: kinds.get(kind, 0.0) for kind in KINDS} for name, kinds in phases.items()}
+    return Memory(ordered, outside, headroom, case.machine.memory / ranks)
+
+
+def parameter_bytes(case: Case, itemsize: int) -> float:
+    """One number for each of this rank's parameters; the first ranks have the most of a parameter that does not
+    divide."""
+    return float(itemsize * sum(_local(shape, case.shards) for unit in case.units for shape in unit))
+
+
+def optimizer_bytes(case: Case) -> float:
+    """AdamW: two moments, and a step count, fp32, of each parameter."""
+    return 2 * parameter_bytes(case, case.master_bytes) + 4.0 * sum(map(len, case.units))
+
+
+def kept_bytes_per_token(case: Case) -> float:
+    """Of a block, from its forward pass to its backward pass."""
+    return _sum(case, _tensors(case), KEPT_PARTS[case.recompute])
+
+
+def _tensors(case: Case) -> Sequence[TokenTensor]:
+    return (*calibration.KEPT, *(calibration.KEPT_ON_CPU if case.machine.is_cpu else ()))
+
+
+def _sum(case: Case, tensors: Iterable[TokenTensor], parts: Sequence[Part]) -> float:
+    """Bytes a token."""
+    widths = case.widths
+    return float(
+        sum(
+            widths[tensor.width] * (case.wide_bytes if tensor.wide else case.compute_bytes)
+            for tensor in tensors
+            if tensor.part in parts and (tensor.compiled if case.compiled else tensor.eager)
+        )
+    )
+
+
+def _recomputed(case: Case) -> float:
+    """What one block computes again before its backward pass; the whole of it ends with its output."""
+    again = [part for part in Part if part not in KEPT_PARTS[case.recompute]]
+    output = case.config.model.hidden_size * case.compute_bytes if case.recompute is Recompute.full else 0
+    return case.tokens * (_sum(case, _tensors(case), again) + output)
+
+
+def _backward_bytes(case: Case, part: Part) -> float:
+    """Gradients inside a block's backward pass, beside what was kept; the mixer's come when the mlp's are gone."""
+    tensors = (*calibration.BACKWARD, *(calibration.BACKWARD_ON_CPU if case.machine.is_cpu else ()))
+    freed = _sum(case, _tensors(case), (Part.mlp,)) if part is Part.mixer else 0.0
+    return case.tokens * (_sum(case, tensors, (part,)) - freed)
+
+
+def _loss_bytes(case: Case) -> float:
+    """Logits of a chunk and their gradient, and the gradient of the head's weight."""
+    model = case.config.model
+    chunk = min(calibration.LOSS_CHUNK[case.machine.is_cpu], case.tokens) * model.vocab_size
+    # In fp32 and fp64 the logits are overwritten; a compiled loss needs none of them in fp32.
+    narrow = case.compute_bytes < case.wide_bytes
+    logits = (2 * case.compute_bytes if narrow else case.wide_bytes) + (
+        case.wide_bytes if narrow and not case.compiled else 0
+    )
+    return float(chunk * logits + model.vocab_size * model.hidden_size * case.wide_bytes)
+
+
+def _state_bytes(case: Case, layers: int) -> float:
+    """R and what is carried of each layer and segment, the operator's kept states, and what a scan holds."""
+    states = case.segments * case.config.model.num_layers
+    if case.segments > 1:
+        # What is carried into each segment, and the gradients at both ends of one.
+        states += (case.segments + 2) * case.config.model.num_layers
+    if case.config.sp.backend is Backend.lasp2:
+        states += case.sp_size + 1
+    return states * case.state_bytes + _walk_bytes(case) * (1 if case.recompute is Recompute.full else layers)
+
+
+def _walk_bytes(case: Case) -> float:
+    """The states that the walks of the operator's kernels start from, in one layer."""
+    if case.machine.is_cpu:
+        return 0.0
+    model = case.config.model
+    walks = max(calibration.WALKS, case.batch * model.num_heads)
+    return float(walks * model.head_k_dim * model.head_v_dim * 4)
+
+
+def _gathered_bytes(case: Case) -> float:
+    """Whole parameters in the compute dtype: of the model, or with zero3 of the largest units that meet."""
+    sizes = unit_bytes(case, case.compute_bytes)
+    if case.config.parallel.strategy is Strategy.zero3:
+        return sum(sorted(sizes)[-2:]) + sizes[-1]
+    return sum(sizes)
+
+
+def _gradient_bytes(case: Case) -> float:
+    """Of all parameters, reduced."""
+    return parameter_bytes(case, case.master_bytes)
+
+
+def _largest_gradient(case: Case) -> float:
+    """Of the largest unit, reduced."""
+    return max(unit_bytes(case, case.master_bytes)) / case.shards
+
+
+def _buffer_bytes(case: Case) -> float:
+    """FSDP's: the whole gradient of a unit, and the inputs of two reductions."""
+    sizes = sorted(unit_bytes(case, 1))
+    reduce_bytes = case.wide_bytes
+    return sizes[-1] * case.compute_bytes + sum(sizes[-2:]) * reduce_bytes
+
+
+def unit_bytes(case: Case, itemsize: int) -> list[float]:
+    """Whole parameters of each FSDP unit, in the order of `Case.units`, padded so that they divide."""
+    return [float(itemsize * case.shards * sum(_local(shape, case.shards) for shape in unit)) for unit in case.units]
+
+
+def _local(shape: Shape, shards: int) -> int:
+    return -(-shape[0] // shards) * math.prod(shape[1:])

@@ -1,0 +1,252 @@
+"""The plan in words and figures for people, and as JSON for machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from models.gla import num_parameters
+from models.hooks import flops_per_token
+from zeco_train.collectives.cost_model import MEASURED
+from zeco_train.plan import calibration
+from zeco_train.plan.advice import Option
+from zeco_train.plan.case import Case
+from zeco_train.plan.config import PlanSettings
+from zeco_train.plan.memory import KINDS
+from zeco_train.plan.step_time import plan_step, scan_choice
+from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
+from zeco_train.sp.registry import Backend
+
+# Backends, and All-Scan's algorithms, as rows. `dp`: the same tokens on each rank as sequences of their own.
+WAYS: tuple[tuple[str, Backend, str | None], ...] = (
+    ("dp", Backend.dp, None),
+    ("lasp1", Backend.lasp1, None),
+    ("lasp2", Backend.lasp2, None),
+    ("zeco (chain)", Backend.zeco, "chain"),
+    ("zeco (two_shot)", Backend.zeco, "two_shot"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    planned: what was asked for.
+    options: what fits, fastest first.
+    elsewhere: an option on more ranks, where nothing fits on these.
+    notes: what was assumed without being asked for.
+    """
+
+    settings: PlanSettings
+    planned: Option
+    options: list[Option]
+    elsewhere: Option | None
+    notes: list[str]
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Bytes, seconds and counts; keys stay as they are from version to version."""
+    case, memory = plan.planned.case, plan.planned.memory
+    traffic, scans = parameter_traffic(case), count_scans(case)
+    return {
+        "case": _describe(case),
+        "parameters": num_parameters(case.config.model),
+        "flops_per_token": flops_per_token(case.config.model).total,
+        "memory": {
+            "bytes": memory.kinds,
+            "phases": memory.phases,
+            "phase": memory.phase,
+            "peak_bytes": memory.peak,
+            "usable_bytes": memory.usable,
+            "available_bytes": memory.available,
+            "outside_bytes": memory.outside,
+            "headroom": memory.headroom,
+            "fits": memory.fits,
+        },
+        "time": _time(plan.planned, plan.settings),
+        "wire": {
+            "state_bytes": case.state_bytes,
+            "scans": {"forward": scans.forward, "backward": scans.backward, "with_carry": scans.with_carry},
+            "parameters": {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed},
+            "backends": _backends(case),
+        },
+        "advice": {
+            "options": [_option(option, plan.settings) for option in plan.options],
+            "more_ranks": None if plan.elsewhere is None else _option(plan.elsewhere, plan.settings),
+        },
+        "assumptions": _assumptions(case),
+        "notes": plan.notes,
+    }
+
+
+def as_text(plan: Plan) -> str:
+    """What the command prints."""
+    parts = [_head(plan.planned.case), _memory(plan), _time_lines(plan), _wire(plan.planned.case), _advice(plan)]
+    assumed = ["assumed (calibration.py and devices.py; keys of the planner override, see --help)"]
+    assumed += [f"  {name:<34}{value}" for name, value in _assumptions(plan.planned.case).items()]
+    notes = [f"note: {note}" for note in plan.notes]
+    return "\n\n".join("\n".join(lines) for lines in (*parts, assumed, notes) if lines)
+
+
+def _describe(case: Case) -> dict[str, Any]:
+    config = case.config
+    return {
+        "model": config.model.name,
+        "gpu": case.machine.name,
+        "world_size": case.world_size,
+        "sp": config.sp.backend.value,
+        "sp_size": case.sp_size,
+        "dp_size": case.dp_size,
+        "strategy": config.parallel.strategy.value,
+        "dtype": config.train.dtype.value,
+        "compiled": case.compiled,
+        "recompute": case.recompute.value,
+        "segments": case.segments,
+        "seq_len": config.data.seq_len,
+        "global_batch": config.data.global_batch,
+        "micro_batch": config.data.micro_batch,
+        "micro_steps": case.micro_steps,
+        "tokens_per_rank_and_pass": case.tokens,
+    }
+
+
+def _head(case: Case) -> list[str]:
+    config, model = case.config, case.config.model
+    flops = flops_per_token(model).total
+    segments = "" if case.segments == 1 else f" in {case.segments} segments"
+    return [
+        f"{model.name}: {num_parameters(model):,} parameters, {flops / 1e9:.3g} GFLOP a token, "
+        f"{config.train.dtype.value}{', compiled' if case.compiled else ''}",
+        f"sp={config.sp.backend.value} on {case.dp_size} × {case.sp_size} ranks (dp × sp) of {case.machine.name}, "
+        f"{config.parallel.strategy.value}, recompute={case.recompute.value}",
+        f"{config.data.global_batch} × {config.data.seq_len:,} tokens a step{segments}: {case.tokens:,} tokens a rank "
+        f"at a time, {case.passes} forward and backward passes",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    memory = plan.planned.memory
+    lines = [f"memory of a rank, GB, at its peak: {memory.phase}"]
+    lines += [f"  {kind:<14}{memory.kinds[kind] / 1e9:>9.2f}" for kind in KINDS]
+    verdict = "fits" if memory.fits else f"does not fit, {(memory.peak - memory.usable) / 1e9:.3g} GB too much"
+    lines.append(f"  {'in all':<14}{memory.peak / 1e9:>9.2f}    {verdict}")
+    outside = f" and {memory.outside / 1e9:.3g} outside of torch" if memory.outside else ""
+    free = f"{memory.available / 1e9:.4g} less {memory.headroom:.0%} headroom{outside}"
+    lines.append(f"  {'usable':<14}{memory.usable / 1e9:>9.2f}    {free}")
+    return lines
+
+
+def _time(option: Option, settings: PlanSettings) -> dict[str, Any]:
+    time, case = option.time, option.case
+    budget = settings.token_budget or float(case.config.train.steps * case.tokens_per_step)
+    return {
+        "step_seconds": time.total,
+        "seconds": time.seconds,
+        "tokens_per_step": time.tokens,
+        "tokens_per_second": time.tokens_per_second,
+        "tokens_per_second_per_device": time.per_device,
+        "token_budget": budget,
+        "hours": budget / time.tokens_per_second / 3600,
+    }
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    time, figures = plan.planned.time, _time(plan.planned, plan.settings)
+    lines = ["time of a step, s"]
+    lines += [f"  {kind:<14}{seconds:>9.4g}" for kind, seconds in time.seconds.items()]
+    rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.per_device:,.0f} a device"
+    lines.append(f"  {'in all':<14}{time.total:>9.4g}    {rate}")
+    named = "token_budget" if plan.settings.token_budget else "train.steps"
+    lines.append(f"  {figures['hours']:.4g} hours for {figures['token_budget']:.4g} tokens ({named})")
+    return lines
+
+
+def _backends(case: Case) -> dict[str, dict[str, Any]]:
+    """What the backends would take on the same ranks; of those that share sequences only where there are any."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, backend, algorithm in WAYS:
+        choice = scan_choice(case, backend, algorithm)
+        if choice is None and backend is not Backend.dp:
+            continue
+        time, way = plan_step(case, backend, algorithm), algorithm or backend.value
+        rows[name] = {
+            "link": None if choice is None else case.link_of(backend).value,
+            "bytes_per_scan": scan_bytes(case, way),
+            "bytes_per_step": step_bytes(case, way),
+            "scan_seconds": 0.0 if choice is None else choice.seconds,
+            "exposed_seconds": time.seconds["scans"],
+            "step_seconds": time.total,
+            "tokens_per_second_per_device": time.per_device,
+            "planned": _is_planned(case, backend, algorithm),
+        }
+    return rows
+
+
+def _is_planned(case: Case, backend: Backend, algorithm: str | None) -> bool:
+    """Whether a row is what the configuration leads to."""
+    choice = scan_choice(case, case.config.sp.backend)
+    chosen = None if choice is None or backend is not Backend.zeco else choice.algorithm
+    return backend is case.config.sp.backend and algorithm == chosen
+
+
+def _wire(case: Case) -> list[str]:
+    traffic, scans = parameter_traffic(case), count_scans(case)
+    reduced = (traffic.scattered + traffic.summed) / 1e9
+    head = ("", "MB a scan", "GB a step", "µs a scan", "exposed ms", "tokens/s/device")
+    lines = [
+        "on the wire, sent by a rank",
+        f"  parameters: gathered {traffic.gathered / 1e9:.4g}, gradients {reduced:.4g} GB a step",
+        f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:",
+        f"  {head[0]:<17}{head[1]:>10}{head[2]:>11}{head[3]:>11}{head[4]:>12}{head[5]:>17}",
+    ]
+    for name, row in _backends(case).items():
+        mark = "  (as planned)" if row["planned"] else ""
+        lines.append(
+            f"  {name:<17}{row['bytes_per_scan'] / 1e6:>10.4g}{row['bytes_per_step'] / 1e9:>11.4g}"
+            f"{row['scan_seconds'] * 1e6:>11.4g}{row['exposed_seconds'] * 1e3:>12.4g}"
+            f"{row['tokens_per_second_per_device']:>17,.0f}{mark}"
+        )
+    return lines
+
+
+def _option(option: Option, settings: PlanSettings) -> dict[str, Any]:
+    return {
+        "recompute": option.case.recompute.value,
+        "segments": option.case.segments,
+        "world_size": option.case.world_size,
+        "sp_size": option.case.sp_size,
+        "peak_bytes": option.memory.peak,
+        **{name: value for name, value in _time(option, settings).items() if name != "seconds"},
+    }
+
+
+def _advice(plan: Plan) -> list[str]:
+    if not plan.options:
+        if plan.elsewhere is None:
+            return ["advice: nothing fits, with any train.recompute and train.segments; a smaller model or micro-batch"]
+        ranks = plan.elsewhere.case
+        lines = [f"advice: nothing fits on these ranks; with world_size={ranks.world_size} sp.size={ranks.sp_size}:"]
+        return [*lines, _option_line(plan.elsewhere, "")]
+    lines = ["advice: the fewest segments with which each recompute setting fits, fastest first"]
+    for option in plan.options:
+        lines.append(_option_line(option, "  (as planned)" if option.setting == plan.planned.setting else ""))
+    return lines
+
+
+def _option_line(option: Option, mark: str) -> str:
+    rate = f"{option.time.per_device:>9,.0f} tokens/s/device"
+    return f"  {option.setting:<48}{option.memory.peak / 1e9:>8.1f} GB{rate}{mark}"
+
+
+def _assumptions(case: Case) -> dict[str, str]:
+    machine = case.machine
+    link = case.link_of(case.config.sp.backend)
+    costs = MEASURED[link]
+    dtype = case.config.train.dtype
+    operator = calibration.OPERATOR_SECONDS_CPU if machine.is_cpu else calibration.OPERATOR_SECONDS
+    return {
+        "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
+        "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",
+        "between devices, between nodes": f"{machine.link / 1e9:.4g}, {machine.node_link / 1e9:.4g} GB/s",
+        "scans": f"{link.value}: α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s",
+        "operator": f"{operator * 1e9:.3g} ns a token and head of K 64, V 128, forward + backward",
+    }

@@ -1,0 +1,183 @@
+"""Time of a step: each kind of work at the rate that `calibration` and the device have for it, added up.
+
+products      FLOPs of the linear layers and the head, with what is computed again / rate
+operator      seconds a token, head and layer, as measured
+elementwise   bytes of norms, gates and logits / bandwidth
+optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
+parameters    the part of FSDP's traffic that no compute hides
+scans         what of the scans, by the cost model of `zeco_train.collectives`, outlasts the work beside them
+host          launches that take longer than the work launched, and what a step waits for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from models.hooks import flops_per_token, recomputed_flops_per_token
+from zeco_train.collectives.cost_model import MEASURED, Choice, chain_seconds, choose
+from zeco_train.config import Dtype
+from zeco_train.plan import calibration as known
+from zeco_train.plan.case import Case
+from zeco_train.plan.memory import parameter_bytes
+from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic
+from zeco_train.recompute import Recompute
+from zeco_train.sp.registry import Backend
+from zeco_train.sp.zeco import AllScanAlgorithm
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Attributes:
+    seconds: of a step by kind of work.
+    tokens: of a step, over all ranks.
+    world_size: ranks.
+    """
+
+    seconds: dict[str, float]
+    tokens: int
+    world_size: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.total
+
+    @property
+    def per_device(self) -> float:
+        return self.tokens_per_second / self.world_size
+
+
+@contextmanager
+def assumed_costs(message: float | None, byte: float | None) -> Iterator[None]:
+    """The cost model with another α, in seconds a message, and β, in seconds a byte, on every way over the wire and
+    for a while; None leaves what was measured."""
+    measured = dict(MEASURED)
+    changes: dict[str, float] = {}
+    if message is not None:
+        changes |= {"message": message, "exchange": message}
+    if byte is not None:
+        changes |= {"byte": byte, "exchange_byte": byte}
+    MEASURED.update({link: replace(costs, **changes) for link, costs in measured.items()})
+    try:
+        yield
+    finally:
+        MEASURED.update(measured)
+
+
+def plan_step(case: Case, backend: Backend | None = None, algorithm: str | None = None) -> StepTime:
+    """Predicted time of a step.
+
+    Args:
+        case: what runs.
+        backend: in place of the configured one, on the same ranks and tokens.
+        algorithm: of All-Scan; None is the configured one, or the faster one.
+    """
+    seconds = _compute_seconds(case)
+    busy = sum(seconds.values())
+    seconds["parameters"] = _exposed_traffic(case, busy)
+    seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.backend, algorithm)
+    seconds["host"] = known.HOST_STEP + _launch_excess(case, busy)
+    return StepTime(seconds, case.tokens_per_step, case.world_size)
+
+
+def operator_seconds(case: Case) -> tuple[float, float]:
+    """Forward and backward pass of one layer's operator over the tokens of a pass."""
+    model, dtype = case.config.model, case.config.train.dtype
+    seconds = known.OPERATOR_SECONDS_CPU
+    if not case.machine.is_cpu:
+        slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth
+        seconds = known.OPERATOR_SECONDS * slower * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
+    size = (model.head_k_dim + model.head_v_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
+    both = seconds * size * case.tokens * model.num_heads
+    return both * known.OPERATOR_FORWARD, both * (1 - known.OPERATOR_FORWARD)
+
+
+def scan_choice(case: Case, backend: Backend, algorithm: str | None = None) -> Choice | None:
+    """What one scan takes from launch to wait, nothing beside it; None where nothing crosses ranks."""
+    ranks, size = case.sp_size, case.state_bytes
+    if backend is Backend.dp or ranks == 1:
+        return None
+    link = case.link_of(backend)
+    match backend:
+        case Backend.zeco:
+            all_scan = case.config.sp.all_scan
+            configured = None if all_scan.algorithm is AllScanAlgorithm.auto else all_scan.algorithm.value
+            # A configured number of blocks is the chain's.
+            chosen = algorithm or configured
+            blocks = all_scan.num_blocks if chosen == "chain" else None
+            return choose(link, ranks, size, case.config.model.head_k_dim, chosen, blocks)
+        case Backend.lasp2:
+            costs = MEASURED[link]
+            seconds = costs.exchange + (ranks - 1) * (costs.exchange_peer + costs.exchange_byte * size)
+            return Choice("all-gather", None, seconds)
+        case Backend.lasp1:
+            return Choice("serial", None, (ranks - 1) * chain_seconds(link, 2, size, blocks=1))
+
+
+def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = None) -> float:
+    """Of a step: what of the scans no compute hides."""
+    choice, scans = scan_choice(case, backend, algorithm), count_scans(case)
+    if choice is None:
+        return 0.0
+    forward, backward = operator_seconds(case)
+    if backend is Backend.lasp1:
+        # Every rank computes its outputs between receive and send, one rank after the other.
+        serial = (case.sp_size - 1) * known.LASP1_SERIAL
+        exposed = scans.total * choice.seconds + serial * (scans.forward * forward + scans.backward * backward)
+        return exposed * known.LASP1_EXPOSED
+    return scans.forward * max(0.0, choice.seconds - known.OVERLAP_FORWARD * forward) + scans.backward * max(
+        0.0, choice.seconds - known.OVERLAP_BACKWARD * backward
+    )
+
+
+def _compute_seconds(case: Case) -> dict[str, float]:
+    model, machine = case.config.model, case.machine
+    tokens = case.tokens * case.passes
+    own, again = flops_per_token(model), recomputed_flops_per_token(model, case.recompute, case.segments)
+    forward, backward = operator_seconds(case)
+    forwards = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)
+    traffic = _traffic_per_token(case) * model.num_layers + model.vocab_size * known.LOGIT_TRAFFIC
+    parameters = parameter_bytes(case, 1)
+    copies = parameter_traffic(case)
+    around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
+    updates = parameters * (known.OPTIMIZER_TRAFFIC + case.shards * around)
+    return {
+        "products": tokens * (own.linear + again.linear + own.head) / machine.flops[case.config.train.dtype],
+        "operator": model.num_layers * (forwards * forward + case.passes * backward),
+        "elementwise": tokens * traffic / machine.bandwidth,
+        "optimizer": updates / machine.bandwidth,
+    }
+
+
+def _traffic_per_token(case: Case) -> float:
+    """Bytes that the elementwise work of a block moves, averaged over the segments."""
+    again = (case.segments - 1) / case.segments
+    total = 0.0
+    for row in known.TRAFFIC:
+        computed_again = case.recompute is Recompute.full or (case.recompute is Recompute.selective and row.in_mlp)
+        times = row.forward * (1 + again + computed_again) + row.backward
+        total += times * case.widths[row.width] * (case.wide_bytes if row.wide else case.compute_bytes)
+    return total if case.compiled else total * known.EAGER_TRAFFIC
+
+
+def _exposed_traffic(case: Case, busy: float) -> float:
+    """Of FSDP's traffic what no compute hides: a part of it always, and what compute is too short for."""
+    traffic, machine = parameter_traffic(case), case.machine
+    within = machine.link if case.shards <= case.gpus_per_node else machine.node_link
+    between = machine.link if case.nodes == 1 else machine.node_link
+    moved = (traffic.gathered + traffic.scattered) / within + traffic.summed / between
+    return max(known.EXPOSED_TRAFFIC * moved, moved - busy)
+
+
+def _launch_excess(case: Case, busy: float) -> float:
+    """What the host's launches take longer than the work launched; on a CPU they are the work."""
+    if case.machine.is_cpu:
+        return 0.0
+    again = case.passes if case.recompute is Recompute.full else 0
+    forward = (forward_passes(case) + again) * known.HOST_FORWARD
+    return max(0.0, case.config.model.num_layers * (forward + case.passes * known.HOST_BACKWARD) - busy)
