@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
-from models.projections import parallel_linear
+from models.projections import parallel_linear, unread_linear
 from zeco_train.errors import ConfigError
 from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 from zeco_train.ops import accumulation_dtype
@@ -179,8 +179,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight)))
+    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """With `is_read=False` the output is NaN, and only good for its gradients."""
+        inner = swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight))
+        return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
 
 
 class GLABlock(nn.Module):
@@ -208,15 +210,17 @@ class GLABlock(nn.Module):
             return recomputed(self._compute, x, place, boundary)
         return self._compute(x, place, boundary)
 
-    def _compute(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute(
+        self, x: Tensor, place: Place, boundary: Boundary, is_read: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         y, crossing = self.attn(self.attn_norm(x), place, boundary)
         x = x + y
         if self.recompute is Recompute.selective and torch.is_grad_enabled():
             return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *crossing
-        return self._mlp(x), *crossing
+        return self._mlp(x, is_read), *crossing
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.mlp_norm(x))
+    def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
+        return x + self.mlp(self.mlp_norm(x), is_read)
 
 
 class GLAModel(nn.Module):
@@ -289,8 +293,8 @@ class GLAForCausalLM(nn.Module):
 
         Returns:
             With labels the SUM of the tokens' cross-entropies, a scalar in fp32 (fp64 for fp64 parameters): the caller
-            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype; with
-            `states_only` what the head would take, [B, T, D].
+            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters'
+            dtype; with `states_only` what the head would take, [B, T, D].
         """
         hidden = self.model(input_ids, shard, states)
         return hidden if states_only else self.lm_head(hidden, labels)
@@ -308,7 +312,7 @@ class GLAForCausalLM(nn.Module):
             layer.recompute = recompute
 
     def compile_parts(self, **options: Any) -> None:
-        """Compile the blocks (once, since they are alike), the final norm and the loss; takes `torch.compile`'s options.
+        """Compile the blocks (once, since they are alike), the final norm and the loss, with `torch.compile`'s options.
 
         The model as a whole is left as it is, since FSDP2 gathers parameters between its parts.
         """

@@ -88,7 +88,7 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
                                                                     computes again rather than keep them
         recompute=selective         layers · 2 · 2·D·I              gate and up of the MLPs; what down gives, the
                                                                     backward pass does not read
-        recompute=full              blocks, forward                 whole blocks, down projections included
+        recompute=full              blocks, forward − 2·D·I         whole blocks, but for what down gives
         segments M > 1              (M−1)/M · blocks, forward       all segments but the last go through the model once
                                                                     more, for their states; without the head
 
@@ -109,7 +109,7 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
     if recompute is Recompute.selective:
         linear += 2 * 2 * config.hidden_size * config.intermediate_size
     elif recompute is Recompute.full:
-        linear += forward.linear
+        linear += forward.linear - 2 * config.hidden_size * config.intermediate_size
         operator += forward.operator
     again = (segments - 1) / segments
     return TokenFLOPs(

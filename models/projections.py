@@ -3,12 +3,15 @@
 dx is a sum of one product a layer. Autograd makes each by itself and adds them up, which for the five projections of a
 GLA layer means ten passes over tensors of the size of x. Here each product after the first is added to the sum by the
 matrix product itself. Both passes are custom ops: a compiler would copy the sum for each addend.
+
+And a linear layer whose output nobody reads: the last one of a block that is computed again for its gradients only.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 from torch.nn import functional as F
@@ -65,3 +68,33 @@ def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_context)
+
+
+def unread_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weightᵀ as far as gradients are concerned. The product itself is not made: what is returned is NaN.
+
+    Args:
+        x: [..., D].
+        weight: [N, D].
+    """
+    return _unread_linear(x, weight)
+
+
+@custom_op("zeco::unread_linear", mutates_args=())
+def _unread_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+
+
+@_unread_linear.register_fake
+def _unread_linear_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _unread_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+register_autograd(
+    "zeco::unread_linear", _unread_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)

@@ -126,7 +126,7 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
         targets: [n] int64.
 
     Returns:
-        The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, or, if not wanted, [0].
+        The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, [0] if not wanted.
     """
     wide = logits.to(loss_dtype)
     ignored = targets == IGNORE_INDEX

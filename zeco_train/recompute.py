@@ -7,9 +7,8 @@ received is kept, and the second pass replays it: it communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from zeco_train.sp.base import Boundary, Place
 
-# A block: (x, place, boundary) → y, received, carry_out.
-Block = Callable[[Tensor, Place, Boundary], tuple[Tensor, Tensor, Tensor]]
+
+class Block(Protocol):
+    """What can be computed again."""
+
+    def __call__(
+        self, x: Tensor, place: Place, boundary: Boundary, is_read: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D] → y [B, T, D], received, carry_out. With `is_read=False` only the gradients of y are of use."""
+        ...
 
 
 class Recompute(Enum):
@@ -74,7 +80,7 @@ class _Recomputed(torch.autograd.Function):
             carry_in = carry_in.detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad():
             place = Place(ctx.scan, restarts, pieces)
-            y, _, carry_out = ctx.block(x, place, Boundary(incoming_state, carry_in, ctx.want_carry))
+            y, _, carry_out = ctx.block(x, place, Boundary(incoming_state, carry_in, ctx.want_carry), is_read=False)
         pairs = [(y, dy), (carry_out, dcarry_out)]
         outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)
         torch.autograd.backward(outputs, grads)
