@@ -300,10 +300,11 @@ class GLAForCausalLM(nn.Module):
         return hidden if states_only else self.lm_head(hidden, labels)
 
     def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
-        """The states before a sequence, [B, H, K, V] by layer, in the dtype of the master weights."""
+        """The states before a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""
         config = self.config
         shape = batch_size, config.num_heads, config.head_k_dim, config.head_v_dim
-        dtype = self.model.norm.weight.dtype
+        # FSDP2 shows weights in the master dtype at one time and in the compute dtype at another.
+        dtype = accumulation_dtype(self.model.norm.weight.dtype)
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
     def set_recompute(self, recompute: Recompute) -> None:
