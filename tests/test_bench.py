@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic on known samples, their messages, and both cases on two CPU ranks."""
+"""The benchmarks' arithmetic on known samples, their messages, and two of their cases on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_settings_are_yaml_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["collective"], "case=collective: must be collectives, operator or plot"),
+        (["collective"], "case=collective: must be collectives, operator, model or plot"),
         (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
         (["collectives", "runs"], "argument=runs: must be KEY=VALUE"),
@@ -124,6 +124,10 @@ def test_settings_are_yaml_values() -> None:
         (["operator", "dtype=fp8"], "dtype=fp8: must be one of bf16, fp32, fp64"),
         (["operator", "passes=[backward]"], "must be a list of forward, forward_backward"),
         (["operator", "tokens=[]"], "tokens=[]: must be a list of numbers ≥ 1"),
+        (
+            ["operator", "variants=[fla:compile]"],
+            "variants=fla:compile: must be one of dp, copy, lasp1, lasp2, zeco, fla",
+        ),
         (["operator", "--trace"], "argument=--trace: must be KEY=VALUE, as in seed=0"),
         (["plot"], "needs results.json"),
         (["plot", "/nowhere.json"], "/nowhere.json: cannot be read"),

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`; cases are `collectives` and `operator`.
+"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`: collectives, operator or model.
 
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from zeco_train.bench import collectives, figures, operator
-from zeco_train.bench.config import BenchConfig, CollectivesConfig, OperatorConfig, describe
+from zeco_train.bench import collectives, figures, model, operator
+from zeco_train.bench.config import BenchConfig, CollectivesConfig, ModelConfig, OperatorConfig, describe
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
@@ -18,7 +18,7 @@ from zeco_train.overrides import load_settings
 
 _ADVICE = Advice(
     lost_peer="the results so far stand",
-    memory="fewer tokens, heads or MiB need less; the results so far stand",
+    memory="fewer tokens, heads or MiB need less, and so do segments=M and recompute=full; the results so far stand",
     timeout_key="timeout_seconds",
 )
 
@@ -46,8 +46,10 @@ def _measure(case: str, arguments: list[str], job: Job) -> None:
         config = load_settings(CollectivesConfig, arguments)
     elif case == "operator":
         config = load_settings(OperatorConfig, arguments)
+    elif case == "model":
+        config = ModelConfig.load(arguments)
     else:
-        raise ConfigError("case", case, "must be collectives, operator or plot")
+        raise ConfigError("case", case, "must be collectives, operator, model or plot")
     job.enter("joining the other ranks")
     session = Session.open(config, job.launch, job.enter)
     job.guard(session.mesh.timeout)
@@ -66,9 +68,11 @@ def run_case(config: BenchConfig, session: Session) -> Report:
     with LogLines(session) as lines:
         if isinstance(config, CollectivesConfig):
             report = collectives.run(config, session)
-        else:
-            assert isinstance(config, OperatorConfig)
+        elif isinstance(config, OperatorConfig):
             report = operator.run(config, session)
+        else:
+            assert isinstance(config, ModelConfig)
+            report = model.run(config, session)
     report.notes += lines.texts
     report.finish()
     if session.mesh.is_main:

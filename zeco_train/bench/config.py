@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeco_train.bench.variants import GLA_VARIANTS, SCAN_VARIANTS, check_variants
-from zeco_train.config import Device, Dtype
+from zeco_train.bench.variants import GLA_VARIANTS, MODEL_VARIANTS, PEER_SETTINGS, SCAN_VARIANTS, check_variants
+from zeco_train.config import Compile, Config, Device, Dtype, load_config
 from zeco_train.errors import ConfigError
-from zeco_train.overrides import describe_attributes, describe_settings
+from zeco_train.overrides import describe_attributes, describe_settings, load_settings
+from zeco_train.parallelize import Strategy
+from zeco_train.recompute import Recompute
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20
@@ -20,12 +23,10 @@ class BenchConfig:
     Attributes:
         out: folder of the results; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
-        warmup, runs: untimed and timed runs of each variant; the papers' are 5 and 50.
-        flush_mb: MiB written before each run, to empty the L2 cache; −1 is four times the L2 (64 on CPUs), 0 none.
+        warmup: untimed runs, or steps, of each variant; the papers' are 5.
         timeout_seconds: bound of each wait for another rank.
         budget_seconds: no configuration is started that would, by the longest so far, end after this many seconds.
         variants: what is compared, see `zeco_train.bench.variants`.
-        graph: also time each variant inside CUDA graphs.
         commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
     """
 
@@ -33,22 +34,23 @@ class BenchConfig:
     device: Device = Device.auto
     seed: int = 0
     warmup: int = 5
-    runs: int = 50
-    flush_mb: int = -1
     timeout_seconds: float = 120.0
     budget_seconds: float = 540.0
     variants: list[str] = field(default_factory=list)
-    graph: bool = False
     commit: str = ""
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name, least in (("warmup", 1), ("runs", 1), ("flush_mb", -1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(name, getattr(self, name), f"must be ≥ {least}")
+        self._check_least(warmup=1, seed=0)
         for name in ("timeout_seconds", "budget_seconds"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(name, getattr(self, name), "must be > 0 and ≤ 86400")
+
+    def _check_least(self, **least: int) -> None:
+        """Raise `ConfigError` for a number below its least."""
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(name, getattr(self, name), f"must be ≥ {smallest}")
 
     def _check_lists(self, **least: int) -> None:
         """Raise `ConfigError` for a list that is empty or has a number below its least."""
@@ -59,7 +61,26 @@ class BenchConfig:
 
 
 @dataclass
-class CollectivesConfig(BenchConfig):
+class RunsConfig(BenchConfig):
+    """What the cases have whose runs are single operations.
+
+    Attributes:
+        runs: timed runs of each variant; the papers' are 50.
+        flush_mb: MiB written before each run, to empty the L2 cache; −1 is four times the L2 (64 on CPUs), 0 none.
+        graph: also time each variant inside CUDA graphs.
+    """
+
+    runs: int = 50
+    flush_mb: int = -1
+    graph: bool = False
+
+    def validate(self) -> None:
+        super().validate()
+        self._check_least(runs=1, flush_mb=-1)
+
+
+@dataclass
+class CollectivesConfig(RunsConfig):
     """Attributes:
     sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; whole heads.
     key_dim, value_dim: K and V.
@@ -76,9 +97,7 @@ class CollectivesConfig(BenchConfig):
     def validate(self) -> None:
         super().validate()
         check_variants(self.variants, "all_gather", "all_reduce", "lasp1", "lasp2", "zeco")
-        for name in ("key_dim", "value_dim", "graph_operations"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be ≥ 1")
+        self._check_least(key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
             raise ConfigError("sizes_mb", self.sizes_mb, "must be a list of numbers > 0")
         for size in self.sizes_mb:
@@ -94,7 +113,7 @@ class CollectivesConfig(BenchConfig):
 
 
 @dataclass
-class OperatorConfig(BenchConfig):
+class OperatorConfig(RunsConfig):
     """Attributes:
     heads, dims, tokens: H, [K, V] and tokens a rank; all combinations are measured, tokens innermost.
     dtype: of q, k, v; decays are fp32 (fp64 with fp64).
@@ -125,8 +144,81 @@ class OperatorConfig(BenchConfig):
             raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 1, or -1 for the device's default")
 
 
+@dataclass
+class ModelConfig(BenchConfig):
+    """Attributes:
+    model: a file of `configs/model`; `model.KEY=VALUE` overrides what it says, as in train.py.
+    heads, tokens: H, and tokens of a rank in a step; all combinations are measured, tokens innermost.
+    steps: timed optimizer steps of each variant; the papers' are 100.
+    dtype, compile, recompute, segments: as train.py's `train.dtype` and so on; they do not concern `fla`.
+    strategy: where parameters live; not hsdp, whose ranks would be others with `dp` than with the rest.
+    check_tokens: tokens a rank of the check of correctness.
+    overrides: the `model.KEY=VALUE` that were given.
+    """
+
+    variants: list[str] = field(default_factory=lambda: list(MODEL_VARIANTS))
+    model: str = "gla_1b"
+    heads: list[int] = field(default_factory=lambda: [16])
+    tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
+    steps: int = 100
+    dtype: Dtype = Dtype.bf16
+    compile: Compile = Compile.auto
+    recompute: Recompute = Recompute.none
+    segments: int = 1
+    strategy: Strategy = Strategy.zero2
+    check_tokens: int = 256
+    overrides: list[str] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, arguments: Sequence[str]) -> ModelConfig:
+        """Of KEY=VALUE arguments; see `load_settings`."""
+        overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
+        config = load_settings(cls, [text for text in arguments if text not in overrides])
+        config.overrides += overrides
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        super().validate()
+        check_variants(self.variants, "dp", "lasp1", "lasp2", "zeco", "fla", peer_settings=PEER_SETTINGS)
+        self._check_lists(heads=1, tokens=1)
+        self._check_least(steps=1, segments=1, check_tokens=1)
+        for tokens in (*self.tokens, self.check_tokens):
+            if tokens % self.segments:
+                name = "check_tokens" if tokens == self.check_tokens else "tokens"
+                raise ConfigError(name, tokens, f"must divide by segments={self.segments}")
+        if self.strategy is Strategy.hsdp:
+            raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
+        for heads in self.heads:
+            self.run_config(heads)
+
+    def run_config(self, heads: int) -> Config:
+        """The configuration of a training run of this model with so many heads.
+
+        Raises:
+            ConfigError: a model that there is not, or cannot be.
+        """
+        for text in self.overrides:
+            if text.partition("=")[0].lstrip("+") == "model.num_heads":
+                raise ConfigError("model.num_heads", text.partition("=")[2], "write heads=[…] here")
+        return load_config(
+            [
+                f"model={self.model}",
+                *self.overrides,
+                f"model.num_heads={heads}",
+                f"train.dtype={self.dtype.name}",
+                f"train.compile={self.compile.name}",
+                f"train.recompute={self.recompute.name}",
+                f"train.segments={self.segments}",
+                f"parallel.strategy={self.strategy.name}",
+                f"seed={self.seed}",
+            ]
+        )
+
+
 def describe() -> str:
-    """The settings of both cases."""
-    cases = (("collectives", CollectivesConfig), ("operator", OperatorConfig))
-    common = f"Of both cases:\n{describe_attributes(BenchConfig)}"
-    return "\n\n".join([common, *(f"Case {case}:\n{describe_settings(schema)}" for case, schema in cases)])
+    """The settings of all cases."""
+    cases = (("collectives", CollectivesConfig), ("operator", OperatorConfig), ("model", ModelConfig))
+    common = f"Of all cases:\n{describe_attributes(BenchConfig)}"
+    runs = f"Of collectives and operator:\n{describe_attributes(RunsConfig)}"
+    return "\n\n".join([common, runs, *(f"Case {case}:\n{describe_settings(schema)}" for case, schema in cases)])

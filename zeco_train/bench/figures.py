@@ -3,6 +3,7 @@
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
     operator.png         time of forward + backward by GPUs, as Figure 4, top; below it throughput of all GPUs
     operator_tokens.png  time by tokens a GPU
+    gla_1b_h16.png …     throughput of a GPU in training by GPUs, as Figure 4, bottom; below it that over `dp`'s
 
 The paper's GPUs are a cluster of H100, ours what results.json says: the two series show the same law, not a race.
 """
@@ -78,6 +79,9 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         machine += ", CPU ranks in place of GPUs"
     if results[0]["case"] == "collectives":
         return [save_figure(_collectives(rows, machine), folder / "collectives.png")]
+    if results[0]["case"] == "model":
+        models = sorted({(row["model"], row["heads"]) for row in rows})
+        return [save_figure(_model(rows, *model, machine), folder / "{}_h{}.png".format(*model)) for model in models]
     figures = {"operator.png": _operator(rows, machine), "operator_tokens.png": _operator_tokens(rows, machine)}
     return [save_figure(figure, folder / name) for name, figure in figures.items() if figure is not None]
 
@@ -148,6 +152,30 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
     return figure
 
 
+def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
+    rows = [row for row in rows if (row["model"], row["heads"]) == (model, heads)]
+    tokens = sorted({row["tokens"] for row in rows})
+    figure, axes = _figure(f"Training step of {model}, H {heads} ({machine})", 2, len(tokens), 8.5)
+    for column, count in enumerate(tokens):
+        upper, lower = axes[0][column], axes[1][column]
+        here = [row for row in rows if row["tokens"] == count]
+        for variant in _variants(here):
+            _draw(upper, _points(here, variant, "gpus", "tokens_per_second_per_gpu"), variant)
+            ratios = _points([row for row in here if row.get("ratio")], variant, "gpus", "ratio")
+            if ratios and variant != "dp":
+                _draw(lower, ratios, variant)
+        papers = [row for row in reference("zeco_model_tokens_per_second_per_gpu") if row["seq_len_per_gpu"] == count]
+        for variant in _PAPER_BACKENDS if papers else ():
+            points = [(row["gpus"], row[variant], row[variant] / row["dp"]) for row in papers if variant in row]
+            _draw_paper(upper, [(gpus, rate) for gpus, rate, _ in points], variant, f"{variant}, H 32")
+            if variant != "dp":
+                _draw_paper(lower, [(gpus, ratio) for gpus, _, ratio in points], variant, f"{variant}, H 32")
+        _label(upper, f"{count:,} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
+        _label(lower, "", "GPUs", "tokens/s over that of dp", log=False)
+        lower.axhline(1.0, color=_COLOURS["dp"], linewidth=0.8)
+    return figure
+
+
 def _forward_backward(rows: list[Row]) -> list[Row]:
     """The rows of whole steps, as they are issued; those of graphs where there is nothing else."""
     rows = [row for row in rows if row["pass"] == "forward_backward"]
@@ -173,15 +201,15 @@ def _variants(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(row["variant"] for row in rows))
 
 
-def _points(rows: list[Row], variant: str, x: str) -> list[tuple[float, float]]:
-    """Medians by x; of two runs the later one counts."""
-    return sorted({row[x]: row["median_ms"] for row in rows if row["variant"] == variant}.items())
+def _points(rows: list[Row], variant: str, x: str, y: str = "median_ms") -> list[tuple[float, float]]:
+    """y by x; of two runs the later one counts."""
+    return sorted({row[x]: row[y] for row in rows if row["variant"] == variant}.items())
 
 
 def _draw(axes: Axes, points: Sequence[tuple[float, float]], variant: str) -> None:
     name, *settings = variant.split(":")
-    # The settings of All-Scan share its colour.
-    style = {"": "-", "chain": "-.", "two_shot": ":"}.get(settings[0] if settings else "", "-")
+    # The settings of All-Scan share its colour, and so do those of the peer.
+    style = {"chain": "-.", "two_shot": ":", "no_optimizer": ":"}.get(settings[0] if settings else "", "-")
     marker = {"p2p": "s", "symmetric": "^"}.get(settings[1] if len(settings) > 1 else "", "o")
     axes.plot(*_xy(points), color=_COLOURS[name], linestyle=style, marker=marker, markersize=5, label=variant)
 
@@ -200,11 +228,14 @@ def _figure(title: str, rows: int, columns: int, height: float) -> tuple[Figure,
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
+def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(title, fontsize=11)

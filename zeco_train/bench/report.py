@@ -24,7 +24,7 @@ class Report:
     """Collects rows; rank 0 keeps them in a folder, complete after each configuration.
 
     Args:
-        case: `collectives` or `operator`.
+        case: `collectives`, `operator` or `model`.
         config: of the case.
         session: its ranks.
         columns: of the table: `{field of a row: (heading, format)}`.

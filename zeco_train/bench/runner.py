@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.check import check_results
-from zeco_train.bench.config import BenchConfig
+from zeco_train.bench.config import RunsConfig
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.errors import CommunicationError
@@ -69,7 +69,7 @@ class Timing:
 class Runner:
     """Times subjects by the settings of `config`."""
 
-    def __init__(self, config: BenchConfig, session: Session) -> None:
+    def __init__(self, config: RunsConfig, session: Session) -> None:
         self._session, self._warmup, self._runs = session, config.warmup, config.runs
         size = config.flush_mb * _MIB
         if size < 0:

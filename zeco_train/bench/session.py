@@ -107,9 +107,11 @@ class Session:
         found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
         return found[-1] if found else None
 
-    def within_budget(self) -> bool:
-        """Whether a configuration as long as the longest one would end in time; rank 0 decides. Collective."""
-        return self.gather(time.monotonic() + self._longest < self._deadline)[0]
+    def within_budget(self, seconds: float | None = None) -> bool:
+        """Whether something of so many seconds, or a configuration as long as the longest one, would end in time;
+        rank 0 decides. Collective."""
+        seconds = self._longest if seconds is None else seconds
+        return self.gather(time.monotonic() + seconds < self._deadline)[0]
 
     def spent(self, seconds: float) -> None:
         """Take note of how long a configuration took."""

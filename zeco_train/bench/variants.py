@@ -6,12 +6,16 @@ zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_s
                                 a state into pieces of 16,384 elements, as the ZeCO paper does
 dp                              each rank its own sequence, nothing crosses ranks
 copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
-fla                             `chunk_gla` of flash-linear-attention on one rank's tokens, the peer
+fla                             flash-linear-attention on one rank's tokens, the peer: its `chunk_gla`, or its model
+fla[:no_optimizer][:compile]    of its model: forward and backward alone, with bf16 weights; its blocks compiled
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 
 from zeco_train.collectives import PendingScan, ScanRequest
 from zeco_train.errors import ConfigError
@@ -32,21 +36,26 @@ SCAN_VARIANTS = (
     "zeco",
 )
 GLA_VARIANTS = ("dp", "copy", "lasp1", "lasp2", "zeco", "fla")
+MODEL_VARIANTS = ("dp", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer")
+PEER_SETTINGS = ("no_optimizer", "compile")
 PAPER_BLOCK_ELEMENTS = 16_384
 
 
-def check_variants(names: Sequence[str], *kinds: str) -> None:
+def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[str] = ()) -> None:
     """Raise `ConfigError` if there are none, one comes twice, or one is not of these kinds."""
     if not names or len(set(names)) < len(names):
         raise ConfigError("variants", list(names), f"must be a list of different ones of {', '.join(kinds)}")
     for name in names:
         kind, *settings = name.split(":")
-        if kind not in kinds or (settings and kind != "zeco"):
-            raise ConfigError(
-                "variants", name, f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
-            )
+        allowed = f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
+        if peer_settings:
+            allowed += f", fla takes :{' and :'.join(peer_settings)}"
+        if kind not in kinds or (settings and kind not in ("zeco", "fla")):
+            raise ConfigError("variants", name, allowed)
         if kind == "zeco":
             _all_scan(name, 1)
+        if kind == "fla" and (not set(settings) <= set(peer_settings) or len(set(settings)) < len(settings)):
+            raise ConfigError("variants", name, allowed)
 
 
 def sp_config(name: str, state_elements: int) -> SPConfig:
@@ -81,4 +90,26 @@ class LocalCopyScan(ScanBackend):
         scan = PendingScan(request.want_carry)
         for promise in scan.promises:
             promise.deliver(request.state.clone())
+        return scan
+
+
+class GatheredScan(ScanBackend):
+    """A `StateScan` that gathers the states of all ranks on each and folds them in float64, while its caller waits.
+
+    It shares no code with the backends, which are checked against it.
+    """
+
+    def start(self, request: ScanRequest) -> PendingScan:
+        ranks = range(dist.get_world_size())
+        states, log_decays = ([torch.empty_like(own) for _ in ranks] for own in (request.state, request.log_decay))
+        dist.all_gather(states, request.state)
+        dist.all_gather(log_decays, request.log_decay)
+        scan, dtype = PendingScan(request.want_carry), request.state.dtype
+        running = request.first_incoming().double()
+        for rank in reversed(ranks) if request.reverse else ranks:
+            if rank == dist.get_rank():
+                scan.incoming.deliver(running.to(dtype))
+            running = log_decays[rank].double().exp().unsqueeze(-1) * running + states[rank].double()
+        if scan.carry is not None:
+            scan.carry.deliver(running.to(dtype))
         return scan

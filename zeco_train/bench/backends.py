@@ -1,0 +1,195 @@
+"""One model with one optimizer, trained on random tokens by any backend: what case `model` compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import Batch, DataSplit
+from models.gla import GLAConfig
+from models.hooks import has_weight_decay
+from zeco_train.bench.session import Session
+from zeco_train.bench.steps import Contender
+from zeco_train.build import build_model
+from zeco_train.collectives import ScanRequest
+from zeco_train.config import Config
+from zeco_train.mesh import ProcessMesh, device_mesh
+from zeco_train.optim import build_optimizer, set_learning_rate
+from zeco_train.parallelize import reshard
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.base import PendingScan, SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.step import TrainingStep
+
+# Random tokens cannot be learned: small enough for weights to stay what they are, and as fast as any other.
+LEARNING_RATE = 1e-6
+
+
+class SwitchedScan(ScanBackend):
+    """Stands for the scan that is `current`. The model sees one scan, so its blocks are compiled once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: ScanBackend = LocalScan()
+
+    def start(self, request: ScanRequest) -> PendingScan:
+        return self.current.launch(
+            request.state,
+            request.log_decay,
+            reverse=request.reverse,
+            carry_in=request.carry_in,
+            want_carry=request.want_carry,
+        )
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """The tokens of all ranks in each step.
+
+    Attributes:
+        count: of a rank.
+    """
+
+    vocab_size: int
+    count: int
+    seed: int
+    session: Session
+
+    def stream(self, step: int) -> Tensor:
+        """[ranks · count + 1] int64, on the device, the same on all ranks."""
+        device = self.session.device
+        generator = torch.Generator(device).manual_seed((self.seed << 20) + step)
+        size = (self.session.world_size * self.count + 1,)
+        return torch.randint(self.vocab_size, size, device=device, generator=generator)
+
+    def own(self, step: int) -> Tensor:
+        """[1, count], this rank's."""
+        return self.stream(step)[self.session.rank * self.count :][: self.count].unsqueeze(0)
+
+    def seq_len(self, alone: bool) -> int:
+        """Tokens of a sequence: a rank's, or with the ranks not `alone` those of all."""
+        return self.count if alone else self.count * self.session.world_size
+
+    def batches(self, step: int, alone: bool, segments: int) -> list[Batch]:
+        """This rank's part of its sequence, by segment."""
+        stream, (rank, ranks) = self.stream(step), (self.session.rank, self.session.world_size)
+        if alone:
+            stream, rank, ranks = stream[rank * self.count :], 0, 1
+        split = DataSplit(self.seq_len(alone), sp_rank=rank, sp_size=ranks, segments=segments)
+        batches = []
+        for segment in range(segments):
+            offset = split.offset(segment)
+            ids, labels = (stream[None, start : start + split.length] for start in (offset, offset + 1))
+            batches.append(Batch(ids, labels, None, offset > 0, offset, [step], segment=segment))
+        return batches
+
+
+class Backends:
+    """The project's model with its optimizer, trained by any backend."""
+
+    def __init__(self, run: Config, session: Session) -> None:
+        self._run, self._session = run, session
+        self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
+        self._optimizer = build_optimizer(self.model, run.optim, has_weight_decay)
+        set_learning_rate(self._optimizer, LEARNING_RATE)
+        self._scan = SwitchedScan()
+        self._alone = _alone(session.mesh)
+
+    def scan_of(self, name: str) -> ScanBackend:
+        """The scan of a variant.
+
+        Raises:
+            ConfigError: this machine has not what it takes.
+        """
+        return LocalScan() if name == "dp" else self._session.scan(name, state_elements(self._run.model))
+
+    def contender(self, name: str, tokens: RandomTokens) -> Contender:
+        """The variant with so many tokens a rank."""
+        alone, segments = name == "dp", self._run.train.segments
+        scan, step = self.scan_of(name), self._training_step(alone, tokens)
+
+        def train(number: int) -> float:
+            self._scan.current = scan
+            step.zero_grad()
+            share = step.backward(tokens.batches(number, alone, segments), last=True, proceed=_nobody_stops)
+            assert share is not None
+            loss, _ = step.update(share).read()
+            return loss
+
+        return Contender(name, train, None if alone else scan)
+
+    def gradient(
+        self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
+    ) -> tuple[float, list[Tensor]]:
+        """Mean loss over the tokens of all ranks in step 0, and this rank's part of its gradient, if that is to be
+        kept. Trains nothing. Collective.
+
+        Args:
+            scan: joins the shards, or with each rank `alone` those of its own sequence.
+        """
+        self._scan.current = scan
+        step = self._training_step(alone, tokens)
+        step.zero_grad()
+        loss = step.backward(tokens.batches(0, alone, self._run.train.segments), last=True)
+        assert loss is not None
+        grads = []
+        for parameter in self.model.parameters() if keep else ():
+            assert parameter.grad is not None
+            grads.append(_local(parameter.grad))
+        step.zero_grad()
+        self._session.drain()
+        dist.all_reduce(loss)
+        return loss.item(), grads
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """[1, T] → [1, T, vocab], of a rank alone. Collective."""
+        logits = self.model(ids, SequenceShard(LocalScan(), 0, ids.shape[1]))
+        reshard(self.model)
+        return logits
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters whole, on the host, in the compute dtype. Collective."""
+        dtype = self._run.train.dtype.compute
+        whole = {}
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            whole[name] = tensor.detach().to("cpu", dtype)
+        return whole
+
+    def _training_step(self, alone: bool, tokens: RandomTokens) -> TrainingStep:
+        run = self._run
+        return TrainingStep(
+            self.model,
+            self._optimizer,
+            self._scan,
+            self._alone if alone else self._session.mesh,
+            strategy=run.parallel.strategy,
+            grad_clip=run.optim.grad_clip,
+            tokens_per_step=self._session.world_size * tokens.count,
+            seq_len=tokens.seq_len(alone),
+        )
+
+
+def state_elements(model: GLAConfig) -> int:
+    """Of a layer's state."""
+    return model.num_heads * model.head_k_dim * model.head_v_dim
+
+
+def _alone(mesh: ProcessMesh) -> ProcessMesh:
+    """The same ranks, each with sequences of its own."""
+    return replace(mesh, devices=device_mesh(mesh.device.type, (mesh.world_size, 1), ("dp", "sp"), mesh.timeout))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _nobody_stops() -> bool:
+    """What the trainer asks all ranks before each pass over a segment, between hosts."""
+    stopped = torch.tensor(0)
+    dist.all_reduce(stopped)
+    return not stopped

@@ -1,0 +1,283 @@
+"""Case `model`: the whole training step of a GLA model, by backend.
+
+A step is the trainer's (`zeco_train.step`): forward, backward, sum of the gradients, clipping, AdamW over master
+weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks, with
+`dp` its own sequence. Tokens are random, and others in each step.
+
+All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each:
+only the scan changes, so they differ in nothing but what they are compared for. The peer, `fla`, is another model
+(`zeco_train.bench.peer`) and is measured after the first is gone.
+
+Before anything is timed, on weights that have not been trained:
+- of a short sequence, the whole gradient of each backend against that with a plain scan in float64;
+- of the first step, the loss: close to that of guessing, log of the vocabulary, and the same for all backends;
+- logits of the peer, with the same weights, against ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.hooks import flops_per_token, recomputed_flops_per_token
+from zeco_train.bench.backends import Backends, RandomTokens, state_elements
+from zeco_train.bench.check import check_results
+from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
+from zeco_train.bench.report import Report, Row
+from zeco_train.bench.session import Session
+from zeco_train.bench.steps import Contender, time_in_turns
+from zeco_train.bench.variants import GatheredScan
+from zeco_train.config import Config, Dtype
+from zeco_train.errors import ConfigError
+from zeco_train.recorder import peak_flops
+
+# Of gradients: with four ranks and 12 layers in bf16 the rounding of states makes 4e-3; without states it is 0.05 to 9.
+TOLERANCE = {Dtype.bf16: 2e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}
+# Of first losses among backends. Losses of random tokens depend little on what crosses ranks.
+LOSS_TOLERANCE = {Dtype.bf16: 1e-3, Dtype.fp32: 1e-5, Dtype.fp64: 1e-10}
+# Of the first loss from that of guessing: initial logits are not zero, the wider the model the less.
+GUESS_TOLERANCE = 0.1
+# Of logits. fla's own rounding is not ours to judge; those of other weights are off by 1.4.
+PEER_TOLERANCE = 0.1
+PAPER_STEPS = 100
+COLUMNS = {
+    "heads": ("H", ">3"),
+    "tokens": ("tokens", ">7"),
+    "variant": ("variant", "<18"),
+    "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.0f"),
+    "ratio": ("of dp", ">6:.3f"),
+    "mean_ms": ("mean ms", ">9:.2f"),
+    "median_ms": ("median", ">9:.2f"),
+    "p10_ms": ("p10", ">9:.2f"),
+    "p90_ms": ("p90", ">9:.2f"),
+    "runs": ("steps", ">5"),
+    "mfu": ("MFU", ">6:.3f"),
+    "hfu": ("HFU", ">6:.3f"),
+    "exposed_ms": ("exposed ms", ">10:.3f"),
+    "peak_gb": ("peak GB", ">7:.2f"),
+    "first_step_seconds": ("first step s", ">12:.1f"),
+    "loss": ("loss", ">8:.4f"),
+    "relative_error": ("error", ">8:.1e"),
+    "choice": ("all-scan", "<"),
+}
+
+
+def run(config: ModelConfig, session: Session) -> Report:
+    """Measure all combinations; results are in the report's folder.
+
+    Raises:
+        WrongResultError: before anything of the same model is timed.
+        ConfigError: this machine has none of the variants.
+    """
+    report = Report("model", config, session, COLUMNS)
+    names = _available(config, session, report)
+    if config.steps < PAPER_STEPS:
+        report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
+    for heads in config.heads:
+        measurement = _Measurement(config.run_config(heads), config, session, report)
+        measurement.measure([name for name in names if not is_peer(name)], [name for name in names if is_peer(name)])
+    return report
+
+
+def _available(config: ModelConfig, session: Session, report: Report) -> list[str]:
+    """The variants, without those that this machine has not; these are noted."""
+    names, problem = [], None
+    run = config.run_config(config.heads[0])
+    for name in config.variants:
+        try:
+            if is_peer(name):
+                session.agree(partial(check_peer, run, session))
+            elif name != "dp":
+                session.agree(partial(session.scan, name, state_elements(run.model)))
+            names.append(name)
+        except ConfigError as error:
+            problem = error
+            report.note(f"{name} is not measured: {error}")
+    if problem is not None and not names:
+        raise problem
+    return names
+
+
+class _Measurement:
+    """Of one model: its backends with each number of tokens, and then the peer."""
+
+    def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report) -> None:
+        self._run, self._config, self._session, self._report = run, config, session, report
+        self._shape = f"{run.model.name}, H {run.model.num_heads}"
+        self._started = time.monotonic()
+        # Of `dp`, by tokens.
+        self._rates: dict[int, float] = {}
+
+    def measure(self, backends: Sequence[str], peers: Sequence[str]) -> None:
+        """Add all rows to the report."""
+        self._session.enter(self._shape)
+        weights = self._measure_backends(backends, bool(peers))
+        # Only here does nothing refer to a model any more, and the next one needs its memory.
+        _forget()
+        for name in peers:
+            assert weights is not None
+            self._measure_peer(name, weights)
+            _forget()
+
+    def _measure_backends(self, names: Sequence[str], want_weights: bool) -> Weights | None:
+        """Add the backends' rows; gives the initial weights, if the peer is to have them."""
+        ours = Backends(self._run, self._session)
+        built = time.monotonic() - self._started
+        checked = self._check(ours, names)
+        weights = self._weights(ours) if want_weights else None
+        seconds = time.monotonic() - self._started - built
+        self._report.note(f"{self._shape}: built in {built:.1f} s, checked in {seconds:.1f} s")
+        for count in self._config.tokens if names else ():
+            if not self._may_start(f"{self._shape}, {count:,} tokens a rank"):
+                break
+            # What is compiled for one length is not to know of another: code for any length may be slower.
+            _forget()
+            tokens = self._tokens(count)
+            contenders = [self._contender(ours, name, tokens) for name in names]
+            self._check_losses({contender.name: float(contender.loss) for contender in contenders})
+            rows = self._time(contenders, count)
+            self._rates |= {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "dp"}
+            self._add([row | checked[row["variant"]] for row in rows])
+        return weights
+
+    def _measure_peer(self, name: str, weights: Weights) -> None:
+        """Add the rows of a peer."""
+        self._session.enter(f"{self._shape}, {name}")
+        peer = Peer(name, weights, self._run, self._session.mesh)
+        started = time.perf_counter()
+        results = {"logits": (peer.logits(weights.ids).cpu(), weights.logits)}
+        check = partial(check_results, name, self._session.rank, results, PEER_TOLERANCE)
+        error = max(self._session.gather(self._session.agree(check)["logits"]))
+        tuned = time.perf_counter() - started
+        for count in self._config.tokens:
+            if not self._may_start(f"{self._shape}, {name}, {count:,} tokens a rank"):
+                break
+            # Most of what is tuned is tuned for all lengths, in the check already.
+            contender = Contender(name, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
+            tuned = 0.0
+            rows = self._time([contender], count)
+            # What it computes a second time is not ours.
+            self._add([{**row, "hfu": None, "relative_error": error} for row in rows])
+
+    def _may_start(self, what: str) -> bool:
+        if self._session.within_budget():
+            self._session.enter(what)
+            return True
+        budget = self._config.budget_seconds
+        self._report.note(f"{what} and what follows is not measured: budget_seconds={budget:g}")
+        return False
+
+    def _tokens(self, count: int) -> RandomTokens:
+        return RandomTokens(self._run.model.vocab_size, count, self._config.seed, self._session)
+
+    def _contender(self, ours: Backends, name: str, tokens: RandomTokens) -> Contender:
+        """A backend that has been once forward and back, with the loss of that."""
+        contender = ours.contender(name, tokens)
+        started = time.perf_counter()
+        contender.loss, _ = ours.gradient(ours.scan_of(name), tokens, alone=name == "dp", keep=False)
+        contender.first_seconds = time.perf_counter() - started
+        return contender
+
+    def _time(self, contenders: Sequence[Contender], count: int) -> list[Row]:
+        """Rows of contenders with so many tokens a rank."""
+        config = self._config
+        steps = time_in_turns(contenders, config.warmup, config.steps, self._session)
+        if steps < config.steps:
+            names = ", ".join(contender.name for contender in contenders)
+            text = f"{names}, {count:,} tokens: {steps} of {config.steps} steps"
+            self._report.note(f"{text}: budget_seconds={config.budget_seconds:g}")
+        model, train = self._run.model, self._run.train
+        flops = flops_per_token(model)
+        again = recomputed_flops_per_token(model, train.recompute, train.segments)
+        rows = []
+        for contender in contenders:
+            row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
+            row |= contender.as_row(self._session)
+            rate = 1e3 * count / row["mean_ms"]
+            mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, flops + again))
+            rows.append({**row, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu})
+        return rows
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        """Add rows of one number of tokens."""
+        dp = self._rates.get(rows[0]["tokens"])
+        self._report.add([{**row, "ratio": row["tokens_per_second_per_gpu"] / dp if dp else None} for row in rows])
+        self._session.spent(time.monotonic() - self._started)
+        self._started = time.monotonic()
+
+    def _utilisation(self, flops_per_second: float) -> float | None:
+        if not self._session.on_cuda:
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(self._session.device), self._run.train.dtype.compute)
+        return flops_per_second / peak if peak else None
+
+    def _check(self, ours: Backends, names: Sequence[str]) -> dict[str, Row]:
+        """Fields of each backend's rows: the error of the gradient, of a short sequence, and what `auto` chose.
+
+        Raises:
+            WrongResultError: on all ranks.
+        """
+        session, dtype = self._session, self._config.dtype
+        tokens = self._tokens(self._config.check_tokens)
+        checked: dict[str, Row] = {name: {} for name in names}
+        scans = [name for name in names if name != "dp"]
+        if not scans:
+            return checked
+        # Not compiled: that would be for another length, and takes long.
+        with torch.compiler.set_stance("force_eager"):
+            _, expected = ours.gradient(GatheredScan(), tokens)
+            for name in scans:
+                line = len(session.log)
+                _, found = ours.gradient(ours.scan_of(name), tokens)
+                results = {"gradient": _norms(found, expected)}
+                errors = check_results(name, session.rank, results, TOLERANCE[dtype])
+                checked[name] = {"relative_error": errors["gradient"], "choice": session.choice_since(line)}
+        return checked
+
+    def _check_losses(self, losses: dict[str, float]) -> None:
+        """Raise `WrongResultError`, on all ranks, for a first loss that is not that of guessing, or not the others'."""
+        guess = torch.tensor(math.log(self._run.model.vocab_size))
+        for name, loss in losses.items():
+            pair = torch.tensor(loss), guess
+            check_results(name, self._session.rank, {"the first loss, to be log(vocabulary),": pair}, GUESS_TOLERANCE)
+        shared = {name: loss for name, loss in losses.items() if name != "dp"}
+        for name, loss in shared.items():
+            first = next(iter(shared))
+            pair = torch.tensor(loss), torch.tensor(shared[first])
+            tolerance = LOSS_TOLERANCE[self._config.dtype]
+            check_results(name, self._session.rank, {f"the first loss, to be that of {first},": pair}, tolerance)
+
+    def _weights(self, ours: Backends) -> Weights:
+        ids = self._tokens(self._config.check_tokens).own(0)
+        with torch.compiler.set_stance("force_eager"):
+            return Weights(ours.weights(), ids, ours.logits(ids).cpu())
+
+
+def _peer_step(peer: Peer, tokens: RandomTokens, step: int) -> Tensor:
+    return peer.step(tokens.own(step))
+
+
+def _norms(found: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Two vectors whose relative difference is that of gradients sharded over all ranks. Collective."""
+    squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
+    for one, other in zip(found, expected, strict=True):
+        squares += torch.stack([(one - other).double().square().sum(), other.double().square().sum()])
+    dist.all_reduce(squares)
+    difference, norm = squares.sqrt().cpu()
+    return torch.stack([norm, difference]), torch.stack([norm, torch.zeros_like(norm)])
+
+
+def _forget() -> None:
+    """Free what is no longer used, compiled code too, which may hold it."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,154 @@
+"""The peer of case `model`: `GLAForCausalLM` of flash-linear-attention (fla), as its users train it.
+
+Their trainer, flame, wraps each block in FSDP2 with fp32 master weights and bf16 compute, takes the loss with fla's
+fused linear cross-entropy, clips, and steps a fused AdamW; it compiles nothing unless told to, and recomputes nothing.
+So does this, on each rank alone: FSDP2 over one rank casts and communicates nothing. Where the two differ, this is the
+faster one: no wait of the host for each step's norm, and no second cast of the weights for the backward pass.
+
+`fla:no_optimizer` is a forward and backward pass with bf16 weights, and no more. Tokens are random, and others in each
+step; labels are the tokens, which the model shifts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from models.gla import GLAConfig
+from models.hooks import has_weight_decay
+from zeco_train.bench.session import Session
+from zeco_train.config import Config, Dtype
+from zeco_train.errors import ConfigError
+from zeco_train.mesh import ProcessMesh, device_mesh
+from zeco_train.optim import build_optimizer
+from zeco_train.parallelize import reshard
+
+# The two have one name and one meaning in both configurations.
+_SAME = ("vocab_size", "hidden_size", "num_heads", "expand_k", "expand_v", "intermediate_size", "norm_eps")
+# fla's model takes these from its layer's defaults.
+_FIXED = {"gate_low_rank_dim": 16, "gate_logit_normalizer": 16}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Our model, for the peer to equal.
+
+    Attributes:
+        parameters: whole, by name, on the host.
+        ids: [1, T] int64.
+        logits: [1, T, vocab] that our model makes of them, on the host.
+    """
+
+    parameters: dict[str, Tensor]
+    ids: Tensor
+    logits: Tensor
+
+
+def is_peer(variant: str) -> bool:
+    """Whether a variant is fla's model."""
+    return variant.partition(":")[0] == "fla"
+
+
+def check_peer(run: Config, session: Session) -> None:
+    """Raise `ConfigError` if fla's model cannot be measured here, or cannot be this one."""
+    if not session.on_cuda:
+        raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
+    if run.train.dtype is not Dtype.bf16:
+        raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
+    for name, value in _FIXED.items():
+        if getattr(run.model, name) != value:
+            raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")
+    try:
+        import fla.models  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
+
+
+class Peer:
+    """fla's model with our weights, trained on this rank alone.
+
+    Args:
+        variant: `fla`, with the settings of `zeco_train.bench.variants`.
+        weights: what it starts from.
+        run: configuration of the model and its optimizer.
+        mesh: of all ranks. Collective.
+    """
+
+    def __init__(self, variant: str, weights: Weights, run: Config, mesh: ProcessMesh) -> None:
+        settings = variant.split(":")[1:]
+        self.model = _build(run.model, weights.parameters, mesh.device)
+        if "compile" in settings:
+            for index, block in enumerate(self.model.model.layers):
+                self.model.model.layers[index] = torch.compile(block)
+        self._grad_clip = run.optim.grad_clip
+        self._optimizer: torch.optim.Optimizer | None = None
+        if "no_optimizer" in settings:
+            self.model.to(run.train.dtype.compute)
+        else:
+            _shard(self.model, run, mesh)
+            self._optimizer = build_optimizer(self.model, run.optim, has_weight_decay)
+        self.model.train()
+
+    def step(self, ids: Tensor) -> Tensor:
+        """One step on [1, T] tokens; the mean loss, on the device."""
+        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if self._optimizer is not None:
+            if self._grad_clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip)
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """[1, T] → [1, T, vocab]."""
+        logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=None).logits
+        reshard(self.model)
+        return logits
+
+
+def _build(config: GLAConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
+    """fla's model with these parameters, in their fp32."""
+    from fla.models import GLAConfig as PeerConfig
+    from fla.models import GLAForCausalLM as PeerModel
+
+    with torch.device("meta"), warnings.catch_warnings():
+        # That its loss rounds otherwise than its plain one: it is what its users take.
+        warnings.simplefilter("ignore", UserWarning)
+        model = PeerModel(
+            PeerConfig(
+                num_hidden_layers=config.num_layers,
+                tie_word_embeddings=config.tie_word_embeddings,
+                fuse_cross_entropy=False,
+                fuse_linear_cross_entropy=True,
+                **{name: getattr(config, name) for name in _SAME},
+            )
+        )
+    model.to_empty(device=device)
+    if config.tie_word_embeddings:
+        # `to_empty` replaces each module's parameters on their own.
+        model.lm_head.weight = model.model.embeddings.weight
+    assert not dict(model.named_buffers()), "to_empty would leave them unset"
+    own = dict(model.named_parameters())
+    assert own.keys() == parameters.keys(), own.keys() ^ parameters.keys()
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(parameters[name])
+    return model
+
+
+def _shard(model: Any, run: Config, mesh: ProcessMesh) -> None:
+    """FSDP2 over this rank alone: master weights are cast for each step."""
+    policy = MixedPrecisionPolicy()
+    if run.train.dtype is Dtype.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    one = device_mesh(mesh.device.type, (mesh.world_size, 1), ("other", "own"), mesh.timeout)["own"]
+    modules: list[nn.Module] = [*model.model.layers, model]
+    for module in modules:
+        fully_shard(module, mesh=one, mp_policy=policy, reshard_after_forward=False)

@@ -1,0 +1,157 @@
+"""Timing whole steps: contenders take turns, a block of steps each, and a block is timed twice.
+
+The host's clock says how long a block took, from a device that has nothing to do to one that has done all: throughput
+is from that. Events after each step say how long each took: median and spread are from those. On CPUs the host's clock
+says both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco_train.bench.check import check_results
+from zeco_train.bench.report import Row
+from zeco_train.bench.samples import Summary
+from zeco_train.bench.session import Session
+from zeco_train.sp.backend import ScanBackend
+
+Mark = torch.cuda.Event | float
+# Blocks of steps that each contender's are cut into.
+ROUNDS = 4
+
+
+@dataclass
+class Contender:
+    """What takes part in a comparison.
+
+    Attributes:
+        name: of the variant.
+        step: a whole optimizer step, the so-manieth; returns the mean loss, of all ranks' tokens or of its own.
+        scan: whose exposed communication is measured.
+        samples: ms of each timed step on this rank.
+        seconds: of each block of steps on this rank, by the host's clock.
+        first_seconds: of the first step, with all that is compiled and tuned in it.
+        exposed: seconds for which compute waited for scans, of one step in each block.
+        loss: of the last step.
+        peak_gb: of device memory.
+    """
+
+    name: str
+    step: Callable[[int], float | Tensor]
+    scan: ScanBackend | None = None
+    samples: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
+    exposed: list[float] = field(default_factory=list)
+    loss: float | Tensor = math.nan
+    peak_gb: float | None = None
+
+    def as_row(self, session: Session) -> Row:
+        """By the names that results.json has, the slowest rank counting. Collective.
+
+        Raises:
+            WrongResultError: the last loss is not finite.
+        """
+        by_rank = session.gather(self.samples)
+        seconds = [max(block) for block in zip(*session.gather(self.seconds), strict=True)]
+        loss = sum(session.gather(float(self.loss))) / session.world_size
+        # One that is not finite differs from itself.
+        check_results(self.name, session.rank, {"the last loss": (torch.tensor(loss),) * 2}, 0.0)
+        exposed = session.gather(sum(self.exposed) / len(self.exposed) if self.exposed else 0.0)
+        return {
+            "variant": self.name,
+            **Summary.of(by_rank).as_row(),
+            "mean_ms": 1e3 * sum(seconds) / len(self.samples),
+            "exposed_ms": 1e3 * max(exposed) if self.exposed and session.world_size > 1 else None,
+            "peak_gb": max(session.gather(self.peak_gb or 0.0)) or None,
+            "first_step_seconds": max(session.gather(self.first_seconds)),
+            "loss": loss,
+            "samples_ms_by_rank": by_rank,
+            "seconds_by_block": seconds,
+        }
+
+
+def time_in_turns(contenders: Sequence[Contender], warmup: int, steps: int, session: Session) -> int:
+    """Warm up, then time all contenders in turns; what was measured is theirs then. Collective.
+
+    Returns:
+        The steps of each: fewer than asked for where another round would not end within the session's budget.
+    """
+    numbers = itertools.count()
+    for contender in contenders:
+        for index in range(warmup):
+            started = time.perf_counter()
+            contender.step(next(numbers))
+            if index == 0:
+                _settle(session)
+                contender.first_seconds += time.perf_counter() - started
+    done = 0
+    for turn, count in enumerate(_rounds(steps)):
+        started = time.monotonic()
+        for index in range(len(contenders)):
+            _block(contenders[(turn + index) % len(contenders)], count, numbers, session)
+        done += count
+        if not session.within_budget(time.monotonic() - started):
+            break
+    return done
+
+
+def _rounds(steps: int) -> Iterator[int]:
+    """The steps of each round; the larger ones first, none is 0."""
+    for index in range(min(ROUNDS, steps)):
+        yield steps // ROUNDS + (index < steps % ROUNDS)
+
+
+def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
+    """Time so many steps, after one in which the exposed communication is measured instead."""
+    _settle(session)
+    if contender.scan is None:
+        contender.step(next(numbers))
+    else:
+        with contender.scan.exposed.measuring():
+            contender.step(next(numbers))
+            _settle(session)
+        contender.exposed.append(contender.scan.exposed.take() or 0.0)
+    _settle(session)
+    dist.barrier()
+    if session.on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    started, marks = time.perf_counter(), [_mark(session)]
+    for _ in range(count):
+        contender.loss = contender.step(next(numbers))
+        marks.append(_mark(session))
+    _settle(session)
+    contender.seconds.append(time.perf_counter() - started)
+    contender.samples += [_milliseconds(*pair) for pair in itertools.pairwise(marks)]
+    if session.on_cuda:
+        contender.peak_gb = max(contender.peak_gb or 0.0, torch.cuda.max_memory_allocated() / 1e9)
+
+
+def _settle(session: Session) -> None:
+    if session.on_cuda:
+        torch.cuda.synchronize()
+    session.drain()
+
+
+def _mark(session: Session) -> Mark:
+    if not session.on_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start: Mark, end: Mark) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return 1e3 * (end - start)
+    assert isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end)
