@@ -145,11 +145,16 @@ def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
     both = [contender("a"), contender("b")]
     with mock.patch.object(steps.dist, "barrier"):
         assert time_in_turns(both, 2, 7, session) == 6  # of rounds of 2, 2, 2 and 1
-    # The first step of each block is not timed, and each step has tokens of its own.
+    # The first step after a turn is not timed, and each step has tokens of its own.
     assert "".join(name for name, _ in issued) == "aabb" + "aaabbb" + "bbbaaa" + "aaabbb"
     assert [step for _, step in issued] == [*range(len(issued))]
     for each in both:
         assert (len(each.samples), len(each.seconds), each.loss) == (6, 3, 1.5)
+    issued.clear()
+    session.within_budget.side_effect = None
+    with mock.patch.object(steps.dist, "barrier"):
+        assert time_in_turns([contender("alone")], 1, 5, session) == 5
+    assert len(issued) == 1 + 5
 
 
 def test_a_last_loss_that_is_not_finite_is_reported() -> None:

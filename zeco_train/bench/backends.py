@@ -114,7 +114,8 @@ class Backends:
         def train(number: int) -> float:
             self._scan.current = scan
             step.zero_grad()
-            share = step.backward(tokens.batches(number, alone, segments), last=True, proceed=_nobody_stops)
+            with scan.exposed.measuring():
+                share = step.backward(tokens.batches(number, alone, segments), last=True, proceed=_nobody_stops)
             assert share is not None
             loss, _ = step.update(share).read()
             return loss

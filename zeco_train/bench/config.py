@@ -149,7 +149,8 @@ class ModelConfig(BenchConfig):
     """Attributes:
     model: a file of `configs/model`; `model.KEY=VALUE` overrides what it says, as in train.py.
     heads, tokens: H, and tokens of a rank in a step; all combinations are measured, tokens innermost.
-    steps: timed optimizer steps of each variant; the papers' are 100.
+    steps: timed optimizer steps of each variant; the papers' are 100. Fewer, which is noted, where another quarter of
+        them would not end within budget_seconds.
     dtype, compile, recompute, segments: as train.py's `train.dtype` and so on; they do not concern `fla`.
     strategy: where parameters live; not hsdp, whose ranks would be others with `dp` than with the rest.
     check_tokens: tokens a rank of the check of correctness.

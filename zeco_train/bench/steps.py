@@ -39,7 +39,7 @@ class Contender:
         samples: ms of each timed step on this rank.
         seconds: of each block of steps on this rank, by the host's clock.
         first_seconds: of the first step, with all that is compiled and tuned in it.
-        exposed: seconds for which compute waited for scans, of one step in each block.
+        exposed: seconds for which compute waited for scans in all timed steps on this rank.
         loss: of the last step.
         peak_gb: of device memory.
     """
@@ -50,7 +50,7 @@ class Contender:
     samples: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_seconds: float = 0.0
-    exposed: list[float] = field(default_factory=list)
+    exposed: float | None = None
     loss: float | Tensor = math.nan
     peak_gb: float | None = None
 
@@ -65,12 +65,12 @@ class Contender:
         loss = sum(session.gather(float(self.loss))) / session.world_size
         # One that is not finite differs from itself.
         check_results(self.name, session.rank, {"the last loss": (torch.tensor(loss),) * 2}, 0.0)
-        exposed = session.gather(sum(self.exposed) / len(self.exposed) if self.exposed else 0.0)
+        exposed = [of_rank for of_rank in session.gather(self.exposed) if of_rank is not None]
         return {
             "variant": self.name,
             **Summary.of(by_rank).as_row(),
             "mean_ms": 1e3 * sum(seconds) / len(self.samples),
-            "exposed_ms": 1e3 * max(exposed) if self.exposed and session.world_size > 1 else None,
+            "exposed_ms": 1e3 * max(exposed) / len(self.samples) if exposed else None,
             "peak_gb": max(session.gather(self.peak_gb or 0.0)) or None,
             "first_step_seconds": max(session.gather(self.first_seconds)),
             "loss": loss,
@@ -97,7 +97,10 @@ def time_in_turns(contenders: Sequence[Contender], warmup: int, steps: int, sess
     for turn, count in enumerate(_rounds(steps)):
         started = time.monotonic()
         for index in range(len(contenders)):
-            _block(contenders[(turn + index) % len(contenders)], count, numbers, session)
+            contender = contenders[(turn + index) % len(contenders)]
+            if len(contenders) > 1:
+                contender.step(next(numbers))  # finds what the one before it has left
+            _block(contender, count, numbers, session)
         done += count
         if not session.within_budget(time.monotonic() - started):
             break
@@ -111,16 +114,10 @@ def _rounds(steps: int) -> Iterator[int]:
 
 
 def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
-    """Time so many steps, after one in which the exposed communication is measured instead."""
+    """Time so many steps."""
     _settle(session)
-    if contender.scan is None:
-        contender.step(next(numbers))
-    else:
-        with contender.scan.exposed.measuring():
-            contender.step(next(numbers))
-            _settle(session)
-        contender.exposed.append(contender.scan.exposed.take() or 0.0)
-    _settle(session)
+    if contender.scan is not None:
+        contender.scan.exposed.take()
     dist.barrier()
     if session.on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -131,6 +128,8 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     _settle(session)
     contender.seconds.append(time.perf_counter() - started)
     contender.samples += [_milliseconds(*pair) for pair in itertools.pairwise(marks)]
+    if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
+        contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
         contender.peak_gb = max(contender.peak_gb or 0.0, torch.cuda.max_memory_allocated() / 1e9)
 
