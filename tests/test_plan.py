@@ -89,7 +89,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
 STEPS = [
     (strategy, sp_size, segments, micro_steps, dtype)
     for strategy, sp_size in ((Strategy.ddp, 4), (Strategy.zero2, 4), (Strategy.zero3, 2), (Strategy.hsdp, 2))
-    for segments, micro_steps, dtype in ((1, 2, Dtype.bf16), (3, 1, Dtype.bf16), (3, 2, Dtype.fp32))
+    for segments, micro_steps, dtype in ((1, 1, Dtype.fp32), (3, 2, Dtype.bf16))
 ]
 
 
@@ -338,6 +338,8 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (["gpu=cpu", "world_size=2", "data.seq_len=262144", "data.global_batch=1"], 13.1 / 2, None),
     (["gpu=cpu", "sp=dp", "data.seq_len=65536", "data.global_batch=1"], 3.76, None),
     (["gpu=cpu", "sp=dp", "data.seq_len=16384", "data.global_batch=1"], 1.39, None),
+    # 1.84 and 2.06 GB on its two ranks.
+    (["+experiment=gla_tiny_1m"], 1.95, None),
 ]
 
 
@@ -406,9 +408,9 @@ def test_step_time_by_kind() -> None:
     assert time.tokens == 65536
     assert time.tokens_per_second == pytest.approx(65536 / time.total)
     assert time.per_device == pytest.approx(time.tokens_per_second / 4)
-    # A second forward pass through the blocks, down projections aside; a third of all for the segments but the last.
+    # A second forward pass, a third of the blocks' products, but for what is left out; in segments, for all but one.
     full = planned(*arguments, "matmul_tflops=500", "train.recompute=full").time.seconds["products"]
-    assert 1.25 < full / time.seconds["products"] < 4 / 3
+    assert 1.2 < full / time.seconds["products"] < 4 / 3
     segments = planned(*arguments, "matmul_tflops=500", "train.segments=4").time.seconds["products"]
     expected = (own.linear * (1 + 3 / 4 / 3) + own.head) * 16384 / 500e12
     assert segments == pytest.approx(expected)
@@ -521,7 +523,7 @@ def test_experiments_fit_their_machine(name: str) -> None:
     assert case.tokens == expected.get(name, case.tokens)
     if name == "gla_tiny_1m":
         assert case.config.data.seq_len == 1 << 20
-        assert plan_memory(case, 0.05).peak < 2e9
+        assert plan_memory(case, 0.05).peak < 2.5e9
 
 
 def test_command() -> None:

@@ -117,6 +117,10 @@ WORKSPACE_BYTES = 0.2e9
 OUTSIDE_BYTES = 2.0e9
 # A CPU process with torch imported.
 PROCESS_BYTES = 0.6e9
+# glibc keeps freed tensors of up to 32 MB, and cannot give all of them out again: so much more, of the activations of
+# each pass, where a step has several (gla_tiny, 32 segments of 16,384 tokens: 2.0 GB; with all of them in mappings of
+# their own, MALLOC_MMAP_THRESHOLD_=131072, 1.2 GB).
+HEAP_TENSOR, HEAP_SHARE = 32 << 20, 0.8
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,11 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "optimizer": optimizer_bytes(case),
         "states": _state_bytes(case, layers),
         "buffers": _buffer_bytes(case),
-        "workspace": calibration.PROCESS_BYTES if case.machine.is_cpu else calibration.WORKSPACE_BYTES,
+        "workspace": calibration.WORKSPACE_BYTES,
     }
     whole = layers * case.tokens * kept * correction + 16.0 * case.tokens
+    if case.machine.is_cpu:
+        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + block)
     phases = {
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
@@ -110,6 +112,12 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     outside = 0.0 if case.machine.is_cpu else calibration.OUTSIDE_BYTES
     ordered = {name: {kind: kinds.get(kind, 0.0) for kind in KINDS} for name, kinds in phases.items()}
     return Memory(ordered, outside, headroom, case.machine.memory / ranks)
+
+
+def _heap_share(case: Case) -> float:
+    """Of the activations, what a CPU's allocator wastes on top."""
+    largest = case.tokens * max(case.widths.values()) * case.wide_bytes
+    return calibration.HEAP_SHARE if case.passes > 1 and largest < calibration.HEAP_TENSOR else 0.0
 
 
 def parameter_bytes(case: Case, itemsize: int) -> float:
