@@ -71,13 +71,11 @@ class Request:
         settings: the planner's own.
         config: the run's.
         given: keys of the run that the command line sets, groups aside.
-        overrides: the run's part of the command line.
     """
 
     settings: PlanSettings
     config: Config
     given: frozenset[str]
-    overrides: tuple[str, ...]
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -93,7 +91,7 @@ def parse(arguments: Sequence[str]) -> Request:
     for text in overrides:
         _check_near_miss(text, names)
     given = check_overrides(overrides, Config, group_options())
-    return Request(settings, load_config(overrides), frozenset(given), tuple(overrides))
+    return Request(settings, load_config(overrides), frozenset(given))
 
 
 def _key(text: str) -> str:
@@ -114,6 +112,7 @@ def describe() -> str:
     return (
         "usage: python -m zeco_train.plan [KEY=VALUE ...]\n\n"
         "Says what a run of train.py with the same overrides would take of memory, wire and time; starts nothing.\n"
+        "The exit code is 0 also where the run does not fit: the plan says so, and what would.\n"
         "  python -m zeco_train.plan +experiment=gla_1b_16k\n"
         "  python -m zeco_train.plan +experiment=gla_1b_16k sp.size=256 data.seq_len=4194304 token_budget=100e9\n"
         "data.seq_len is the whole sequence: 16k tokens a GPU on 256 GPUs are 256 times 16384.\n"
