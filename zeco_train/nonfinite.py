@@ -66,7 +66,8 @@ def _first_activation(model: nn.Module, forwards: Iterable[Callable[[], object]]
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
-        with torch.no_grad():
+        # Compiled code runs no hooks of the modules inside it.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             # All of them, also after a find: the other ranks take part in each.
             for forward in forwards:
                 forward()
