@@ -158,9 +158,9 @@ class GatedLinearAttention(nn.Module):
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        down, up = self.gk_proj
-        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj, down
-        q, k, v, gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
+        down, up = self.gk_proj[0].weight, self.gk_proj[1]
+        projections = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, self.g_proj.weight, down
+        q, k, v, gate, low_rank = parallel_linear(x, *projections)
         q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
         v, gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, gate))
         # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
@@ -231,6 +231,10 @@ class GLAModel(nn.Module):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GLABlock(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def blocks(self) -> list[GLABlock]:
+        """The layers, by their type."""
+        return [layer for layer in self.layers if isinstance(layer, GLABlock)]
 
     def forward(self, input_ids: Tensor, shard: SequenceShard, states: LayerStates | None = None) -> Tensor:
         """See `GLAForCausalLM.forward`."""
@@ -309,7 +313,7 @@ class GLAForCausalLM(nn.Module):
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward pass computes again, in every block."""
-        for layer in self.model.layers:
+        for layer in self.model.blocks():
             layer.recompute = recompute
 
     def compile_parts(self, **options: Any) -> None:
@@ -319,7 +323,7 @@ class GLAForCausalLM(nn.Module):
         """
         # A block is compiled for each way in which it is run: with and without gradients, states to replay, or carries.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer in self.model.layers:
+        for layer in self.model.blocks():
             layer.compile_compute(**options)
         self.model.norm.compile(fullgraph=True, **options)
         self.lm_head.token_losses = torch.compile(token_losses, fullgraph=True, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from data.config import check_batch, check_seq_len, locate_stores
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.store import TokenStore, check_vocabulary
-from models.gla import GLAConfig, GLAForCausalLM
+from models.gla import GLAConfig, GLAForCausalLM, num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
@@ -87,7 +88,21 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     check_batch(config.data.global_batch, config.data.micro_batch, launch.world_size // sp_size)
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
+    _check_memory(config, device)
     return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
+
+
+def _check_memory(config: Config, device: torch.device) -> None:
+    """Refuse a model that no rank could initialise, before the system ends the process, or another one."""
+    count = num_parameters(config.model)
+    needed = count * config.train.dtype.master.itemsize
+    if device.type == "cuda":
+        available, owner = torch.cuda.get_device_properties(device).total_memory, "this GPU"
+    else:
+        available, owner = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    if needed > available:
+        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
+        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
 
 
 def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:

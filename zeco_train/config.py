@@ -7,7 +7,6 @@ nothing past it sees a `DictConfig`.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
-from models.gla import GLAConfig, num_parameters
+from models.gla import GLAConfig
 from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind
@@ -140,15 +139,6 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        """Refuse a model that no rank could initialise, before the system ends the process, or another one."""
-        needed = num_parameters(self.model) * self.train.dtype.master.itemsize
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > available:
-            sizes = f"{needed / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB"
-            raise ConfigError("model", self.model.name, f"{num_parameters(self.model):,} parameters take {sizes}")
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is trained on what; a run's folder holds one identity for ever."""

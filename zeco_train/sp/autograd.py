@@ -72,7 +72,8 @@ def gla(
     o, crossing = gla_at(q, k, v, g, place, Boundary(incoming_state, carry_in, want_carry))
     if o.grad_fn is not None:
         # The op knows the scan by name only, and a caller may drop the shard before the backward pass.
-        o.grad_fn.metadata["scan"] = shard.scan
+        metadata: Any = o.grad_fn.metadata
+        metadata["scan"] = shard.scan
     return o, crossing.carry_out if want_carry else None
 
 
@@ -172,10 +173,10 @@ def _gla_backward(
             local.state_grad, log_decay, reverse=True, carry_in=dcarry_out, want_carry=want_dcarry
         )
         local.overlap()
-        grads = local.input_grads(pending.wait())
+        dq, dk, dv, dg = (grad.contiguous() for grad in local.input_grads(pending.wait()))
         pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else log_decay.new_empty(0)
-        return *(x.contiguous() for x in grads), dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in
+        return dq, dk, dv, dg, dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in
 
 
 @_gla_backward.register_fake
