@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,9 +158,9 @@ class GatedLinearAttention(nn.Module):
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        down, up = self.gk_proj[0].weight, self.gk_proj[1]
-        projections = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, self.g_proj.weight, down
-        q, k, v, gate, low_rank = parallel_linear(x, *projections)
+        down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
+        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj, down
+        q, k, v, gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
         q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
         v, gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, gate))
         # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
