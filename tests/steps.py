@@ -3,6 +3,7 @@ into one spawn."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from models.hooks import has_weight_decay
 from tests.sp_reference import RecordingScan
 from tests.training import full
 from zeco_train.build import build_model
-from zeco_train.config import Compile, Dtype, TrainConfig
+from zeco_train.config import Dtype, TrainConfig
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.optim import OptimConfig, build_optimizer
 from zeco_train.parallelize import Strategy
@@ -52,7 +53,13 @@ STARTS = ((0, 60, 75, 180, 181), (0, 7, 120), (0, 1, 2, 3, 29, 30, 31, 119, 121,
 
 @dataclass(frozen=True)
 class Case:
-    """How the steps are taken. `micro_batch` sequences go through the model at once; with `documents` that is one."""
+    """How the steps are taken.
+
+    Attributes:
+        micro_batch: sequences that go through the model at once; with `documents` that is one.
+        compiler: `torch.compile`'s backend; None leaves the model as it is.
+        num_layers: of the model.
+    """
 
     strategy: Strategy = Strategy.zero2
     recompute: Recompute = Recompute.none
@@ -60,7 +67,8 @@ class Case:
     documents: bool = False
     micro_batch: int = 1
     steps: int = 3
-    compile: Compile = Compile.never
+    compiler: Any = None
+    num_layers: int = TINY.num_layers
 
 
 @dataclass
@@ -99,12 +107,13 @@ def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
     return init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
 
 
-def make_step(
-    case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0, config: GLAConfig = TINY
-) -> tuple[GLAForCausalLM, TrainingStep]:
+def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) -> tuple[GLAForCausalLM, TrainingStep]:
     """A model in fp64, and its step."""
-    train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute, compile=case.compile)
+    train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
+    config = dataclasses.replace(TINY, num_layers=case.num_layers)
     model = build_model(config, train, case.strategy, mesh, seed=0)
+    if case.compiler is not None:
+        model.compile_parts(backend=case.compiler)
     step = TrainingStep(
         model,
         build_optimizer(model, OptimConfig(lr=1e-2), has_weight_decay),
