@@ -28,6 +28,10 @@ SMALL = {
     "documents": KernelCase((1, 300, 1, 16, 16), documents=(0, 70, 128, 129, 200, 300), programs=2),
     "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), continues=False),
     "one document, that continues": KernelCase((1, 100, 1, 16, 16), documents=(0, 100)),
+    # a tile of keys is at least 64 wide in bf16, 32 in fp32: the rest of it must count for nothing
+    "16 keys": KernelCase((1, 200, 2, 16, 64), documents=(0, 70, 128, 200)),
+    "32 keys": KernelCase((2, 130, 2, 32, 64), rate=1.0),
+    "48 keys": KernelCase((1, 130, 2, 48, 64), rate=1.0, documents=(0, 100, 130)),
 }
 LARGE = {
     **SMALL,
@@ -57,6 +61,32 @@ def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, errors in run_distributed(_interpreted, 1, timeout=300.0)[0].items():
         assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
         assert len(errors) == 8
+
+
+class Recorder:
+    """In place of a kernel: what it is launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *arguments: object, **constants: object) -> None:
+        self.constants = constants
+
+
+@pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
+def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, of the gradients inside chunks: fewer than 64 keys or values; whatever options are kept."""
+    from zeco_train.kernels.gla import launch, tuning
+
+    kernel = Recorder()
+    monkeypatch.setattr(launch, "intra_grads_kernel", kernel)
+    q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
+    v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.Options(16, 16, 4, 1)
+    for options in (tuning.options_for(q, v), tuning.Tuning(intra_grads=narrow)):
+        launch.Launcher(q, v, None, 1.0, options).intra_grads(q, q, v, b, v, v)
+        tile = [kernel.constants[name] for name in ("BK", "BV")]
+        assert min(tile) >= 64
+        assert kernel.constants["ONE_TILE"] == (tile[0] >= K)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,12 @@ from zeco_train.kernels.gla.tuning import Tuning
 
 CHUNK = 64
 MOST_HEADS = 65_535
+# Tiles of `intra_grads_kernel`, and of `scores_kernel` along K, are no narrower than those seen to be right: columns
+# beyond K are zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or
+# illegal memory accesses (K 64), whether joined or not; scores_kernel was right with them where not joined.
+NARROWEST_GRADS = {torch.bfloat16: 64, torch.float32: 32}
+NARROWEST_SCORES = 32
+NARROWEST_JOINED = 64
 
 
 @dataclass(frozen=True)
@@ -140,13 +146,16 @@ class Launcher:
     def _new_scores(self) -> Tensor:
         return self._new(self.num_chunks, self.B, self.H, CHUNK, CHUNK, dtype=self.dtype)
 
+    def _joined(self, BK: int) -> bool:
+        return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
+
     def scores(self, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
         """[N, B, H, C, C]; what lies above the diagonal is undefined."""
         scores, options = self._new_scores(), self.tuning.scores
-        BK, _ = options.tile(self.K, self.V)
-        scores_kernel[(self.num_chunks * (CHUNK // 16), self.BH)](
-            q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, **self.flags,
-            **options.launch,
+        BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
+        scores_kernel[(self.num_chunks, self.BH)](
+            q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, JOINED=self._joined(BK),
+            **self.flags, **options.launch,
         )  # fmt: skip
         return scores
 
@@ -167,10 +176,11 @@ class Launcher:
         """scores; dq; dk inside chunks; q ⊙ dq − k ⊙ dk of that dk."""
         scores, dq, dk, terms = self._new_scores(), torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
         options = self.tuning.intra_grads
-        BK, BV = options.tile(self.K, self.V)
-        intra_grads_kernel[(self.num_chunks * (CHUNK // 16), self.BH)](
+        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
+        intra_grads_kernel[(self.num_chunks, self.BH)](
             q, k, v, b, do, self.pieces, states, scores, dq, dk, terms, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
+            self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, JOINED=self._joined(BK), ONE_TILE=self.K <= BK,
+            **self.flags, **options.launch,
         )  # fmt: skip
         return scores, dq, dk, terms
 

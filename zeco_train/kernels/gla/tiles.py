@@ -23,6 +23,11 @@ if triton.knobs.runtime.interpret:
     def decay(x):
         """exp(x), fp32."""
         return tl.exp(x)
+
+    @triton.jit
+    def decay_between(x):
+        """exp(−|x|), fp32."""
+        return tl.exp(-tl.abs(x))
 else:
 
     @triton.jit
@@ -30,6 +35,13 @@ else:
         """exp(x), fp32; below 2^-126 it is 0. `tl.exp` takes four more instructions to keep what lies below that."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def decay_between(x):
+        """exp(−|x|), fp32, as `decay`; with the sign in the constant, where `decay(-tl.abs(x))` would subtract."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
@@ -66,13 +78,6 @@ def load_last_row(b, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.co
     last = tl.minimum(start + C, T) - 1
     columns = first_column + tl.arange(0, WIDTH)
     return tl.load(b + last.to(tl.int64) * H * D + columns, mask=columns < D, other=0.0)
-
-
-@triton.jit
-def load_row(b, token, T, H, D, first_column, WIDTH: tl.constexpr):
-    """[WIDTH], b at one token; zeros past the end."""
-    columns = first_column + tl.arange(0, WIDTH)
-    return tl.load(b + token.to(tl.int64) * H * D + columns, mask=(columns < D) & (token < T), other=0.0)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ entry of its dtype: slower perhaps, but as right, for options change the order o
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -31,10 +31,10 @@ class Options:
     num_stages: int
     max_registers: int | None = None
 
-    def tile(self, K: int, V: int) -> tuple[int, int]:
-        """(BK, BV) for these head dims: no wider than they are, and no narrower than a matrix product takes."""
+    def tile(self, K: int, V: int, narrowest: int = 16) -> tuple[int, int]:
+        """(BK, BV) for these head dims: no wider than they are, but at least `narrowest`, as a matrix product wants."""
         most = (self.keys, K), (self.values, V)
-        keys, values = (max(16, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
+        keys, values = (max(narrowest, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
         return keys, values
 
     @property
@@ -48,26 +48,32 @@ class Tuning:
 
     local_states: Options = Options(32, 128, 4, 3)
     true_states: Options = Options(32, 128, 4, 3)
-    scores: Options = Options(32, 64, 1, 2, 128)
-    intra_grads: Options = Options(16, 128, 1, 1)
+    scores: Options = Options(64, 64, 8, 1, 128)
+    intra_grads: Options = Options(64, 64, 8, 1)
     outputs: Options = Options(32, 128, 4, 2, 128)
     input_grads: Options = Options(64, 64, 4, 1, 168)
     join: Options = Options(64, 64, 4, 1)
     programs: int = 264
 
 
+_UP_TO_64 = Tuning(
+    local_states=Options(64, 128, 4, 2),
+    intra_grads=Options(64, 64, 4, 1),
+    input_grads=Options(32, 64, 4, 1, max_registers=128),
+)
+
 # By (architecture, dtype, most keys that the entry is for), in the order of keys. Measured on an H200 at 16k tokens, by
-# the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4.
+# the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores and intra_grads also K32 V64 H32, and not K256.
 KEPT = {
-    ((9, 0), torch.bfloat16, 64): Tuning(
-        local_states=Options(64, 128, 4, 2), input_grads=Options(32, 64, 4, 1, max_registers=128)
-    ),
+    ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=Options(32, 64, 4, 1, 128)),
+    ((9, 0), torch.bfloat16, 64): _UP_TO_64,
+    ((9, 0), torch.bfloat16, 128): Tuning(intra_grads=Options(128, 64, 8, 1)),
     ((9, 0), torch.bfloat16, 256): Tuning(),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 256): Tuning(
         local_states=Options(32, 32, 4, 2),
         true_states=Options(32, 32, 4, 2),
-        scores=Options(32, 32, 2, 1),
+        scores=Options(32, 32, 4, 1),
         intra_grads=Options(32, 32, 4, 1),
         outputs=Options(32, 64, 4, 1),
         input_grads=Options(32, 32, 4, 1),
