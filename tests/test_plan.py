@@ -333,6 +333,15 @@ def test_loss_chunk_is_that_of_the_loss() -> None:
 
 # --- what was measured: GB at the peak of a rank (on CPUs of its process), seconds a step ---
 
+
+def _h200(world_size: int, kilotokens: int, sp: str, *more: str) -> list[str]:
+    """So many tokens a GPU, as one sequence of each or of all."""
+    sequences = world_size if sp == "sp=dp" else 1
+    seq_len = 1024 * kilotokens * world_size // sequences
+    split = [f"world_size={world_size}", f"data.seq_len={seq_len}", f"data.global_batch={sequences}"]
+    return ["model=gla_1b", "train.dtype=bf16", "gpu=h200", sp, *split, *more]
+
+
 MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     # README: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.
     (["gpu=cpu", "world_size=2", "data.seq_len=262144", "data.global_batch=1"], 13.1 / 2, None),
@@ -340,6 +349,21 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (["gpu=cpu", "sp=dp", "data.seq_len=16384", "data.global_batch=1"], 1.39, None),
     # 1.84 and 2.06 GB on its two ranks.
     (["+experiment=gla_tiny_1m"], 1.95, None),
+    # H200s, torch 2.11, gla_1b, zero2, compiled: max_memory_allocated and the median step.
+    (_h200(1, 16, "sp=dp"), 43.72, 0.235),
+    (_h200(1, 32, "sp=dp"), 69.13, 0.4535),
+    (_h200(1, 32, "sp=dp", "train.recompute=selective"), 45.00, 0.499),
+    (_h200(1, 256, "sp=dp", "train.segments=8"), 73.94, 4.412),
+    (_h200(4, 16, "sp=dp"), 33.50, 0.234),
+    (_h200(4, 16, "sp=zeco"), 33.49, 0.237),
+    (_h200(4, 16, "sp=lasp2"), 33.49, 0.234),
+    (_h200(4, 16, "sp=lasp1"), 33.49, 0.239),
+    (_h200(4, 32, "sp=dp"), 58.92, 0.451),
+    (_h200(4, 32, "sp=zeco"), 58.91, 0.446),
+    # Taken when `full` still computed the mlps' last product again, about 4 % of these times.
+    (_h200(1, 64, "sp=dp", "train.recompute=full"), 28.22, 1.152),
+    (_h200(4, 16, "sp=zeco", "train.recompute=full"), 9.47, 0.316),
+    (_h200(4, 256, "sp=zeco", "train.recompute=full"), 51.85, 4.475),
 ]
 
 
@@ -354,14 +378,27 @@ def test_measured_cases(arguments: list[str], peak_gb: float, seconds: float | N
 @pytest.mark.parametrize(
     ("heads", "tokens", "exposed_us"), [(16, 16384, 1362), (16, 32768, 2457), (32, 16384, 2494), (32, 32768, 4655)]
 )
-def test_measured_exposure_of_a_layer(heads: int, tokens: int, exposed_us: float) -> None:
-    """4 H200s, one layer alone (bench/results/operator_4xh200.txt); All-Scan is hidden there."""
+def test_measured_exposure_of_a_layer(
+    heads: int, tokens: int, exposed_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 H200s, one layer alone, at full clocks (bench/results/operator_4xh200.txt); All-Scan is hidden there."""
+    monkeypatch.setattr(calibration, "IN_STEP", 1.0)
     shape = ["model.num_layers=1", f"model.num_heads={heads}", f"model.hidden_size={128 * heads}"]
     case = make_case(*GLA_1B, *shape, "world_size=4", f"data.seq_len={4 * tokens}")
-    alone = exposed_scan_seconds(case, Backend.lasp1) / calibration.LASP1_EXPOSED
-    assert alone == pytest.approx(exposed_us * 1e-6, rel=0.1)
+    assert exposed_scan_seconds(case, Backend.lasp1) == pytest.approx(exposed_us * 1e-6, rel=0.1)
     assert exposed_scan_seconds(case, Backend.zeco) == 0
     assert exposed_scan_seconds(case, Backend.dp) == 0
+
+
+def test_ranks_of_lasp1_drift_apart() -> None:
+    """In a model of many layers a short turn through the ranks is waited for once a pass, a long one in every layer."""
+
+    def exposed(ranks: int, layers: int) -> float:
+        split = [f"model.num_layers={layers}", f"world_size={ranks}", f"data.seq_len={16384 * ranks}"]
+        return exposed_scan_seconds(make_case(*GLA_1B, *split), Backend.lasp1)
+
+    assert exposed(4, 20) == pytest.approx(exposed(4, 1))
+    assert 0.5 * 20 * exposed(64, 1) < exposed(64, 20) < 20 * exposed(64, 1)
 
 
 # --- memory and time as formulas ---
@@ -416,7 +453,7 @@ def test_step_time_by_kind() -> None:
     assert segments == pytest.approx(expected)
     forward, backward = operator_seconds(make_case(*arguments))
     assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
-    assert forward + backward == pytest.approx(1.427e-3, rel=0.02)
+    assert forward + backward == pytest.approx(1.427e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
 
@@ -519,8 +556,11 @@ def test_experiments_fit_their_machine(name: str) -> None:
     assert case.machine.name == ("cpu" if name == "gla_tiny_1m" else "h200")
     assert case.world_size == case.sp_size == (2 if name == "gla_tiny_1m" else 4)
     assert plan_memory(case, 0.05).fits
-    expected = {"gla_1b_16k": 16384, "gla_1b_32k": 32768, "gla_1b_1m": 1 << 18, "gla_1b_8m": 1 << 16}
+    expected = {"gla_1b_16k": 16384, "gla_1b_32k": 32768, "gla_1b_1m": 1 << 18, "gla_1b_8m": 1 << 15}
     assert case.tokens == expected.get(name, case.tokens)
+    if name == "gla_1b_8m":
+        # Allocators reserve more than a peak: measured at 32,768 tokens a rank, up to a quarter.
+        assert plan_memory(case, 0.05).peak < 100e9
     if name == "gla_tiny_1m":
         assert case.config.data.seq_len == 1 << 20
         assert plan_memory(case, 0.05).peak < 2.5e9
@@ -589,6 +629,16 @@ def test_mistakes(arguments: list[str], expected: str) -> None:
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {expected}")
     assert err.count("\n") == 1
+
+
+def test_a_model_too_large_for_this_machine() -> None:
+    """What a cluster is to train is planned elsewhere."""
+    large = ["model.hidden_size=32768", "model.num_heads=256", "model.intermediate_size=98304", "model.num_layers=120"]
+    arguments = [*large, "train.dtype=bf16", "world_size=4096", "sp.size=8", "data.seq_len=65536"]
+    plan = make(*arguments, "parallel=zero3")
+    parameters = num_parameters(plan.planned.case.config.model)
+    assert parameters > 1e12
+    assert plan.planned.memory.kinds["weights"] > parameters * 4 / 4096
 
 
 def test_keys_of_both_kinds_do_not_meet() -> None:

@@ -78,12 +78,14 @@ KEPT = (
 # log σ keeps a second tensor on CPUs.
 KEPT_ON_CPU = (TokenTensor("exp of the gate logits", "K", Part.mixer, wide=True, compiled=False),)
 
-# What is alive at the fullest moment of a part's backward pass, beside what was kept.
+# What is alive at the fullest moment of a part's backward pass, beside what was kept. Compiled code can write the
+# gradients of the mlp's gate and up over these two, and by the peaks measured on H200s (recompute=selective and full) it
+# does: they would be 22 kB a token higher otherwise.
 BACKWARD = (
     TokenTensor("gradient of the block's output", "D", Part.mlp),
     TokenTensor("gradient of the product", "I", Part.mlp),
-    TokenTensor("gradient of mlp's gate", "I", Part.mlp),
-    TokenTensor("gradient of mlp's up", "I", Part.mlp),
+    TokenTensor("gradient of mlp's gate", "I", Part.mlp, compiled=False),
+    TokenTensor("gradient of mlp's up", "I", Part.mlp, compiled=False),
     TokenTensor("gradient in the middle", "D", Part.mixer),
     TokenTensor("gradient of o", "V", Part.mixer),
     TokenTensor("gradient of the output gate", "V", Part.mixer),
@@ -102,9 +104,6 @@ BACKWARD_ON_CPU = (
     TokenTensor("decays in chunks", "K", Part.mixer, wide=True),
     TokenTensor("scores and their gradients", "A", Part.mixer, wide=True),
 )
-
-# Measured over predicted peak of the activations, by recompute; 1 where nothing was measured.
-ACTIVATIONS_CORRECTION = {Recompute.none: 1.0, Recompute.selective: 1.0, Recompute.full: 1.0}
 
 # The operator's forward pass on GPUs keeps the states that its walks start from: so many tiles [K, V] over all heads.
 WALKS = 264
@@ -153,16 +152,24 @@ TRAFFIC = (
 )
 # Without `torch.compile` each step of a formula reads and writes memory: so many times the compiled traffic.
 EAGER_TRAFFIC = 6.0
-# Of a logit, bytes read and written by the loss.
-LOGIT_TRAFFIC = 40.0
-# Of a parameter on this rank, bytes: norm, clipping and AdamW; of a parameter of the model, casts and copies around its
-# gathering (once) and its gradient's reduction (once).
+# Of a logit, bytes that the loss reads and writes, compiled (2 ms for 16,384 × 32,000 of them on an H200) and not.
+LOGIT_TRAFFIC = {True: 14.0, False: 40.0}
+# Of a parameter on this rank, bytes that norm and AdamW read and write; of a parameter of the model, casts and copies
+# around its gathering (once) and its gradient's reduction (once). Kernels over many tensors have a lower bandwidth than
+# those of a block: 12.6 ms for the former and 7 ms for the latter, gla_1b on one H200.
 OPTIMIZER_TRAFFIC = 32.0
 GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 8.0
+MANY_TENSORS = 0.75
 
-# The operator on an H200: seconds a token and head, forward + backward, at K 64, V 128 (1.427 ms for 16,384 tokens and
-# 16 heads, bench/results/operator_4xh200.txt), and the forward pass's share. Other heads in proportion to K + V.
-OPERATOR_SECONDS = 5.4e-9
+# GPUs are limited by power: in a step they run at 1,600 to 1,700 MHz, a kernel alone at up to 1,980. What matrix
+# products and the operator reach in a step, of what they reach alone: on an H200 0.92 with 16,384 tokens of gla_1b
+# (products 148 ms in place of 137, operator 31 in place of 28.5), about 0.87 from 32,768 on, by what whole steps take.
+IN_STEP = 0.9
+
+# The operator alone on an H200: seconds a token and head, forward + backward, at K 64, V 128 (1.427 ms for 16,384
+# tokens and 16 heads, bench/results/operator_4xh200.txt), and the forward pass's share. Other heads in proportion to
+# K + V.
+OPERATOR_SECONDS = 5.44e-9
 OPERATOR_FORWARD = 0.30
 OPERATOR_KEY_DIM, OPERATOR_VALUE_DIM = 64, 128
 OPERATOR_BANDWIDTH = 4.8e12
@@ -176,19 +183,24 @@ OPERATOR_SECONDS_CPU = 7.4e-6
 # 0.27 on 4 GPUs (exposed time against operator's, 16k and 32k, H 16 and 32).
 OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
 LASP1_SERIAL = 0.27
-# Of what LASP-1 exposes in one layer, measured alone, what is exposed in a model, where ranks may drift apart: from the
-# ZeCO paper's Tables 3 to 6, 8 and 64 GPUs.
-LASP1_EXPOSED = 0.9
+# Blocks by which LASP-1's ranks may drift apart, since FSDP gathers one block ahead: within that a pass waits for a
+# turn through all ranks once, not in every layer. 4 H200s, 16,384 tokens a rank: a step takes 2 to 5 ms more than the
+# other backends' (1.4 by this), while 20 layers that are measured alone wait 27 ms. Not measured on more.
+LASP1_DRIFT = 1.0
 
-# Part of the parameters' and gradients' traffic that no compute hides.
-EXPOSED_TRAFFIC = 0.15
+# Seconds that a byte which NCCL sends takes from the compute beside it, by multiprocessors and bandwidth: matrix
+# products of gla_1b take 157 to 160 ms on 4 H200s and 148 on one, for 5.2 GB.
+NCCL_SECONDS = 2e-12
+# Seconds between the kernels of a block, each pass: 8 ms of a step of gla_1b with 20 blocks on an H200.
+GAPS = 0.2e-3
 # Seconds that the host takes to launch a block's forward and its backward pass; a pass cannot be faster than that.
 HOST_FORWARD, HOST_BACKWARD = 1.0e-3, 2.0e-3
 # Seconds of a step that go to neither: waits for the loss and norm, the loader.
 HOST_STEP = 2.0e-3
 
-# What of a data sheet's figure is achieved: by the matrix products of gla_1b in bf16, by elementwise kernels, by NCCL.
-MATMUL_EFFICIENCY = 0.71
+# What of a data sheet's figure is achieved: by the matrix products of gla_1b in bf16, alone (790 TFLOP/s on an H200);
+# by elementwise kernels (20 ms a step of 16,384 tokens, for what `TRAFFIC` counts); by NCCL.
+MATMUL_EFFICIENCY = 0.79
 BANDWIDTH_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.7
 # One core a rank of the two that the README's figures are from: FLOP/s in bf16, fp32, fp64; bytes/s of memory, and of

@@ -12,6 +12,7 @@ from zeco_train.plan.calibration import (
     CPU_BANDWIDTH,
     CPU_FLOPS,
     CPU_LINK,
+    IN_STEP,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
 )
@@ -33,7 +34,7 @@ class Machine:
     """Attributes:
     name: as the command line has it.
     memory: bytes of a device; on a CPU those of the machine, which its ranks share.
-    flops: achieved by matrix products of these sizes, FLOP/s, by compute dtype.
+    flops: achieved by matrix products of these sizes in a step, FLOP/s, by compute dtype.
     bandwidth: of memory, achieved by elementwise work, bytes/s.
     link: between devices of a machine, bytes/s and direction, achieved by NCCL (gloo).
     node_link: between machines, bytes/s, device and direction.
@@ -72,7 +73,7 @@ def _gpu(name: str, gib: float, bf16: float, fp32: float, fp64: float, bandwidth
     return Machine(
         name,
         memory=gib * GIB,
-        flops={dtype: peak * 1e12 * MATMUL_EFFICIENCY for dtype, peak in flops.items()},
+        flops={dtype: peak * 1e12 * MATMUL_EFFICIENCY * IN_STEP for dtype, peak in flops.items()},
         bandwidth=bandwidth * 1e12 * BANDWIDTH_EFFICIENCY,
         link=link * 1e9 * LINK_EFFICIENCY,
         # 400 Gbit/s a GPU.

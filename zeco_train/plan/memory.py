@@ -74,7 +74,6 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     kept, recomputed = kept_bytes_per_token(case), _recomputed(case)
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
     block = max(_backward_bytes(case, part) for part in (Part.mlp, Part.mixer)) + recomputed
-    correction = 1.0 if case.machine.is_cpu else calibration.ACTIVATIONS_CORRECTION[case.recompute]
     # Gradients of an earlier pass of the step are there when the next one begins.
     carried = _gradient_bytes(case) if case.passes > 1 else 0.0
 
@@ -85,7 +84,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "buffers": _buffer_bytes(case),
         "workspace": calibration.WORKSPACE_BYTES,
     }
-    whole = layers * case.tokens * kept * correction + 16.0 * case.tokens
+    whole = layers * case.tokens * kept + 16.0 * case.tokens
     if case.machine.is_cpu:
         everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + block)
     phases = {
@@ -93,12 +92,12 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "backward of the last block": {
             **everywhere,
             "gradients": max(carried, _largest_gradient(case)),
-            "activations": whole + hidden + block * correction,
+            "activations": whole + block,
         },
         "backward of the first block": {
             **everywhere,
             "gradients": _gradient_bytes(case),
-            "activations": case.tokens * (kept * correction + 16.0) + block * correction,
+            "activations": case.tokens * (kept + 16.0) + block,
             "states": _state_bytes(case, 1),
         },
         "optimizer": {

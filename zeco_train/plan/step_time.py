@@ -4,9 +4,9 @@ products      FLOPs of the linear layers and the head, with what is computed aga
 operator      seconds a token, head and layer, as measured
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
-parameters    the part of FSDP's traffic that no compute hides
+parameters    what FSDP's traffic takes from the compute beside it, or what of it no compute hides
 scans         what of the scans, by the cost model of `zeco_train.collectives`, outlasts the work beside them
-host          launches that take longer than the work launched, and what a step waits for
+gaps          between kernels; launches that take longer than the work launched; what a step waits for
 """
 
 from __future__ import annotations
@@ -81,17 +81,19 @@ def plan_step(case: Case, backend: Backend | None = None, algorithm: str | None 
     busy = sum(seconds.values())
     seconds["parameters"] = _exposed_traffic(case, busy)
     seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.backend, algorithm)
-    seconds["host"] = known.HOST_STEP + _launch_excess(case, busy)
+    seconds["gaps"] = _gaps(case, busy)
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
 
 def operator_seconds(case: Case) -> tuple[float, float]:
-    """Forward and backward pass of one layer's operator over the tokens of a pass."""
+    """Forward and backward pass of one layer's operator over the tokens of a pass, in a step."""
     model, dtype = case.config.model, case.config.train.dtype
     seconds = known.OPERATOR_SECONDS_CPU
     if not case.machine.is_cpu:
         slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth
-        seconds = known.OPERATOR_SECONDS * slower * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
+        seconds = (
+            known.OPERATOR_SECONDS / known.IN_STEP * slower * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
+        )
     size = (model.head_k_dim + model.head_v_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
     both = seconds * size * case.tokens * model.num_heads
     return both * known.OPERATOR_FORWARD, both * (1 - known.OPERATOR_FORWARD)
@@ -128,8 +130,11 @@ def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = N
     if backend is Backend.lasp1:
         # Every rank computes its outputs between receive and send, one rank after the other.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
-        exposed = scans.total * choice.seconds + serial * (scans.forward * forward + scans.backward * backward)
-        return exposed * known.LASP1_EXPOSED
+        turns = (scans.forward, choice.seconds + serial * forward), (scans.backward, choice.seconds + serial * backward)
+        seconds = _compute_seconds(case)
+        drift = known.LASP1_DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / scans.total
+        layers = case.config.model.num_layers
+        return sum(count * max(0.0, turn - drift) + count / layers * min(turn, drift) for count, turn in turns)
     return scans.forward * max(0.0, choice.seconds - known.OVERLAP_FORWARD * forward) + scans.backward * max(
         0.0, choice.seconds - known.OVERLAP_BACKWARD * backward
     )
@@ -141,7 +146,7 @@ def _compute_seconds(case: Case) -> dict[str, float]:
     own, again = flops_per_token(model), recomputed_flops_per_token(model, case.recompute, case.segments)
     forward, backward = operator_seconds(case)
     forwards = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)
-    traffic = _traffic_per_token(case) * model.num_layers + model.vocab_size * known.LOGIT_TRAFFIC
+    traffic = _traffic_per_token(case) * model.num_layers + model.vocab_size * known.LOGIT_TRAFFIC[case.compiled]
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
     around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
@@ -150,7 +155,7 @@ def _compute_seconds(case: Case) -> dict[str, float]:
         "products": tokens * (own.linear + again.linear + own.head) / machine.flops[case.config.train.dtype],
         "operator": model.num_layers * (forwards * forward + case.passes * backward),
         "elementwise": tokens * traffic / machine.bandwidth,
-        "optimizer": updates / machine.bandwidth,
+        "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS),
     }
 
 
@@ -166,18 +171,21 @@ def _traffic_per_token(case: Case) -> float:
 
 
 def _exposed_traffic(case: Case, busy: float) -> float:
-    """Of FSDP's traffic what no compute hides: a part of it always, and what compute is too short for."""
+    """Of FSDP's traffic what it takes from the compute beside it, or what compute is too short for. A CPU's cores do
+    both."""
     traffic, machine = parameter_traffic(case), case.machine
     within = machine.link if case.shards <= case.gpus_per_node else machine.node_link
     between = machine.link if case.nodes == 1 else machine.node_link
     moved = (traffic.gathered + traffic.scattered) / within + traffic.summed / between
-    return max(known.EXPOSED_TRAFFIC * moved, moved - busy)
+    return moved if machine.is_cpu else max(known.NCCL_SECONDS * traffic.total, moved - busy)
 
 
-def _launch_excess(case: Case, busy: float) -> float:
-    """What the host's launches take longer than the work launched; on a CPU they are the work."""
+def _gaps(case: Case, busy: float) -> float:
+    """What a device waits between kernels, or what the host takes longer to launch them than they take; and the step's
+    own waits. On a CPU launches are the work."""
     if case.machine.is_cpu:
-        return 0.0
-    again = case.passes if case.recompute is Recompute.full else 0
-    forward = (forward_passes(case) + again) * known.HOST_FORWARD
-    return max(0.0, case.config.model.num_layers * (forward + case.passes * known.HOST_BACKWARD) - busy)
+        return known.HOST_STEP
+    layers, backward = case.config.model.num_layers, case.passes
+    forward = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)
+    launches = layers * (forward * known.HOST_FORWARD + backward * known.HOST_BACKWARD)
+    return known.HOST_STEP + max(layers * (forward + backward) * known.GAPS, launches - busy)
