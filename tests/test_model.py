@@ -22,7 +22,8 @@ from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import flops_per_token, sharding_units
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from zeco_train.ops import CHUNK
-from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.autograd import Crossing
+from zeco_train.sp.base import Boundary, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 # Odd sizes on purpose: no dimension equals another, so that a wrong transposition or reshape cannot pass.
@@ -39,9 +40,13 @@ SMALL = GLAConfig(
 )
 
 
+# A shard names its scan, and does not keep it.
+SCAN = LocalScan()
+
+
 def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
     """The shard of a rank that has the sequence to itself."""
-    return SequenceShard(scan=LocalScan(), offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
+    return SequenceShard(scan=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
 
 
 def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> GLAForCausalLM:
@@ -174,14 +179,14 @@ def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
 def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, g: Tensor, shard: SequenceShard) -> tuple[Tensor, None]:
+    def spy(q: Tensor, k: Tensor, v: Tensor, g: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
         seen.extend((q.dtype, g.dtype))
         # bf16 has 8 significant bits: values that all survive it were rounded to it.
         assert (g.bfloat16() != g).any()
         assert g.max() <= 0
-        return v, None
+        return v, Crossing(g, g)
 
-    monkeypatch.setattr(gla_module, "gla", spy)
+    monkeypatch.setattr(gla_module, "gla_at", spy)
     ids, _ = tokens_and_labels()
     build(dtype=torch.bfloat16)(ids, whole(70))
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
@@ -215,8 +220,15 @@ def test_elementwise_functions_round_once() -> None:
 
 
 def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    # In place of the operator something without a product of matrices, through which all gradients flow.
-    monkeypatch.setattr(gla_module, "gla", lambda q, k, v, g, shard: (v * (q * k * g).sum(-1, keepdim=True), None))
+    def elementwise(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, place: Place, boundary: Boundary
+    ) -> tuple[Tensor, Crossing]:
+        return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)
+
+    # In place of the operator something without a product of matrices, through which all gradients flow; and the
+    # projections as plain products, since the counter does not look into custom ops.
+    monkeypatch.setattr(gla_module, "gla_at", elementwise)
+    monkeypatch.setattr(gla_module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
     model, (ids, labels) = build(), tokens_and_labels()
     with FlopCounterMode(display=False) as counter:
         model(ids, whole(70), labels).backward()
