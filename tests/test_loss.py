@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeco_train.loss import linear_cross_entropy
+from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 
 VOCAB, WIDTH = 37, 8
 
@@ -78,6 +79,47 @@ def test_no_labels_that_count_give_zero() -> None:
     grads = torch.autograd.grad(loss, (hidden, weight))
     assert loss.item() == 0
     assert all(not grad.any() for grad in grads)
+
+
+@pytest.fixture
+def compiled() -> Iterator[TokenLosses]:
+    """`token_losses` as a compiler sees it."""
+    torch._dynamo.reset()
+    yield torch.compile(token_losses, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("want_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_compiled_form_equals_the_eager_one(compiled: TokenLosses, dtype: torch.dtype, want_grad: bool) -> None:
+    """It takes the one out by comparing instead of scattering, and overwrites nothing."""
+    hidden, weight, labels = make_inputs()
+    logits, targets = (hidden.detach() @ weight.detach().T).flatten(0, 1).to(dtype), labels.flatten()
+    loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    before = logits.clone()
+    loss, dlogits = compiled(logits, targets, loss_dtype, want_grad)
+    assert torch.equal(logits, before)
+    expected, expected_dlogits = token_losses(logits.clone(), targets, loss_dtype, want_grad)
+    assert (loss.dtype, dlogits.dtype, dlogits.shape) == (loss_dtype, dtype, expected_dlogits.shape)
+    # The same operations: all but the order of a sum.
+    torch.testing.assert_close(loss, expected, rtol=4 * torch.finfo(loss_dtype).eps, atol=0)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(dlogits, expected_dlogits, rtol=eps, atol=torch.finfo(loss_dtype).eps)
+    if want_grad:
+        assert (targets == -100).any()
+        assert not dlogits[targets == -100].any()
+
+
+def test_the_loss_with_a_compiled_part(compiled: TokenLosses) -> None:
+    """A last chunk that is shorter, one of a single token, and labels of which none counts."""
+    hidden, weight, labels = make_inputs()
+    for chunk_tokens, targets in ((16, labels), (99, labels), (16, torch.full_like(labels, -100))):
+        results = []
+        for form in (None, compiled):
+            loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens, form)
+            results.append([loss, *torch.autograd.grad(loss * 0.37, (hidden, weight))])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
 
 
 class _LargestTensor(TorchDispatchMode):
