@@ -79,8 +79,8 @@ KEPT = (
 KEPT_ON_CPU = (TokenTensor("exp of the gate logits", "K", Part.mixer, wide=True, compiled=False),)
 
 # What is alive at the fullest moment of a part's backward pass, beside what was kept. Compiled code can write the
-# gradients of the mlp's gate and up over these two, and by the peaks measured on H200s (recompute=selective and full) it
-# does: they would be 22 kB a token higher otherwise.
+# gradients of the mlp's gate and up over these two, and by the peaks measured on H200s (recompute=selective and full)
+# it does: they would be 22 kB a token higher otherwise.
 BACKWARD = (
     TokenTensor("gradient of the block's output", "D", Part.mlp),
     TokenTensor("gradient of the product", "I", Part.mlp),
