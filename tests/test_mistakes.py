@@ -11,7 +11,7 @@ import pytest
 
 from tests.commands import SMALL, check_line, train_here
 from zeco_train import build, config
-from zeco_train.config import load_config
+from zeco_train.config import group_options, load_config
 from zeco_train.errors import (
     CheckpointError,
     CommunicationError,
@@ -45,7 +45,7 @@ CONFIG = ConfigError.exit_code
         ("model=[gla_tiny]", ["model=[gla_tiny]: must be one of gla_125m, gla_1b, gla_340m, gla_tiny"]),
         ("parallel=zero9", ["parallel=zero9: must be one of ddp, hsdp, zero2, zero3"]),
         ("logger=tensorboard", ["logger=tensorboard: must be one of none, wandb"]),
-        ("+experiment=nope", ["experiment=nope: must be one of quickstart"]),
+        ("+experiment=nope", [f"experiment=nope: must be one of {', '.join(group_options()['experiment'])}"]),
         ("experiment=quickstart", ["write +experiment=quickstart"]),
         ("+sp=zeco", ["write sp=zeco"]),
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),
@@ -69,6 +69,9 @@ CONFIG = ConfigError.exit_code
         ("train.dtype=fp8", ["train.dtype=fp8: must be one of bf16, fp32, fp64"]),
         ("train.device=tpu", ["train.device=tpu: must be one of auto, cpu, cuda"]),
         ("parallel.strategy=zero9", ["parallel.strategy=zero9: must be one of ddp, zero2, zero3, hsdp"]),
+        ("train.recompute=foo", ["train.recompute=foo: must be one of none, selective, full"]),
+        ("train.compile=foo", ["train.compile=foo: must be one of auto, always, never"]),
+        ("train.segments=two", ["train.segments=two: must be a whole number"]),
         ("sp.all_scan.algorithm=ring", ["sp.all_scan.algorithm=ring: must be one of auto, chain, two_shot"]),
         ("optim.lr=fast", ["optim.lr=fast: must be a number"]),
         ("optim.lr=nan", ["optim.lr=nan: must be finite"]),
@@ -84,6 +87,13 @@ CONFIG = ConfigError.exit_code
         ("train.steps=0", ["train.steps=0: must be ≥ 1"]),
         ("train.steps=-5", ["train.steps=-5: must be ≥ 1"]),
         ("train.steps=10000000000", ["train.steps=10000000000: must be ≤ 1000000000"]),
+        ("train.segments=0", ["train.segments=0: must be ≥ 1"]),
+        ("train.segments=-4", ["train.segments=-4: must be ≥ 1"]),
+        ("train.segments=3", ["data.seq_len=64: must divide by sp.size × train.segments = 1 × 3 = 3", "63, 66"]),
+        ("train.segments=128", ["data.seq_len=64: must divide by sp.size × train.segments = 1 × 128 = 128", ": 128"]),
+        ("train.profile=3", ["train.profile=3: must be START:STOP"]),
+        ("train.profile='4:3'", ["train.profile=4:3: must be START:STOP"]),
+        ("train.profile_ranks=[]", ["train.profile_ranks=[]: must be a list of different ranks ≥ 0"]),
         ("train.log_every=0", ["train.log_every=0: must be ≥ 1"]),
         ("train.eval_every=-1", ["train.eval_every=-1: must be ≥ 0"]),
         ("train.eval_sequences=-1", ["train.eval_sequences=-1: must be ≥ 0"]),
@@ -110,11 +120,10 @@ CONFIG = ConfigError.exit_code
         ("data.micro_batch=0", ["data.micro_batch=0: must be positive"]),
         ("data.micro_batch=3", ["data.global_batch=4: ", "1 × 3 = 3; nearest legal values: 3, 6"]),
         ("data.validation_fraction=2", ["data.validation_fraction=2.0: allowed: 0 (none) to 0.5"]),
-        # What does not go together, and what a later version has.
+        ("train.profile=2:1001", ["train.profile=2:1001: STOP must be ≤ train.steps=1000"]),
+        # What does not go together.
         ("data=tokens", ["data.path=", "needs the folder of a token store"]),
         ("data.path=/tmp", ["data.path=/tmp: ", "data=embedded takes none"]),
-        ("train.segments=2", ["train.segments=2: this version has 1 only"]),
-        ("train.recompute=full", ["train.recompute=full: this version has none only"]),
         ("train.device=cuda", ["train.device=cuda: 1 ranks on this machine, 0 CUDA devices"]),
     ],
 )
@@ -163,6 +172,8 @@ def test_mistakes_in_a_file_of_configs(
         (4, ["sp.size=8"], ["sp.size=8: must divide the world size 4"]),
         (2, ["sp=dp", "sp.size=2"], ["sp.size=2: sp=dp ", "needs 1"]),
         (4, ["data.seq_len=63"], ["data.seq_len=63: must divide by sp.size=4; nearest legal values: 60, 64"]),
+        (4, ["data.seq_len=72", "train.segments=4"], ["sp.size × train.segments = 4 × 4 = 16; nearest", ": 64, 80"]),
+        (2, ["train.profile='1:2'", "train.profile_ranks=[0,2]"], ["train.profile_ranks=[0, 2]: rank 2 must be < 2"]),
         (4, ["data.seq_len=2"], ["data.seq_len=2: ", "nearest legal values: 4"]),
         (4, ["sp=dp", "data.global_batch=6"], ["data.global_batch=6: must be a multiple of", "legal values: 4, 8"]),
         (4, ["sp.size=2", "data.global_batch=1"], ["data.global_batch=1: must be a multiple of", "legal values: 2"]),
