@@ -67,7 +67,8 @@ def test_help_shows_groups_and_what_overrides_make() -> None:
 def test_identity_does_not_depend_on_the_split() -> None:
     base = load_config([]).identity()
     may_change = ["sp=lasp1", "sp.size=1", "parallel=zero3", "train.steps=5", "train.log_every=3", "checkpoint.every=1"]
-    assert load_config([*may_change, "logger=wandb", "data.micro_batch=2", "name=x"]).identity() == base
+    how = ["train.segments=4", "train.recompute=full", "train.compile=always", "train.profile='1:2'"]
+    assert load_config([*may_change, *how, "logger=wandb", "data.micro_batch=2", "name=x"]).identity() == base
     for change in ("seed=1", "train.dtype=fp64", "model.num_layers=2", "data.seq_len=64", "data.global_batch=4"):
         assert load_config([change]).identity() != base, change
 

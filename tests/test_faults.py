@@ -138,9 +138,10 @@ def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
     check_checkpoints(tmp_path, step - 1)
 
 
-def test_a_non_finite_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segments", [1, 4])
+def test_a_non_finite_loss_stops_the_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5")
+    outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5", f"train.segments={segments}")
     step = steps_done(tmp_path) + 1
     check_named(outcome, f"step {step}: the loss is ", "is the output of model.layers.0.", ", on rank 0")
     assert outcome.code == NonFiniteError.exit_code

@@ -1,4 +1,5 @@
-"""The loss curve does not depend on the split: backends, sp sizes, strategies, micro-batches, documents, precision."""
+"""The loss curve does not depend on the split: backends, sp sizes, strategies, micro-batches, segments, documents,
+precision."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SPLITS: dict[int, dict[str, list[str]]] = {
         "zeco, sp 2, zero2, micro-batch 2": ["sp=zeco", "parallel=zero2", "data.micro_batch=2"],
         "lasp2, sp 2, hsdp": ["sp=lasp2", "parallel=hsdp"],
         "dp, zero3": ["sp=dp", "parallel=zero3"],
-        "lasp1, sp 2, ddp": ["sp=lasp1", "parallel=ddp"],
+        "lasp1, sp 2, ddp, 2 segments": ["sp=lasp1", "parallel=ddp", "train.segments=2", "train.recompute=selective"],
     },
     3: {"zeco, sp 3, 5 blocks": ["sp=zeco", "sp.all_scan.algorithm=chain", "sp.all_scan.blocks=5"]},
     4: {
@@ -31,7 +32,7 @@ SPLITS: dict[int, dict[str, list[str]]] = {
         "lasp2, sp 2": ["sp=lasp2", "sp.size=2"],
         "lasp2, sp 4": ["sp=lasp2", "sp.size=4"],
         "zeco, sp 2, hsdp": ["sp=zeco", "sp.size=2", "parallel=hsdp"],
-        "zeco, sp 4, zero3": ["sp=zeco", "sp.size=4", "parallel=zero3"],
+        "zeco, sp 4, zero3, 3 segments": ["sp=zeco", "parallel=zero3", "train.segments=3", "train.recompute=full"],
         "zeco two_shot, sp 4, ddp": ["sp=zeco", "sp.all_scan.algorithm=two_shot", "parallel=ddp"],
         "dp, zero2": ["sp=dp", "parallel=zero2"],
     },
