@@ -124,10 +124,12 @@ CONFIG = ConfigError.exit_code
         # What does not go together.
         ("data=tokens", ["data.path=", "needs the folder of a token store"]),
         ("data.path=/tmp", ["data.path=/tmp: ", "data=embedded takes none"]),
+        ("train.compile=always", ["train.compile=always: needs a C++ compiler on CPUs, and no-compiler is not there"]),
         ("train.device=cuda", ["train.device=cuda: 1 ranks on this machine, 0 CUDA devices"]),
     ],
 )
 def test_configuration(override: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-compiler")
     if override == "train.device=cuda":
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     check_line(train_here(f"run_dir={tmp_path / 'run'}", override), CONFIG, *parts)

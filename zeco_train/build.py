@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -81,7 +83,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     """Check what the number of ranks decides, then join them.
 
     Raises:
-        ConfigError: a split that the number of ranks, or the machine, does not allow.
+        ConfigError: a split that the number of ranks, or a setting that the machine, does not allow.
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
@@ -89,6 +91,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
     _check_memory(config, device)
+    _check_compiler(config.train.compile, device)
     return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
 
 
@@ -103,6 +106,14 @@ def _check_memory(config: Config, device: torch.device) -> None:
     if needed > available:
         sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
         raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
+
+
+def _check_compiler(setting: Compile, device: torch.device) -> None:
+    """Check that there is what `torch.compile` makes code for CPUs with; it would look for it in the first step."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if setting is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
+        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
+        raise ConfigError("train.compile", setting.value, allowed)
 
 
 def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:
