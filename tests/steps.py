@@ -165,7 +165,7 @@ def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | P
         result.norms.append(norm)
     val_loss = step.loss([loader.reader.read([0], segment) for segment in range(case.segments)])
     dist.all_reduce(val_loss)
-    result.val_loss = val_loss.item()
+    result.val_loss = val_loss.item() / mesh.dp_size
     result.parameters = {name: full(p).clone() for name, p in model.named_parameters()}
     return result
 

@@ -12,14 +12,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_distributed
-from tests.sp_reference import build_scans
+from tests.sp_reference import RecordingScan, build_scans
 from tests.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from tests.training import largest_difference, train
 from zeco_train import trainer
+from zeco_train.build import build_model
+from zeco_train.config import Dtype, TrainConfig
+from zeco_train.mesh import ProcessMesh
 from zeco_train.parallelize import Strategy
 from zeco_train.recompute import Recompute
+from zeco_train.sp.dp import LocalScan
 
 # The contract is 1e-9. Sums are regrouped at other places: measured 5e-16 for losses, 6e-15 for norms and for the
 # gradient of each parameter, and 2e-13 for parameters after two steps of AdamW.
@@ -48,6 +53,8 @@ def _suite(rank: int, world_size: int, store: str, reference: bytes) -> dict[str
     expected: dict[bool, Result] = pickle.loads(reference)
     mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
     errors: dict[str, float] = {}
+    if world_size == 2:
+        _check_two_groups(make_mesh(rank, world_size, 1), store, expected[True])
     number = 0
     for documents, (name, cuts) in itertools.product((False, True), SEGMENTS[world_size].items()):
         for segments in cuts:
@@ -65,6 +72,14 @@ def _suite(rank: int, world_size: int, store: str, reference: bytes) -> dict[str
         scan.drain()
     dist.barrier()  # nobody leaves while a peer still waits for what it sent
     return errors
+
+
+def _check_two_groups(mesh: ProcessMesh, store: str, expected: Result) -> None:
+    """Another sequence on each rank, and parameters on both: their gradients are summed after the last segment."""
+    for strategy in (Strategy.ddp, Strategy.hsdp):
+        case = Case(strategy, Recompute.full, segments=4, documents=True, steps=2)
+        result = run_steps(case, RecordingScan(LocalScan()), mesh, store)
+        check(result, expected, TOLERANCE, f"{case}, two groups")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +101,20 @@ def test_segments_train_as_the_whole_sequence(world_size: int, store: str, refer
 
 def test_documents_and_borders_matter(reference: dict[bool, Result]) -> None:
     assert worst(reference[True], reference[False])["losses"] > 1e-3
+
+
+def test_states_before_a_sequence_are_fp32_for_bf16_tokens() -> None:
+    mesh = make_mesh(0, 1, 1)
+    try:
+        model = build_model(TINY, TrainConfig(dtype=Dtype.bf16), Strategy.zero2, mesh, seed=0)
+        assert isinstance(model, FSDPModule)
+        for dtype in (torch.float32, torch.bfloat16):
+            # As it shows before a step, and between the micro-batches of one.
+            assert model.model.norm.weight.dtype == dtype
+            assert {state.dtype for state in model.zero_states(1, mesh.device)} == {torch.float32}
+            model.unshard()
+    finally:
+        dist.destroy_process_group()
 
 
 SEGMENTED = [

@@ -59,7 +59,7 @@ def _splits(rank: int, world_size: int, folder: str, store: str) -> dict[str, di
     backend = "sp=dp" if world_size == 1 else "sp=zeco"
     others = {
         "fp32": ["train.steps=10"],
-        "bf16": ["train.steps=3", "train.dtype=bf16"],
+        "bf16": ["train.steps=3", "train.dtype=bf16", *(["train.segments=2"] if world_size != 2 else [])],
         "documents": [*FP64, "data=tokens", f"data.path='{store}'", "data.reset_state_at_document=true"],
     }
     if world_size == 1:
