@@ -12,7 +12,8 @@ All of them are one mechanism with another mesh, so that gradient sums, norms an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -52,7 +53,7 @@ class ParallelConfig:
 
 
 def parallelize(
-    model: nn.Module, units: Iterable[nn.Module], strategy: Strategy, compute_dtype: torch.dtype, mesh: ProcessMesh
+    model: nn.Module, units: Sequence[nn.Module], strategy: Strategy, compute_dtype: torch.dtype, mesh: ProcessMesh
 ) -> None:
     """Shard an initialised model in place, `units` (its blocks) apart from the rest.
 
@@ -66,6 +67,11 @@ def parallelize(
     shard_mesh = _shard_mesh(strategy, mesh)
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
+    for unit, after in itertools.pairwise(units):
+        # Without a word, a unit's parameters are asked for when its own forward pass begins.
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(after, FSDPModule)
+        unit.set_modules_to_forward_prefetch([after])
     for module in model.modules():
         # The setting does not reach nested FSDP modules by itself; missed ones divide by the world size.
         if not isinstance(module, FSDPModule):

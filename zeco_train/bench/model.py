@@ -45,8 +45,9 @@ TOLERANCE = {Dtype.bf16: 2e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}
 LOSS_TOLERANCE = {Dtype.bf16: 1e-3, Dtype.fp32: 1e-5, Dtype.fp64: 1e-10}
 # Of the first loss from that of guessing: initial logits are not zero, the wider the model the less.
 GUESS_TOLERANCE = 0.1
-# Of logits. fla's own rounding is not ours to judge; those of other weights are off by 1.4.
-PEER_TOLERANCE = 0.1
+# Of logits, in bf16 through all layers (20: 0.19). fla's own rounding is not ours to judge; those of other weights are
+# off by 1.4.
+PEER_TOLERANCE = 0.4
 PAPER_STEPS = 100
 COLUMNS = {
     "heads": ("H", ">3"),
@@ -54,7 +55,7 @@ COLUMNS = {
     "variant": ("variant", "<18"),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.0f"),
     "ratio": ("of dp", ">6:.3f"),
-    "mean_ms": ("mean ms", ">9:.2f"),
+    "wall_ms": ("wall ms", ">9:.2f"),
     "median_ms": ("median", ">9:.2f"),
     "p10_ms": ("p10", ">9:.2f"),
     "p90_ms": ("p90", ">9:.2f"),
@@ -201,7 +202,7 @@ class _Measurement:
         for contender in contenders:
             row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
             row |= contender.as_row(self._session)
-            rate = 1e3 * count / row["mean_ms"]
+            rate = 1e3 * count / row["wall_ms"]
             mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, flops + again))
             rows.append({**row, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu})
         return rows

@@ -1,14 +1,15 @@
 """Timing whole steps: contenders take turns, a block of steps each, and a block is timed twice.
 
 The host's clock says how long a block took, from a device that has nothing to do to one that has done all: throughput
-is from that. Events after each step say how long each took: median and spread are from those. On CPUs the host's clock
-says both.
+is from the median block, since a shared machine stops now and then for longer than a step. Events after each step say
+how long each took: median and spread are from those. On CPUs the host's clock says both.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Contender:
         step: a whole optimizer step, the so-manieth; returns the mean loss, of all ranks' tokens or of its own.
         scan: whose exposed communication is measured.
         samples: ms of each timed step on this rank.
-        seconds: of each block of steps on this rank, by the host's clock.
+        seconds: of a step, the mean of each block on this rank, by the host's clock.
         first_seconds: of the first step, with all that is compiled and tuned in it.
         exposed: seconds for which compute waited for scans in all timed steps on this rank.
         loss: of the last step.
@@ -69,7 +70,7 @@ class Contender:
         return {
             "variant": self.name,
             **Summary.of(by_rank).as_row(),
-            "mean_ms": 1e3 * sum(seconds) / len(self.samples),
+            "wall_ms": 1e3 * statistics.median(seconds),
             "exposed_ms": 1e3 * max(exposed) / len(self.samples) if exposed else None,
             "peak_gb": max(session.gather(self.peak_gb or 0.0)) or None,
             "first_step_seconds": max(session.gather(self.first_seconds)),
@@ -126,7 +127,7 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
         contender.loss = contender.step(next(numbers))
         marks.append(_mark(session))
     _settle(session)
-    contender.seconds.append(time.perf_counter() - started)
+    contender.seconds.append((time.perf_counter() - started) / count)
     contender.samples += [_milliseconds(*pair) for pair in itertools.pairwise(marks)]
     if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
