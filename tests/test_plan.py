@@ -364,6 +364,18 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (_h200(1, 64, "sp=dp", "train.recompute=full"), 28.22, 1.152),
     (_h200(4, 16, "sp=zeco", "train.recompute=full"), 9.47, 0.316),
     (_h200(4, 256, "sp=zeco", "train.recompute=full"), 51.85, 4.475),
+    # With the operator's kernels of one program a chunk (03acd37), on GPUs that their power held at 1,500 to 1,650 MHz.
+    (_h200(1, 16, "sp=dp"), 43.72, 0.227),
+    (_h200(1, 1024, "sp=dp", "train.segments=32"), 74.4, 17.5),
+    (_h200(4, 16, "sp=dp"), 33.50, 0.2439),
+    (_h200(4, 16, "sp=zeco"), 33.50, 0.2427),
+    (_h200(4, 16, "sp=lasp2"), 33.50, 0.2442),
+    (_h200(4, 16, "sp=lasp1"), 33.50, 0.2491),
+    (_h200(4, 32, "sp=dp"), 58.92, 0.4584),
+    (_h200(4, 32, "sp=zeco"), 58.92, 0.4590),
+    (_h200(4, 32, "sp=lasp2"), 58.92, 0.4601),
+    (_h200(4, 32, "sp=lasp1"), 58.92, 0.4684),
+    (["+experiment=gla_1b_8m"], 61.3, 37.1),
 ]
 
 
