@@ -84,7 +84,8 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
     total = sum(float((found[name] - grad).norm()) ** 2 for name, grad in expected.items()) ** 0.5
     total /= sum(float(grad.norm()) ** 2 for grad in expected.values()) ** 0.5
     print(
-        f"{layers} layers: losses {loss:.6f} {found_loss:.6f}; gradient {total:.2e}, worst {distance[worst]:.2e} ({worst}); "
+        f"{layers} layers: losses {loss:.6f} {found_loss:.6f}; "
+        f"gradient {total:.2e}, worst {distance[worst]:.2e} ({worst}); "
         f"peak {whole_gb:.1f} GB whole with recompute=full, {segments_gb:.1f} GB in {SEGMENTS} segments"
     )
     assert found_loss == pytest.approx(loss, rel=1e-3)

@@ -67,8 +67,9 @@ def parallelize(
     shard_mesh = _shard_mesh(strategy, mesh)
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
-    for unit, after in itertools.pairwise(units):
-        # Without a word, a unit's parameters are asked for when its own forward pass begins.
+    # Without a word, a unit's parameters are asked for when its own forward pass begins. The last one's, those of the
+    # head, are left to that: a pass for the states alone does without.
+    for unit, after in itertools.pairwise(units[:-1]):
         assert isinstance(unit, FSDPModule)
         assert isinstance(after, FSDPModule)
         unit.set_modules_to_forward_prefetch([after])
