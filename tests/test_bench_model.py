@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,18 +14,27 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from models import gla
 from models.gla import GLAForCausalLM
-from models.hooks import has_weight_decay
+from models.hooks import flops_per_token, has_weight_decay
 from tests.commands import Command
 from tests.distributed import run_distributed
+from tests.test_model import SCAN, SMALL
+from zeco_train import loss as loss_module
 from zeco_train.bench import __main__ as command
-from zeco_train.bench import figures, steps
+from zeco_train.bench import figures, products, steps
 from zeco_train.bench.backends import Backends, RandomTokens, SwitchedScan
 from zeco_train.bench.check import WrongResultError, relative_error
 from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.model import _Measurement, _Pace
 from zeco_train.bench.peer import Peer, Weights
+from zeco_train.bench.products import Products, products_contender
+from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
@@ -52,7 +62,7 @@ QUICK = [*TINY, "device=cpu", "tokens=[32]", "steps=5", "warmup=1", "check_token
         (["steps=0"], "steps=0: must be ≥ 1"),
         (["runs=5"], "runs=5: unknown key"),
         (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
-        (["variants=[copy]"], "variants=copy: must be one of dp, lasp1, lasp2, zeco, fla"),
+        (["variants=[copy]"], "variants=copy: must be one of dp, products, lasp1, lasp2, zeco, fla"),
         (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
         (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
     ],
@@ -81,6 +91,7 @@ def test_settings_become_a_run() -> None:
     assert (run.model.name, run.model.num_layers, run.model.num_heads, run.seed) == ("gla_125m", 3, 3, 5)
     assert (run.train.segments, run.train.recompute.name, run.train.dtype.name) == (2, "full", "fp32")
     assert ModelConfig().steps == 100
+    assert ModelConfig().variants == ["dp", "products", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"]
 
 
 def test_all_variants_have_the_same_tokens() -> None:
@@ -189,6 +200,133 @@ def test_results_are_drawn_by_model(tmp_path: Path) -> None:
     assert ("zeco", (8.0, 44497 / 47594)) in drawn
 
 
+class _ProductShapes(TorchDispatchMode):
+    """Counts plain matrix products by (k, m and n): a layer may be computed as its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            (m, k), (_, n) = (tensor.shape for tensor in args[-2:])
+            self.counts[k, tuple(sorted((m, n)))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [7, 30, 45])
+def test_products_are_those_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "CHUNK_TOKENS", 15)
+    monkeypatch.setitem(loss_module._CHUNK_TOKENS, "cpu", 15)
+    # Nothing sees into custom ops; these are the same products.
+    monkeypatch.setattr(gla, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
+    model = GLAForCausalLM(SMALL)
+    model.init_weights(0)
+    ids = torch.arange(tokens)[None] % SMALL.vocab_size
+    with _ProductShapes() as expected:
+        model(ids, SequenceShard(SCAN, 0, tokens), ids).backward()
+    alone = Products(SMALL, tokens, torch.float32, torch.device("cpu"), 0)
+    with _ProductShapes() as found:
+        last = alone.step(0)
+    assert found.counts == expected.counts
+    assert found.counts.total() == 3 * (10 * SMALL.num_layers + -(-tokens // 15))
+    assert 0 < abs(last) < math.inf
+    with FlopCounterMode(display=False) as counter:
+        alone.step(1)
+    flops = flops_per_token(SMALL)
+    assert counter.get_total_flops() == tokens * (flops.linear + flops.head)
+    assert products.product_flops(SMALL).total == flops.linear + flops.head
+
+
+def test_products_are_of_random_numbers_and_take_little_memory() -> None:
+    assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
+    alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
+    again = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
+    assert alone.step(0) == again.step(0)
+    for a, b, result in [*alone._forward, *alone._head, *alone._backward]:
+        assert a.std() > 0.01
+        assert b.std() > 0.01
+        # No product reads what it writes.
+        read = {tensor.untyped_storage().data_ptr() for tensor in (a, b)}
+        assert result.untyped_storage().data_ptr() not in read
+    large = ModelConfig().run_config(16).model
+    with FakeTensorMode():
+        contender = products_contender(large, 16_384, torch.bfloat16, torch.device("cpu"), 0)
+    assert 1 < contender.held_gb < 1.5
+
+
+def test_memory_of_the_products_is_not_that_of_others() -> None:
+    config = ModelConfig.load(QUICK)
+    session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
+    ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
+    ceiling.held_gb = 1.5
+    both = [Contender("dp", mock.Mock()), ceiling]
+    for contender in both:
+        contender.samples, contender.seconds, contender.loss, contender.peak_gb = [2.0], [0.002], 1.0, 20.0
+    with mock.patch("zeco_train.bench.model.time_in_turns", return_value=5):
+        rows = measurement._time(both, 30, 0, 0.0)
+    assert [row["peak_gb"] for row in rows] == [18.5, 1.5]
+
+
+def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list[tuple[str, int, int]]:
+    """(variant, tokens, steps) that are timed if a step of `dp` and of the peers takes so many seconds, by a clock of
+    its own; what comes before the first is done takes 60 seconds, compiling for a number of tokens 20."""
+    clock, timed = [0.0], []
+    fake = mock.Mock(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
+
+    def take(duration: float) -> float:
+        clock[0] += duration
+        return 5.6
+
+    def contender(measurement: Any, ours: Any, name: str, tokens: RandomTokens) -> Contender:
+        take(20.0 if name == "dp" else 0.0)
+        return Contender(name, lambda _: take(seconds[name]), loss=5.6)
+
+    def add(rows: list[dict[str, Any]]) -> None:
+        timed.extend((row["variant"], row["tokens"], row["runs"]) for row in rows)
+
+    names = [*seconds]
+    config = ModelConfig.load([*QUICK, f"tokens={tokens}", "steps=40", f"variants=[{','.join(names)}]"])
+    peer = mock.Mock(step=lambda _: take(seconds["fla"]), logits=lambda _: torch.ones(1))
+    with (
+        mock.patch("zeco_train.bench.model.time", fake),
+        mock.patch("zeco_train.bench.session.time", fake),
+        mock.patch("zeco_train.bench.steps.time", fake),
+        mock.patch.multiple(steps.dist, barrier=mock.Mock(), all_gather_object=mock.Mock()),
+        mock.patch("zeco_train.bench.model.Backends", side_effect=lambda *_: take(60.0)),
+        mock.patch("zeco_train.bench.model.Peer", return_value=peer),
+        mock.patch("zeco_train.bench.model._forget"),
+        mock.patch.object(_Measurement, "_check", return_value={name: {} for name in names}),
+        mock.patch.object(_Measurement, "_weights", return_value=mock.Mock(logits=torch.ones(1))),
+        mock.patch.object(_Measurement, "_contender", contender),
+        mock.patch.object(_Measurement, "_check_losses"),
+    ):
+        mesh = mock.Mock(rank=0, world_size=1, device=torch.device("cpu"))
+        session = Session(mesh, budget, lambda activity: None)
+        report = mock.Mock(spec=Report, add=add)
+        with mock.patch.object(session, "agree", lambda action: action()):
+            peers = [name for name in names if name.startswith("fla")]
+            ours = [name for name in names if name not in peers]
+            _Measurement(config.run_config(2), config, session, report, _Pace()).measure(ours, peers)
+    return timed
+
+
+def test_a_budget_is_enough_for_the_peers_too() -> None:
+    # 60 s before, 20 of compiling, 4 × 45 steps of 0.2 s: the backends end at 116 s, and a peer takes 8.
+    seconds = dict.fromkeys(["dp", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"], 0.2)
+    all_of_them = [(name, 32, 40) for name in seconds]
+    assert _within(240, seconds, [32]) == all_of_them
+    assert _within(140, seconds, [32]) == all_of_them
+    # Ten times as slow: fewer steps for the backends, so that there is time for the peers.
+    timed = _within(400, dict.fromkeys(seconds, 2.0), [32, 64])
+    assert [name for name, *_ in timed] == [*seconds]
+    assert {count for _, count, _ in timed} == {32}
+    assert all(number < 40 for name, _, number in timed if not name.startswith("fla"))
+    # More tokens are for all of them, or for none.
+    assert [name for name, count, _ in _within(1000, seconds, [32, 64]) if count == 64] == [*seconds]
+
+
 def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
     """The case with scans that give another state, and with none, in both precisions that it is run in."""
     found = []
@@ -218,11 +356,9 @@ def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
 
 
 def test_first_losses_are_compared() -> None:
-    from zeco_train.bench.model import _Measurement
-
     config = ModelConfig.load([*QUICK, "dtype=fp32"])
     session = mock.Mock(spec=Session, rank=0)
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
     guess = math.log(259)
     measurement._check_losses({"dp": guess + 0.1, "lasp1": guess, "zeco": guess + 1e-6})
     for losses, says in (
@@ -237,30 +373,36 @@ def test_first_losses_are_compared() -> None:
 @pytest.mark.parametrize("more", [[], ["segments=2", "recompute=full", "strategy=zero3", "dtype=fp64"]])
 def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*QUICK, "dtype=fp32", *more, "variants=[dp,lasp1,lasp2,zeco:chain,fla]", f"out={tmp_path}"]
+    variants = "variants=[dp,products,lasp1,lasp2,zeco:chain,fla]"
+    arguments = [*QUICK, "dtype=fp32", *more, variants, f"out={tmp_path}"]
     with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
         outcome = running.wait(120)
     assert outcome.code == 0, outcome
     results = json.loads((tmp_path / "results.json").read_text())
     rows = {row["variant"]: row for row in results["rows"]}
-    assert [*rows] == ["dp", "lasp1", "lasp2", "zeco:chain"]
-    for row in rows.values():
+    assert [*rows] == ["dp", "products", "lasp1", "lasp2", "zeco:chain"]
+    for name, row in rows.items():
         assert [len(of_rank) for of_rank in row["samples_ms_by_rank"]] == [5, 5]
-        assert row["median_ms"] == Summary.of(row["samples_ms_by_rank"]).median
+        trains = name != "products"
+        assert row["median_ms"] == (Summary.of(row["samples_ms_by_rank"]).median if trains else None)
+        assert row["loss"] == (pytest.approx(math.log(259), rel=0.05) if trains else None)
         assert row["wall_ms"] == pytest.approx(1e3 * median(row["seconds_by_block"]))
         assert row["tokens_per_second_per_gpu"] == pytest.approx(32e3 / row["wall_ms"])
         assert row["ratio"] == pytest.approx(rows["dp"]["wall_ms"] / row["wall_ms"])
-        assert row["loss"] == pytest.approx(math.log(259), rel=0.05)
         assert (row["model"], row["heads"], row["tokens"]) == ("gla_tiny", 2, 32)
         assert row["mfu"] is None
     for name in ("lasp1", "lasp2", "zeco:chain"):
         assert rows[name]["relative_error"] < (1e-13 if more else 1e-5)
         assert rows[name]["exposed_ms"] > 0
     assert rows["dp"]["exposed_ms"] is None
+    assert rows["products"]["exposed_ms"] is None
+    # A small part of a step on CPUs, whose operator is slow and whose ranks talk by gloo.
+    assert rows["products"]["ratio"] > 2
     assert rows["zeco:chain"]["choice"] == "chain of 1 blocks by gloo"
     table = (tmp_path / "table.txt").read_text()
     assert "fla is not measured: variants=fla: flash-linear-attention's kernels need CUDA" in table
     assert "5 steps of each variant; the papers' are 100" in table
+    assert ("products: of the plain step, without recompute and segments" in table) == bool(more)
     assert (tmp_path / "gla_tiny_h2.png").exists()
 
 
@@ -351,14 +493,18 @@ def test_on_gpus(tmp_path: Path) -> None:
     ranks = min(2, torch.cuda.device_count())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     arguments = ["model=gla_125m", "model.num_layers=2", "heads=[6]", "tokens=[2048,4096]", "steps=4"]
-    arguments += ["variants=[dp,lasp1,lasp2,zeco]", f"out={tmp_path}"]
+    arguments += ["variants=[dp,products,lasp1,lasp2,zeco]", f"out={tmp_path}"]
     with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
         outcome = running.wait(300)
     assert outcome.code == 0, outcome
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [(row["tokens"], row["variant"]) for row in rows] == [
-        (tokens, name) for tokens in (2048, 4096) for name in ("dp", "lasp1", "lasp2", "zeco")
+        (tokens, name) for tokens in (2048, 4096) for name in ("dp", "products", "lasp1", "lasp2", "zeco")
     ]
     for row in rows:
-        assert 0 < row["median_ms"] <= row["p90_ms"]
+        if row["variant"] == "products":
+            assert row["ratio"] > 1
+            assert row["peak_gb"] < 1.5
+        else:
+            assert 0 < row["median_ms"] <= row["p90_ms"]
         assert row["peak_gb"] > 0

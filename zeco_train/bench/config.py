@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeco_train.bench.variants import GLA_VARIANTS, MODEL_VARIANTS, PEER_SETTINGS, SCAN_VARIANTS, check_variants
+from zeco_train.bench.variants import (
+    GLA_VARIANTS,
+    MODEL_VARIANTS,
+    PEER_SETTINGS,
+    PRODUCTS,
+    SCAN_VARIANTS,
+    check_variants,
+)
 from zeco_train.config import Compile, Config, Device, Dtype, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.overrides import describe_attributes, describe_settings, load_settings
@@ -147,11 +154,16 @@ class OperatorConfig(RunsConfig):
 @dataclass
 class ModelConfig(BenchConfig):
     """Attributes:
+    variants: dp, lasp1, lasp2, zeco train; `products` makes the matrix products of their plain step and nothing else,
+        the ceiling on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
+    budget_seconds: of it each `fla` keeps as much for itself as one of the others has taken; more tokens a rank are
+        not begun, and fewer steps are timed, where that would not be left.
     model: a file of `configs/model`; `model.KEY=VALUE` overrides what it says, as in train.py.
     heads, tokens: H, and tokens of a rank in a step; all combinations are measured, tokens innermost.
     steps: timed optimizer steps of each variant; the papers' are 100. Fewer, which is noted, where another quarter of
         them would not end within budget_seconds.
-    dtype, compile, recompute, segments: as train.py's `train.dtype` and so on; they do not concern `fla`.
+    dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Of them only dtype concerns
+        `products`, and none `fla`, which is trained in bf16.
     strategy: where parameters live; not hsdp, whose ranks would be others with `dp` than with the rest.
     check_tokens: tokens a rank of the check of correctness.
     overrides: the `model.KEY=VALUE` that were given.
@@ -181,7 +193,7 @@ class ModelConfig(BenchConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, "dp", "lasp1", "lasp2", "zeco", "fla", peer_settings=PEER_SETTINGS)
+        check_variants(self.variants, "dp", PRODUCTS, "lasp1", "lasp2", "zeco", "fla", peer_settings=PEER_SETTINGS)
         self._check_lists(heads=1, tokens=1)
         self._check_least(steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):

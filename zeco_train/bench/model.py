@@ -5,8 +5,10 @@ weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard 
 `dp` its own sequence. Tokens are random, and others in each step.
 
 All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each:
-only the scan changes, so they differ in nothing but what they are compared for. The peer, `fla`, is another model
-(`zeco_train.bench.peer`) and is measured after the first is gone.
+only the scan changes, so they differ in nothing but what they are compared for. `products` takes its turns with them:
+the matrix products of the plain step and nothing else (`zeco_train.bench.products`), the ceiling on this GPU. Its MFU
+is of its own FLOPs, the model's less the operator's: how much of the peak products reach here. The peer, `fla`, is
+another model (`zeco_train.bench.peer`) and is measured after the first is gone.
 
 Before anything is timed, on weights that have not been trained:
 - of a short sequence, the whole gradient of each backend against that with a plain scan in float64;
@@ -19,7 +21,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,12 +34,14 @@ from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
+from zeco_train.bench.products import ProductsContender, product_flops, products_contender
 from zeco_train.bench.report import Report, Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
-from zeco_train.bench.variants import GatheredScan
+from zeco_train.bench.variants import PRODUCTS, GatheredScan
 from zeco_train.config import Config, Dtype
 from zeco_train.errors import ConfigError
+from zeco_train.recompute import Recompute
 from zeco_train.recorder import peak_flops
 
 # Of gradients: with four ranks and 12 layers in bf16 the rounding of states makes 4e-3; without states it is 0.05 to 9.
@@ -82,8 +87,11 @@ def run(config: ModelConfig, session: Session) -> Report:
     names = _available(config, session, report)
     if config.steps < PAPER_STEPS:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
+    if PRODUCTS in names and (config.recompute is not Recompute.none or config.segments > 1):
+        report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
+    pace = _Pace()
     for heads in config.heads:
-        measurement = _Measurement(config.run_config(heads), config, session, report)
+        measurement = _Measurement(config.run_config(heads), config, session, report, pace)
         measurement.measure([name for name in names if not is_peer(name)], [name for name in names if is_peer(name)])
     return report
 
@@ -96,7 +104,7 @@ def _available(config: ModelConfig, session: Session, report: Report) -> list[st
         try:
             if is_peer(name):
                 session.agree(partial(check_peer, run, session))
-            elif name != "dp":
+            elif not _is_alone(name):
                 session.agree(partial(session.scan, name, state_elements(run.model)))
             names.append(name)
         except ConfigError as error:
@@ -107,112 +115,174 @@ def _available(config: ModelConfig, session: Session, report: Report) -> list[st
     return names
 
 
+def _is_alone(name: str) -> bool:
+    """Whether a variant of our model has no scan over ranks."""
+    return name in ("dp", PRODUCTS)
+
+
+@dataclass
+class _Pace:
+    """What the budget is judged by: not whole configurations, since a peer's has one variant and ours have all others.
+
+    Attributes:
+        seconds: the most that one variant has taken so far with one number of tokens.
+    """
+
+    seconds: float = 0.0
+
+
+class _Keeping(Session):
+    """The same session, but so many seconds of its budget are kept for what comes after."""
+
+    def __init__(self, session: Session, kept: Callable[[], float]) -> None:
+        vars(self).update(vars(session))
+        self._kept = kept
+
+    def within_budget(self, seconds: float | None = None) -> bool:
+        """See `Session`; here `seconds` must be given."""
+        assert seconds is not None
+        return super().within_budget(seconds + self._kept())
+
+
 class _Measurement:
     """Of one model: its backends with each number of tokens, and then the peer."""
 
-    def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report) -> None:
-        self._run, self._config, self._session, self._report = run, config, session, report
+    def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report, pace: _Pace) -> None:
+        self._run, self._config, self._session, self._report, self._pace = run, config, session, report, pace
         self._shape = f"{run.model.name}, H {run.model.num_heads}"
         self._started = time.monotonic()
         # Of `dp`, by tokens.
         self._rates: dict[int, float] = {}
+        # Numbers of tokens that the backends were measured with.
+        self._measured: list[int] = []
 
     def measure(self, backends: Sequence[str], peers: Sequence[str]) -> None:
         """Add all rows to the report."""
         self._session.enter(self._shape)
-        weights = self._measure_backends(backends, bool(peers))
+        weights = self._measure_backends(backends, len(peers))
         # Only here does nothing refer to a model any more, and the next one needs its memory.
         _forget()
-        for name in peers:
+        for index, name in enumerate(peers):
             assert weights is not None
-            self._measure_peer(name, weights)
+            self._measure_peer(name, weights, len(peers) - index - 1)
             _forget()
 
-    def _measure_backends(self, names: Sequence[str], want_weights: bool) -> Weights | None:
-        """Add the backends' rows; gives the initial weights, if the peer is to have them."""
+    def _measure_backends(self, names: Sequence[str], peers: int) -> Weights | None:
+        """Add the backends' rows; gives the initial weights, if there are peers to have them."""
         ours = Backends(self._run, self._session)
         built = time.monotonic() - self._started
         checked = self._check(ours, names)
-        weights = self._weights(ours) if want_weights else None
+        weights = self._weights(ours) if peers else None
         seconds = time.monotonic() - self._started - built
         self._report.note(f"{self._shape}: built in {built:.1f} s, checked in {seconds:.1f} s")
         for count in self._config.tokens if names else ():
-            if not self._may_start(f"{self._shape}, {count:,} tokens a rank"):
+            # Each peer is measured with all that the backends are measured with.
+            later = peers * (len(self._measured) + 1)
+            if not self._may_start(f"{self._shape}, {count:,} tokens a rank", len(names) + later):
                 break
             # What is compiled for one length is not to know of another: code for any length may be slower.
             _forget()
-            tokens = self._tokens(count)
-            contenders = [self._contender(ours, name, tokens) for name in names]
-            self._check_losses({contender.name: float(contender.loss) for contender in contenders})
-            rows = self._time(contenders, count)
+            rows = self._time_backends(ours, names, count, later)
             self._rates |= {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "dp"}
             self._add([row | checked[row["variant"]] for row in rows])
+            self._measured.append(count)
         return weights
 
-    def _measure_peer(self, name: str, weights: Weights) -> None:
-        """Add the rows of a peer."""
-        self._session.enter(f"{self._shape}, {name}")
+    def _time_backends(self, ours: Backends, names: Sequence[str], count: int, later: int) -> list[Row]:
+        """Rows of all backends with so many tokens a rank; for `later` see `_time`."""
+        started = time.monotonic()
+        tokens = self._tokens(count)
+        contenders = [self._contender(ours, name, tokens) for name in names]
+        self._check_losses({each.name: float(each.loss) for each in contenders if each.name != PRODUCTS})
+        return self._time(contenders, count, later, started)
+
+    def _measure_peer(self, name: str, weights: Weights, peers: int) -> None:
+        """Add the rows of a peer, which so many peers follow."""
+        if not self._may_start(f"{self._shape}, {name}", 1):
+            return
         peer = Peer(name, weights, self._run, self._session.mesh)
         started = time.perf_counter()
         results = {"logits": (peer.logits(weights.ids).cpu(), weights.logits)}
         check = partial(check_results, name, self._session.rank, results, PEER_TOLERANCE)
         error = max(self._session.gather(self._session.agree(check)["logits"]))
         tuned = time.perf_counter() - started
-        for count in self._config.tokens:
-            if not self._may_start(f"{self._shape}, {name}, {count:,} tokens a rank"):
+        counts = self._measured or self._config.tokens
+        for index, count in enumerate(counts):
+            if not self._may_start(f"{self._shape}, {name}, {count:,} tokens a rank", 1):
                 break
+            later, began = peers * len(counts) + len(counts) - index - 1, time.monotonic()
             # Most of what is tuned is tuned for all lengths, in the check already.
             contender = Contender(name, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
             tuned = 0.0
-            rows = self._time([contender], count)
+            rows = self._time([contender], count, later, began)
             # What it computes a second time is not ours.
             self._add([{**row, "hfu": None, "relative_error": error} for row in rows])
 
-    def _may_start(self, what: str) -> bool:
-        if self._session.within_budget():
+    def _may_start(self, what: str, variants: int) -> bool:
+        """Whether so many variants would end in time, each with one number of tokens; if not, that is noted."""
+        if self._session.within_budget(variants * self._pace.seconds):
             self._session.enter(what)
             return True
         budget = self._config.budget_seconds
-        self._report.note(f"{what} and what follows is not measured: budget_seconds={budget:g}")
+        self._report.note(f"{what} is not measured, nor what comes after it of the same: budget_seconds={budget:g}")
         return False
 
     def _tokens(self, count: int) -> RandomTokens:
         return RandomTokens(self._run.model.vocab_size, count, self._config.seed, self._session)
 
     def _contender(self, ours: Backends, name: str, tokens: RandomTokens) -> Contender:
-        """A backend that has been once forward and back, with the loss of that."""
+        """A backend that has been once forward and back, with the loss of that; or the products."""
+        if name == PRODUCTS:
+            run = self._run
+            return products_contender(run.model, tokens.count, run.train.dtype.compute, self._session.device, run.seed)
         contender = ours.contender(name, tokens)
         started = time.perf_counter()
         contender.loss, _ = ours.gradient(ours.scan_of(name), tokens, alone=name == "dp", keep=False)
         contender.first_seconds = time.perf_counter() - started
         return contender
 
-    def _time(self, contenders: Sequence[Contender], count: int) -> list[Row]:
-        """Rows of contenders with so many tokens a rank."""
-        config = self._config
-        steps = time_in_turns(contenders, config.warmup, config.steps, self._session)
+    def _time(self, contenders: Sequence[Contender], count: int, later: int, started: float) -> list[Row]:
+        """Rows of contenders with so many tokens a rank.
+
+        Args:
+            later: measurements of one variant that the budget is to be enough for after these.
+            started: when the making of these contenders began.
+        """
+
+        def share() -> float:
+            return (time.monotonic() - started) / len(contenders)
+
+        config, session = self._config, _Keeping(self._session, lambda: later * share())
+        steps = time_in_turns(contenders, config.warmup, config.steps, session)
+        self._pace.seconds = max(self._pace.seconds, share())
         if steps < config.steps:
             names = ", ".join(contender.name for contender in contenders)
             text = f"{names}, {count:,} tokens: {steps} of {config.steps} steps"
             self._report.note(f"{text}: budget_seconds={config.budget_seconds:g}")
+        held_gb = sum(each.held_gb for each in contenders if isinstance(each, ProductsContender))
+        return [self._row(contender, count, held_gb) for contender in contenders]
+
+    def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
+        """A contender's row, `held_gb` being what the buffers of `products` took beside it."""
         model, train = self._run.model, self._run.train
+        row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
+        row |= contender.as_row(self._session)
         flops = flops_per_token(model)
-        again = recomputed_flops_per_token(model, train.recompute, train.segments)
-        rows = []
-        for contender in contenders:
-            row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
-            row |= contender.as_row(self._session)
-            rate = 1e3 * count / row["wall_ms"]
-            mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, flops + again))
-            rows.append({**row, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu})
-        return rows
+        all_flops = flops + recomputed_flops_per_token(model, train.recompute, train.segments)
+        peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb
+        if isinstance(contender, ProductsContender):
+            flops = all_flops = product_flops(model)
+            # Figures show what trains: they leave out rows without a median.
+            row |= {"loss": None, "median_ms": None}
+            peak_gb = row["peak_gb"] and held_gb
+        rate = 1e3 * count / row["wall_ms"]
+        mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
+        return {**row, "peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
 
     def _add(self, rows: Sequence[Row]) -> None:
         """Add rows of one number of tokens."""
         dp = self._rates.get(rows[0]["tokens"])
         self._report.add([{**row, "ratio": row["tokens_per_second_per_gpu"] / dp if dp else None} for row in rows])
-        self._session.spent(time.monotonic() - self._started)
-        self._started = time.monotonic()
 
     def _utilisation(self, flops_per_second: float) -> float | None:
         if not self._session.on_cuda:
@@ -229,7 +299,7 @@ class _Measurement:
         session, dtype = self._session, self._config.dtype
         tokens = self._tokens(self._config.check_tokens)
         checked: dict[str, Row] = {name: {} for name in names}
-        scans = [name for name in names if name != "dp"]
+        scans = [name for name in names if not _is_alone(name)]
         if not scans:
             return checked
         # Not compiled: that would be for another length, and takes long.

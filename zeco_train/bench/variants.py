@@ -6,6 +6,7 @@ zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_s
                                 a state into pieces of 16,384 elements, as the ZeCO paper does
 dp                              each rank its own sequence, nothing crosses ranks
 copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
+products                        the matrix products of the model's step and nothing else: the ceiling, on this GPU
 fla                             flash-linear-attention on one rank's tokens, the peer: its `chunk_gla`, or its model
 fla[:no_optimizer][:compile]    of its model: forward and backward alone, with bf16 weights; its blocks compiled
 """
@@ -36,7 +37,8 @@ SCAN_VARIANTS = (
     "zeco",
 )
 GLA_VARIANTS = ("dp", "copy", "lasp1", "lasp2", "zeco", "fla")
-MODEL_VARIANTS = ("dp", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer")
+PRODUCTS = "products"
+MODEL_VARIANTS = ("dp", PRODUCTS, "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer")
 PEER_SETTINGS = ("no_optimizer", "compile")
 PAPER_BLOCK_ELEMENTS = 16_384
 

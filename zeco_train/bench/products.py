@@ -1,0 +1,152 @@
+"""The matrix products of one training step of the model and nothing else: the ceiling of case `model`.
+
+A GPU that has reached its power limit lowers its clocks, so a rate of matrix products that was measured elsewhere, or
+for a moment, bounds nothing. This one takes its turns with the backends, on the same GPU at the same temperature. Where
+power is the limit it is no strict bound: products alone need more of it than a step that also moves memory, so they may
+run at lower clocks than within a step.
+
+For each linear layer of the model (q, k, v, g, the decays' two, o, gate, up, down of each block, and the head) it makes
+the three products of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
+
+    y = x Wᵀ       in the forward pass
+    dx = dy W      in the backward pass; dW = dyᵀ x too
+    the head       chunk by chunk, all three in the forward pass, as in `zeco_train.loss`
+
+There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and nothing is sent: each rank is
+alone. That is the plain step: neither `recompute` nor `segments` adds to it. Layers that share their input could be one
+larger product; the model does not do that, and neither does this.
+
+Numbers are drawn from normal distributions, since products of zeros take less power: x and dy with variance 1, W as the
+model's initial weights. Results are written, but never read (the head's logits are, as their own gradient). All blocks
+share one block's weights, and all layers three buffers, for x, for dy and for what is written. An L2 cache does not
+serve them: between two uses of a weight lie all others of the block, 0.1 GB for `gla_1b`, and passes over buffers of
+0.2 GB at 16k tokens. Together the buffers take 1.4 GB then, and 2.0 GB at 32k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from models.gla import GLAConfig
+from models.hooks import TokenFLOPs, flops_per_token
+from zeco_train.bench.steps import Contender
+from zeco_train.bench.variants import PRODUCTS
+
+# As in `zeco_train.loss` on CUDA.
+CHUNK_TOKENS = 8192
+
+# a [m, k], b [k, n] and what a b is written to, [m, n].
+_Product = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class ProductsContender(Contender):
+    """Attributes:
+    held_gb: of device memory, by its buffers, for as long as it is there.
+    """
+
+    held_gb: float = 0.0
+
+
+def products_contender(
+    config: GLAConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> ProductsContender:
+    """The products for so many tokens of a rank. What a step returns is no loss, but one of the results."""
+    products = Products(config, tokens, dtype, device, seed)
+    return ProductsContender(PRODUCTS, products.step, held_gb=products.held_bytes / 1e9)
+
+
+def product_flops(config: GLAConfig) -> TokenFLOPs:
+    """What they compute for one token: the model's, less the operator's."""
+    return replace(flops_per_token(config), operator=0.0)
+
+
+def linear_layers(config: GLAConfig) -> list[list[tuple[int, int]]]:
+    """(input width, output width) of a block's linear layers, in the order of the forward pass, by shared input."""
+    width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+    rank, inner = config.gate_low_rank_dim, config.intermediate_size
+    projections = [(width, keys), (width, keys), (width, values), (width, values), (width, rank)]
+    return [projections, [(rank, keys)], [(values, width)], [(width, inner), (width, inner)], [(inner, width)]]
+
+
+class Products:
+    """The products of a step, ready to be made.
+
+    Args:
+        config: of the model.
+        tokens: of this rank.
+        dtype: of everything.
+        seed: of the numbers.
+
+    Attributes:
+        held_bytes: of all buffers.
+    """
+
+    def __init__(self, config: GLAConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+        self._num_layers = config.num_layers
+        groups, head = linear_layers(config), (config.hidden_size, config.vocab_size)
+        shapes = [shape for group in groups for shape in group]
+        widest, chunk = max(max(shape) for shape in shapes), min(tokens, CHUNK_TOKENS)
+        self._tokens, self._inputs, self._grads = tokens, normal(tokens * widest), normal(tokens * widest)
+        self._results = torch.empty_like(self._inputs)
+        # In the model, too, a chunk's gradient takes the place of its logits.
+        self._logits = torch.empty(chunk * config.vocab_size, dtype=dtype, device=device)
+        self._dweight = self._logits.new_empty(max(math.prod(shape) for shape in (*shapes, head)))
+        weights = [[normal(n, k).mul_(config.initializer_range) for k, n in group] for group in groups]
+        head_weight = normal(*reversed(head)).mul_(config.initializer_range)
+        buffers = [self._inputs, self._grads, self._results, self._logits, self._dweight, head_weight]
+        self.held_bytes = sum(tensor.nbytes for tensor in [*buffers, *(w for group in weights for w in group)])
+        self._forward = [product for group in weights for product in self._outputs(group)]
+        self._head = self._head_products(head_weight, chunk)
+        self._backward = [product for group in reversed(weights) for product in self._gradients(group)]
+
+    def step(self, number: int) -> Tensor:
+        """All products of a step, the so-manieth: all are alike. Returns an element of the last result."""
+        for products, times in ((self._forward, self._num_layers), (self._head, 1), (self._backward, self._num_layers)):
+            for _ in range(times):
+                for a, b, result in products:
+                    torch.mm(a, b, out=result)
+        return self._dweight[0]
+
+    def _outputs(self, weights: Sequence[Tensor]) -> list[_Product]:
+        """x Wᵀ for each weight [N, K]."""
+        return [
+            (self._view(self._inputs, weight.shape[1]), weight.T, self._view(self._results, weight.shape[0]))
+            for weight in weights
+        ]
+
+    def _gradients(self, weights: Sequence[Tensor]) -> list[_Product]:
+        """dy W for each weight [N, K], then dyᵀ x for each."""
+        dxs, dweights = [], []
+        for weight in weights:
+            n, k = weight.shape
+            dy = self._view(self._grads, n)
+            dxs.append((dy, weight, self._view(self._results, k)))
+            dweights.append((dy.T, self._view(self._inputs, k), self._dweight[: n * k].view(n, k)))
+        return [*dxs, *dweights]
+
+    def _head_products(self, weight: Tensor, chunk: int) -> list[_Product]:
+        """Logits, dh and dW of each chunk of tokens; what is read as gradient is the logits."""
+        products: list[_Product] = []
+        vocab, width = weight.shape
+        hidden, dhidden = (self._view(tensor, width) for tensor in (self._inputs, self._results))
+        dweight = self._dweight[: vocab * width].view(vocab, width)
+        for start in range(0, self._tokens, chunk):
+            rows, drows = hidden[start : start + chunk], dhidden[start : start + chunk]
+            logits = self._logits[: rows.shape[0] * vocab].view(-1, vocab)
+            products += [(rows, weight.T, logits), (logits, weight, drows), (logits.T, rows, dweight)]
+        return products
+
+    def _view(self, buffer: Tensor, width: int) -> Tensor:
+        """[tokens, width] at the beginning of a buffer."""
+        return buffer[: self._tokens * width].view(self._tokens, width)
