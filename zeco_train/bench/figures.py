@@ -36,6 +36,7 @@ _COLOURS = {
     "dp": "#1f8a53",
     "copy": "#9aa4ad",
     "fla": "#111111",
+    "products": "#b0b7bd",
 }
 # The variant that answers to a column of the paper's table.
 _PAPER_COLLECTIVES = {"all_gather": "all_gather", "all_scan": "zeco", "all_reduce": "all_reduce"}

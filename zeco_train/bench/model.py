@@ -272,8 +272,7 @@ class _Measurement:
         peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb
         if isinstance(contender, ProductsContender):
             flops = all_flops = product_flops(model)
-            # Figures show what trains: they leave out rows without a median.
-            row |= {"loss": None, "median_ms": None}
+            row |= {"loss": None}
             peak_gb = row["peak_gb"] and held_gb
         rate = 1e3 * count / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
