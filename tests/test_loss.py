@@ -115,7 +115,7 @@ def test_the_loss_with_a_compiled_part(compiled: TokenLosses) -> None:
     hidden, weight, labels = make_inputs()
     for chunk_tokens, targets in ((16, labels), (99, labels), (16, torch.full_like(labels, -100))):
         results = []
-        for form in (None, compiled):
+        for form in (token_losses, compiled):
             loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens, form)
             results.append([loss, *torch.autograd.grad(loss * 0.37, (hidden, weight))])
         for ours, theirs in zip(*results, strict=True):

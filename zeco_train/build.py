@@ -204,20 +204,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         load = config.checkpoint.load
         checkpointer.load_weights(agree(mesh, lambda: find_weights(load)), model)
 
-    train = config.train
-    flops = flops_per_token(config.model)
-    recorder = Recorder(
-        run.path,
-        mesh,
-        build_logger(config.logger, run.path, mesh.rank),
-        total_steps=config.train.steps,
-        tokens_per_step=config.data.global_batch * config.data.seq_len,
-        flops_per_token=flops.total,
-        hardware_flops_per_token=(
-            flops + recomputed_flops_per_token(config.model, train.recompute, train.segments)
-        ).total,
-        dtype=train.dtype.compute,
-    )
+    recorder = _build_recorder(config, run.path, mesh)
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh))))
     split = DataSplit(
         config.data.seq_len,
@@ -232,16 +219,8 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     loader = SequenceLoader(run.train, split, seed=config.seed, global_batch=config.data.global_batch)
     _check_shards_fit(loader, progress.sequences, mesh)
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
-    step = TrainingStep(
-        model,
-        optimizer,
-        scan,
-        mesh,
-        strategy=config.parallel.strategy,
-        grad_clip=config.optim.grad_clip,
-        tokens_per_step=config.data.global_batch * config.data.seq_len,
-        seq_len=config.data.seq_len,
-    )
+    step = _build_step(config, model, optimizer, scan, mesh)
+    train = config.train
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
@@ -250,7 +229,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         model=model,
         optimizer=optimizer,
         split=split,
-        loader=PrefetchingLoader(loader, progress.sequences, ahead=config.train.segments),
+        loader=PrefetchingLoader(loader, progress.sequences, ahead=train.segments),
         validation=run.validation,
         checkpointer=checkpointer,
         recorder=recorder,
@@ -258,6 +237,38 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
             mesh, lambda: StepProfiler(train.profile, train.profile_ranks, run.path, mesh.rank, mesh.device)
         ),
         progress=progress,
+    )
+
+
+def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
+    train = config.train
+    flops = flops_per_token(config.model)
+    return Recorder(
+        path,
+        mesh,
+        build_logger(config.logger, path, mesh.rank),
+        total_steps=train.steps,
+        tokens_per_step=config.data.global_batch * config.data.seq_len,
+        flops_per_token=flops.total,
+        hardware_flops_per_token=(
+            flops + recomputed_flops_per_token(config.model, train.recompute, train.segments)
+        ).total,
+        dtype=train.dtype.compute,
+    )
+
+
+def _build_step(
+    config: Config, model: GLAForCausalLM, optimizer: torch.optim.Optimizer, scan: ScanBackend, mesh: ProcessMesh
+) -> TrainingStep:
+    return TrainingStep(
+        model,
+        optimizer,
+        scan,
+        mesh,
+        strategy=config.parallel.strategy,
+        grad_clip=config.optim.grad_clip,
+        tokens_per_step=config.data.global_batch * config.data.seq_len,
+        seq_len=config.data.seq_len,
     )
 
 

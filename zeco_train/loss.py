@@ -23,11 +23,38 @@ from zeco_train.ops import accumulation_dtype
 
 IGNORE_INDEX = -100
 
-
 TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
 
 # Tokens of a chunk: large products fill a GPU, and each chunk's part of dW is a pass over a tensor of the head's size.
 _CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool) -> tuple[Tensor, Tensor]:
+    """Loss of one chunk and its gradient. Logits are overwritten where they are in `loss_dtype` already.
+
+    Args:
+        logits: [n, vocab].
+        targets: [n] int64.
+
+    Returns:
+        The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, [0] if not wanted.
+    """
+    wide = logits.to(loss_dtype)
+    ignored = targets == IGNORE_INDEX
+    # Only the ignored ones get a stand-in: any other label out of range must fail in gather.
+    index = targets.masked_fill(ignored, 0).unsqueeze(-1)
+    lse = wide.logsumexp(dim=-1, keepdim=True)
+    loss = (lse - wide.gather(-1, index)).squeeze(-1).masked_fill(ignored, 0).sum()
+    if not want_grad:
+        return loss, logits.new_empty(0)
+    if torch.compiler.is_compiling():
+        # One pass over the logits; what compares every logit with the label would be a pass of its own in eager mode.
+        is_target = torch.arange(logits.shape[-1], device=logits.device) == index
+        dlogits = (wide - lse).exp() - is_target.to(loss_dtype)
+        return loss, dlogits.masked_fill(ignored.unsqueeze(-1), 0).to(logits.dtype)
+    dlogits = wide.sub_(lse).exp_()
+    dlogits.scatter_(-1, index, dlogits.gather(-1, index) - 1)
+    return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
 
 
 def linear_cross_entropy(
@@ -35,7 +62,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int | None = None,
-    token_losses: TokenLosses | None = None,
+    token_losses: TokenLosses = token_losses,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of softmax(hidden weightᵀ).
 
@@ -46,7 +73,7 @@ def linear_cross_entropy(
         chunk_tokens: tokens whose logits exist at one time. Besides the two gradients (that of the weight in fp32,
             fp64 for fp64), the memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64). None: 2,048, or
             8,192 on CUDA.
-        token_losses: this module's `token_losses`, as it is or compiled; None is as it is.
+        token_losses: this module's `token_losses`, as it is or compiled.
 
     Returns:
         Scalar, fp32 (fp64 for fp64): the sum, not the mean, so that ranks and micro-batches add up; 0 if no token
@@ -65,9 +92,7 @@ def linear_cross_entropy(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be ≥ 1")
     # Inside a Function's forward the grad mode is always off, so it must be told whether gradients are wanted.
-    return _LinearCrossEntropy.apply(
-        hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses or _token_losses
-    )
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -116,35 +141,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dweight is not None:
             dweight = dweight.mul_(dloss).to(ctx.weight_dtype)
         return dhidden, dweight, None, None, None, None
-
-
-def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool) -> tuple[Tensor, Tensor]:
-    """Loss of one chunk and its gradient. Logits are overwritten where they are in `loss_dtype` already.
-
-    Args:
-        logits: [n, vocab].
-        targets: [n] int64.
-
-    Returns:
-        The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, [0] if not wanted.
-    """
-    wide = logits.to(loss_dtype)
-    ignored = targets == IGNORE_INDEX
-    # Only the ignored ones get a stand-in: any other label out of range must fail in gather.
-    index = targets.masked_fill(ignored, 0).unsqueeze(-1)
-    lse = wide.logsumexp(dim=-1, keepdim=True)
-    loss = (lse - wide.gather(-1, index)).squeeze(-1).masked_fill(ignored, 0).sum()
-    if not want_grad:
-        return loss, logits.new_empty(0)
-    if torch.compiler.is_compiling():
-        # One pass over the logits; what compares every logit with the label would be a pass of its own in eager mode.
-        is_target = torch.arange(logits.shape[-1], device=logits.device) == index
-        dlogits = (wide - lse).exp() - is_target.to(loss_dtype)
-        return loss, dlogits.masked_fill(ignored.unsqueeze(-1), 0).to(logits.dtype)
-    dlogits = wide.sub_(lse).exp_()
-    dlogits.scatter_(-1, index, dlogits.gather(-1, index) - 1)
-    return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
-
-
-# Under a name that the argument of `linear_cross_entropy` does not hide.
-_token_losses = token_losses
