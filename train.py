@@ -3,8 +3,11 @@
 import signal
 import sys
 
+from zeco_train.signals import remember_warning
+
 # Ctrl-C while torch is being imported ends the process without a traceback; the trainer sets handlers of its own.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+remember_warning()
 
 from zeco_train.cli import main  # noqa: E402
 

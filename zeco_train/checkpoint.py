@@ -60,16 +60,21 @@ class Progress:
         sequences: sequences consumed, which is the whole state of the data.
         tokens: tokens consumed.
         logger_run_id: the run's id in W&B.
+        skipped: steps left out for a loss or gradient that was not finite, over the whole run; they count as done.
+        skipped_in_row: of these, those since the last step that was not left out.
     """
 
     step: int = 0
     sequences: int = 0
     tokens: int = 0
     logger_run_id: str | None = None
+    skipped: int = 0
+    skipped_in_row: int = 0
 
-    def advance(self, sequences: int, tokens: int) -> None:
-        """Count one more optimizer step."""
+    def advance(self, sequences: int, tokens: int, skipped: bool = False) -> None:
+        """Count one more optimizer step; `skipped` if it was left out."""
         self.step, self.sequences, self.tokens = self.step + 1, self.sequences + sequences, self.tokens + tokens
+        self.skipped, self.skipped_in_row = self.skipped + skipped, self.skipped_in_row + 1 if skipped else 0
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -175,7 +180,8 @@ def read_progress(path: Path) -> Progress:
         CheckpointError: `run.json` is missing or is not ours.
     """
     try:
-        stored = json.loads((path / "run.json").read_text())
+        # Those from before steps could be skipped have no count of them.
+        stored = {"skipped": 0, "skipped_in_row": 0} | json.loads((path / "run.json").read_text())
         return Progress(**{f.name: stored[f.name] for f in fields(Progress)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: run.json cannot be read: {error}") from error

@@ -10,6 +10,7 @@ from zeco_train.config import Config, describe, load_config
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import ProcessMesh
 from zeco_train.progress import compact
+from zeco_train.signals import exit_code
 from zeco_train.trainer import Trainer
 
 _ADVICE = Advice(
@@ -40,7 +41,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     """Open, build and train.
 
     Returns:
-        The exit code: 0, or 128 and the signal that ended the run before its time.
+        The exit code: 0, or what `signals.exit_code` gives for the signal that ended the run before its time.
     """
     job.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
@@ -64,7 +65,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
         summary = f"{stopped_by.name} {done}; the same command goes on from there"
     if summary is not None and mesh.is_main:
         print(summary, flush=True)
-    return 0 if stopped_by is None else 128 + stopped_by
+    return 0 if stopped_by is None else exit_code(stopped_by)
 
 
 def _banner(config: Config, parts: Parts) -> str:

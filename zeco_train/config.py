@@ -27,6 +27,7 @@ from models.gla import GLAConfig
 from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind
+from zeco_train.nonfinite import skip_limit
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
@@ -81,6 +82,8 @@ class TrainConfig:
         first of the next. Memory is that of one part; the gradient is that of the whole sequence.
     recompute: what the backward pass computes again.
     compile: whether to compile the blocks.
+    nonfinite: what a step whose loss or gradient norm is NaN or infinite does to the run. `stop` ends it. `skip:N` goes
+        on without it, up to N such steps in a row; data, step and learning rate move on, weights do not.
     profile: START:STOP, the steps (counted from 1, STOP included) to write a profiler's trace of; None: none.
     profile_ranks: the ranks that write one.
     """
@@ -94,6 +97,7 @@ class TrainConfig:
     segments: int = 1
     recompute: Recompute = Recompute.none
     compile: Compile = Compile.auto
+    nonfinite: str = "stop"
     profile: str | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])
 
@@ -107,6 +111,7 @@ class TrainConfig:
         for name in ("eval_every", "eval_sequences"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
+        skip_limit(self.nonfinite)
         check_profile(self.profile, self.profile_ranks, self.steps)
 
 

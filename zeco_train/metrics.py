@@ -37,7 +37,9 @@ class StepMetrics:
         comm_exposed_seconds: for how long the compute of a step waited for scans over ranks, on the rank that waited
             longest (`zeco_train.sp.exposed`); absent where no scan crosses ranks, as with sp=dp. What gathering
             parameters and reducing gradients expose is not in it.
-        extra: further values by name, JSON types only; they become columns of their own.
+        extra: further values by name, JSON types only; they become columns of their own. A run with
+            `train.nonfinite=skip:N` has `skipped_steps`, all steps left out so far, once there are any, and in the row
+            of such a step `nonfinite`: what was not finite, and the first tensor concerned.
     """
 
     step: int

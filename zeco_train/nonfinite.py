@@ -1,29 +1,49 @@
-"""Naming the first tensor that is NaN or infinite, after a loss or a gradient norm was."""
+"""What follows a loss or a gradient norm that is NaN or infinite: the first such tensor is named.
+
+Such a step never changes weights or optimizer state (`zeco_train.step`); whether the run goes on without it is
+`train.nonfinite`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeco_train.errors import NonFiniteError
+from zeco_train.errors import ConfigError
 
 # When it happened: (phase, position within the phase), and what.
 Finding = tuple[tuple[int, int], str]
 
 
-def explain(
-    model: nn.Module, step: int, symptom: str, forwards: Iterable[Callable[[], object]], world_size: int
-) -> NonFiniteError:
+def skip_limit(policy: str) -> int:
+    """How many steps in a row `train.nonfinite` lets a run leave out: 0 for `stop`, n for `skip:n`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if policy == "stop":
+        return 0
+    match = re.fullmatch(r"skip:([1-9]\d{0,8})", policy)
+    if match is None:
+        raise ConfigError("train.nonfinite", policy, "must be stop, or skip:N to leave out up to N ≥ 1 steps in a row")
+    return int(match[1])
+
+
+def explain(model: nn.Module, symptom: str, forwards: Iterable[Callable[[], object]], world_size: int) -> str:
     """Find where a non-finite value first appears: in weights, then activations as they are computed, then gradients.
 
     Collective: every rank runs the step's forward passes once more, with hooks, on unchanged weights.
 
     Args:
-        symptom: what was seen, such as "loss is nan".
+        symptom: what was seen, such as "the loss is nan".
         forwards: the forward pass of each of this rank's micro-batches.
+
+    Returns:
+        Symptom, tensor with its layer, and rank, in words; the same on every rank.
     """
     # Gradients before the forward passes, which gather the parameters and leave their gradients out of reach.
     findings = [
@@ -35,9 +55,9 @@ def explain(
     dist.all_gather_object(gathered, findings)
     found = sorted((f[0], rank, f[1]) for rank, of_rank in enumerate(gathered) for f in of_rank if f is not None)
     if not found:
-        return NonFiniteError(f"step {step}: {symptom}, though every tensor is finite: a sum over them overflowed")
+        return f"{symptom}, though every tensor is finite: a sum over them overflowed"
     _, rank, what = found[0]
-    return NonFiniteError(f"step {step}: {symptom}; the first non-finite tensor is the {what}, on rank {rank}")
+    return f"{symptom}; the first non-finite tensor is the {what}, on rank {rank}"
 
 
 def _first_parameter(model: nn.Module, kind: str) -> Finding | None:

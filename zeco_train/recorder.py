@@ -56,6 +56,7 @@ class StepResult:
         seconds: of the whole step; data_seconds: the part that this rank spent waiting for the loader.
         sequence_ids: sequences that this rank took part in.
         comm_exposed_seconds: for how long this rank's compute waited for scans; None if that was not measured.
+        nonfinite: why the step was left out, with the first tensor concerned; None if it was not.
     """
 
     loss: float
@@ -65,6 +66,7 @@ class StepResult:
     data_seconds: float
     sequence_ids: list[int]
     comm_exposed_seconds: float | None = None
+    nonfinite: str | None = None
 
 
 class Recorder:
@@ -159,6 +161,7 @@ class Recorder:
             mfu=self._utilisation(per_device, self._flops),
             hfu=self._utilisation(per_device, self._hardware_flops),
             comm_exposed_seconds=exposed,
+            extra=_skipped(steps[-1], progress),
         )
         self._writer.write(row)
         assert self._display is not None
@@ -200,6 +203,12 @@ class Recorder:
             return None
         peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
         return None if peak is None else tokens_per_second * flops_per_token / peak
+
+
+def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
+    """Columns of a run that has left out steps, and of a row whose step is one."""
+    columns: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
+    return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -1,4 +1,9 @@
-"""Ctrl-C and SIGTERM as a request to save and leave; and an end of ranks whose launcher is gone."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a request to save and leave; and an end of ranks whose launcher is gone.
+
+SIGUSR1 is what Slurm is asked to warn with before a time limit (`sbatch --signal=USR1@300`). Slurm sends it to every
+process of a step, so the launcher has to be started with it ignored (`trap '' USR1` in the shell before): torchrun
+itself would die of it, and take its ranks along. Ranks inherit that, and set a handler of their own all the same.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,24 @@ import signal
 import sys
 from types import FrameType, TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+# What a batch system may start again: a run that was told to stop, and has saved (EX_TEMPFAIL of sysexits.h).
+REQUEUE_EXIT_CODE = 75
 
 _PR_SET_PDEATHSIG = 1
+
+_early: list[signal.Signals] = []
+
+
+def remember_warning() -> None:
+    """Take note of SIGUSR1 from now on, for the `StopRequest` to come; by itself it would end the process."""
+    signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
+
+
+def exit_code(stopped_by: signal.Signals) -> int:
+    """Of a process that a signal has stopped: 130 after Ctrl-C, `REQUEUE_EXIT_CODE` after what batch systems send."""
+    return 128 + stopped_by if stopped_by is signal.SIGINT else REQUEUE_EXIT_CODE
 
 
 def die_with_launcher() -> None:
@@ -34,7 +53,8 @@ class StopRequest:
     forwards what a terminal has already sent, so a second signal is no sign of impatience."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal = _early[0] if _early else None
+        _early.clear()
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:

@@ -16,7 +16,8 @@ from torch import Tensor
 from data.loader import validation_batches
 from zeco_train.build import Parts
 from zeco_train.config import Config
-from zeco_train.nonfinite import explain
+from zeco_train.errors import NonFiniteError
+from zeco_train.nonfinite import explain, skip_limit
 from zeco_train.optim import learning_rate, set_learning_rate
 from zeco_train.parallelize import reshard
 from zeco_train.recorder import StepResult
@@ -35,6 +36,7 @@ class Trainer:
         self.config, self.parts, self.progress = config, parts, parts.progress
         self.tokens_per_step = config.data.global_batch * config.data.seq_len
         self.micro_steps = config.data.global_batch // (config.data.micro_batch * parts.mesh.dp_size)
+        self._skip_limit = skip_limit(config.train.nonfinite)
         self._saved_at = parts.progress.step
         self._told: Signals | None = None
 
@@ -58,8 +60,9 @@ class Trainer:
                 recorder.add(result, progress)
                 finished = progress.step == config.steps
                 validate = finished or (config.eval_every and progress.step % config.eval_every == 0)
-                val_loss = self.evaluate() if validate else None
-                if finished or validate or progress.step == 1 or progress.step % config.log_every == 0:
+                val_loss = self.evaluate(stop) if validate else None
+                due = finished or validate or progress.step == 1 or progress.step % config.log_every == 0
+                if due or result.nonfinite is not None:
                     recorder.write(progress, val_loss)
                 if finished or (every and progress.step % every == 0):
                     self.save()
@@ -98,10 +101,10 @@ class Trainer:
 
         parts.watchdog.enter(f"step {step}, optimizer")
         values = parts.step.update(loss).read()
-        self._check_finite(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
-        self.progress.advance(config.data.global_batch, self.tokens_per_step)
+        nonfinite = self._judge(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
+        self.progress.advance(config.data.global_batch, self.tokens_per_step, skipped=nonfinite is not None)
         seconds = time.perf_counter() - started
-        return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.scan.exposed.take())
+        return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.scan.exposed.take(), nonfinite)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
         """The stop signal that any rank has got; asked before each segment, since a launcher does not wait for long.
@@ -113,15 +116,30 @@ class Trainer:
         self._told = Signals(int(number.item())) if number.item() else None
         return self._told
 
-    def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        """Raise `NonFiniteError`, with the first tensor concerned, if the step's loss or norm is NaN or infinite."""
-        for name, value in values.items():
-            if not math.isfinite(value):
-                # A scan whose peer did not answer gives NaN; what it has to say comes first.
-                self.parts.scan.drain()
-                # Read again, since keeping a step's batches for this would take memory in every step.
-                forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
-                raise explain(self.parts.model, step, f"the {name} is {value}", forwards, self.parts.mesh.world_size)
+    def _judge(self, step: int, values: dict[str, float]) -> str | None:
+        """What to say of a step whose loss or norm is NaN or infinite, if the run goes on without it.
+
+        All ranks have the same values and the same count of skipped steps, so they judge alike.
+
+        Raises:
+            NonFiniteError: it does not go on; the first tensor concerned is named.
+        """
+        symptom = next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), None)
+        if symptom is None:
+            return None
+        # A scan whose peer did not answer gives NaN; what it has to say comes first.
+        self.parts.scan.drain()
+        self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
+        # Read again, since keeping a step's batches for this would take memory in every step.
+        forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
+        found = explain(self.parts.model, symptom, forwards, self.parts.mesh.world_size)
+        in_row = self.progress.skipped_in_row + 1
+        if in_row > self._skip_limit:
+            before = f"; skipped before it, by train.nonfinite: {in_row - 1} in a row" if self._skip_limit else ""
+            raise NonFiniteError(f"step {step}: {found}{before}")
+        reshard(self.parts.model)
+        logger.warning("step %d is skipped (%d in a row, at most %d): %s", step, in_row, self._skip_limit, found)
+        return found
 
     def _forward_again(self, micro_step: int) -> Tensor:
         loader, consumed = self.parts.loader, self.progress.sequences
@@ -129,8 +147,8 @@ class Trainer:
         return self.parts.step.loss([loader.again(consumed, micro_step, segment) for segment in segments])
 
     @torch.no_grad()
-    def evaluate(self) -> float | None:
-        """Mean token loss over the held-out sequences, None if there are none."""
+    def evaluate(self, stop: StopRequest) -> float | None:
+        """Mean token loss over the held-out sequences; None if there are none, or a stop signal came meanwhile."""
         parts, mesh = self.parts, self.parts.mesh
         if parts.validation is None:
             return None
@@ -138,6 +156,9 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         batches = validation_batches(parts.validation, parts.split, max_sequences=self.config.train.eval_sequences)
         while segments := list(islice(batches, self.config.train.segments)):
+            if self._agreed_signal(stop) is not None:
+                reshard(parts.model)
+                return None
             loss = parts.step.loss(segments)
             if not segments[0].is_padding:
                 total += torch.stack([loss, loss.new_tensor(sum(batch.labels.numel() for batch in segments))])
