@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.atomic import atomic_folder
-from data.store import VALIDATION_FOLDER, VERSION, StoreWriter, TokenStore
+from data.store import VALIDATION_FOLDER, VERSION, TokenStore
+from data.store_writer import StoreWriter
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
 

@@ -28,7 +28,8 @@ from data.sources import (
     manifest_sha256,
     split_into_units,
 )
-from data.store import VALIDATION_FOLDER, StoreMeta, StoreWriter, is_store
+from data.store import VALIDATION_FOLDER, StoreMeta, is_store
+from data.store_writer import StoreWriter
 from data.tokenizer import BYTES
 from zeco_train.errors import ConfigError, DataError, ZecoError
 
@@ -103,8 +104,10 @@ def prepare_store(options: PrepareOptions) -> Prepared:
             raise DataError(_names(options.sources), f"no text in {len(files)} files", remedy)
         validation = None
         if options.validation_fraction > 0:
-            tail = writer.split_tail(options.validation_fraction, folder / VALIDATION_FOLDER)
-            validation = tail.finish(sources_sha256)
+            state = writer.tail_state(options.validation_fraction)
+            with writer.copy_tail(state, folder / VALIDATION_FOLDER) as tail:
+                validation = tail.finish(sources_sha256)
+            writer.resume(state)
         meta = writer.finish(sources_sha256)
     return Prepared(meta, validation, len(files), skipped, short)
 

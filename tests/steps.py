@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import DataSplit, SequenceLoader
-from data.store import StoreWriter, TokenStore
+from data.store import TokenStore
+from data.store_writer import StoreWriter
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import has_weight_decay
 from tests.sp_reference import RecordingScan

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from data.store import StoreWriter, TokenStore
+from data.store import TokenStore
+from data.store_writer import StoreWriter
 from data.tokenizer import ByteTokenizer
 
 

@@ -30,7 +30,7 @@ from data.config import (
 from data.documents import shard_cu_seqlens
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, validation_batches
 from data.permutation import Permutation
-from data.store import PREPARE_HINT, TOKENS_FILE, TokenStore
+from data.store import PREPARE_HINT, TokenStore, shard_name
 from tests.stores import write_numbered_store
 from zeco_train.errors import ConfigError, DataError
 
@@ -105,14 +105,17 @@ def test_slices_make_up_the_whole(store: TokenStore, sp_size: int, micro_batch: 
 def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -> None:
     write_numbered_store(tmp_path / "store", [10])
     num_tokens = 2**33 + 1
-    path = tmp_path / "store" / TOKENS_FILE
+    path = tmp_path / "store" / shard_name(0)
     os.truncate(path, 2 * num_tokens)  # a hole: it takes no space on disk
     with path.open("r+b") as file:
         file.seek(2 * (num_tokens - 9))
         file.write(np.arange(100, 109, dtype=np.uint16).tobytes())
     np.save(tmp_path / "store" / "doc_offsets.npy", np.array([0, num_tokens - 4, num_tokens]))
     meta = json.loads((tmp_path / "store" / "meta.json").read_text())
-    (tmp_path / "store" / "meta.json").write_text(json.dumps(meta | {"num_tokens": num_tokens, "num_documents": 2}))
+    shards = [meta["shards"][0] | {"num_tokens": num_tokens}]
+    (tmp_path / "store" / "meta.json").write_text(
+        json.dumps(meta | {"num_tokens": num_tokens, "num_documents": 2, "shards": shards})
+    )
     split = {"sp_size": sp_size, "sp_rank": sp_size - 1, "segments": segments, "reset_state_at_document": True}
     batch = loader(TokenStore.open(tmp_path / "store"), seq_len=2**33, **split).batch(0, 0, segments - 1)
     assert batch.input_ids[0].tolist() == list(range(100, 108))
@@ -257,7 +260,7 @@ def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: 
 
 
 def test_prefetching_passes_errors_on(store: TokenStore) -> None:
-    (store.path / TOKENS_FILE).write_bytes(b"")
+    (store.path / shard_name(0)).write_bytes(b"")
     ahead = PrefetchingLoader(loader(store), consumed=0)
     for _ in range(2):
         with pytest.raises(DataError, match="has become shorter since it was opened"):

@@ -98,7 +98,7 @@ def test_workers_do_not_change_the_result(corpus: tuple[Path, list[str]], tmp_pa
             (folder,), tmp_path / str(workers), validation_fraction=0.3, workers=workers, unit_bytes=300
         )
         prepare_store(options)
-    names = ["tokens.bin", "doc_offsets.npy", "meta.json"]
+    names = ["tokens-00000.bin", "doc_offsets.npy", "meta.json"]
     for name in names + [f"validation/{name}" for name in names]:
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes(), name
 
@@ -207,7 +207,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
 
         def is_writing() -> bool:
             assert process.poll() is None, process.communicate()
-            return any(path.stat().st_size for path in place.glob(".store.tmp-*/tokens.bin"))
+            return any(path.stat().st_size for path in place.glob(".store.tmp-*/tokens-00000.bin"))
 
         wait_until(is_writing, "nothing was written")
         workers = children(process.pid)

@@ -12,7 +12,7 @@ import torch
 
 from data.config import check_seq_len
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, validation_batches
-from data.store import PREPARE_HINT, TOKENS_FILE, TokenStore
+from data.store import PREPARE_HINT, TokenStore, shard_name
 from tests.stores import write_numbered_store
 from zeco_train.errors import ConfigError, DataError
 
@@ -146,7 +146,7 @@ def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch
 def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore) -> None:
     direct = loader(store, segments=4)
     sequence = direct.sequence_ids(0, 0)[0]
-    with (store.path / TOKENS_FILE).open("r+b") as file:
+    with (store.path / shard_name(0)).open("r+b") as file:
         file.truncate((sequence * SEQ_LEN + 13) * store.itemsize)
     ahead = PrefetchingLoader(direct, consumed=0)
     assert [ahead.next().segment for _ in range(2)] == [0, 1]

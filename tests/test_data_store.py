@@ -16,7 +16,8 @@ import pytest
 from data import atomic, store
 from data.atomic import atomic_folder
 from data.corpora import prepare_embedded, standard_library_documents
-from data.store import META_FILE, OFFSETS_FILE, TOKENS_FILE, StoreWriter, TokenStore, check_vocabulary, is_store
+from data.store import META_FILE, OFFSETS_FILE, TokenStore, check_vocabulary, is_store, shard_name
+from data.store_writer import StoreWriter
 from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -63,15 +64,14 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) 
     assert opened.bytes_requested == itemsize * (31 + 0 + 1 + 1 + 0 + 16)
     opened.verify()
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == sorted(
-        [META_FILE, OFFSETS_FILE, TOKENS_FILE]
+        [META_FILE, OFFSETS_FILE, shard_name(0)]
     )
 
 
-def test_split_tail_may_fill_the_fraction_exactly(tmp_path: Path) -> None:
+def test_the_tail_may_fill_the_fraction_exactly(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(np.zeros(60, dtype=int), [10, 20, 20, 5, 5])
-        with writer.split_tail(0.5, tmp_path / "store" / "validation") as tail:
-            assert (writer.num_tokens, tail.num_tokens) == (30, 30)
+        assert writer.tail_state(0.5).num_tokens == 30
 
 
 def test_reads_go_on_after_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,16 @@ def test_reads_from_many_threads(tmp_path: Path) -> None:
     assert opened.bytes_requested == 8 * 100 * 1000 * 2
 
 
-def test_split_tail_takes_whole_documents_up_to_the_fraction(tmp_path: Path) -> None:
+def test_the_tail_takes_whole_documents_up_to_the_fraction(tmp_path: Path) -> None:
     lengths = [10, 20, 30, 5, 5]
     tokens = np.arange(70) % 9
     with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(tokens, lengths)
         # 20 % of 70 tokens are 14: the last two documents (10) fit, the one before (30) does not.
-        with writer.split_tail(0.2, tmp_path / "store" / "validation") as tail:
+        state = writer.tail_state(0.2)
+        with writer.copy_tail(state, tmp_path / "store" / "validation") as tail:
             tail.finish("sources")
+        writer.resume(state)
         writer.finish("sources")
     main, held_out = TokenStore.open(tmp_path / "store"), TokenStore.open(tmp_path / "store" / "validation")
     assert main.doc_offsets.tolist() == [0, 10, 30, 60]
@@ -132,9 +134,12 @@ def test_split_tail_takes_whole_documents_up_to_the_fraction(tmp_path: Path) -> 
         (lambda folder: edit_meta(folder, num_tokens="many"), "num_tokens is 'many', not int"),
         (lambda folder: edit_meta(folder, num_tokens=0), "holds no tokens"),
         (lambda folder: edit_meta(folder, dtype="uint32"), "do not fit together"),
-        (lambda folder: os.truncate(folder / TOKENS_FILE, 59), "truncated: 59 bytes, meta.json says 60"),
-        (lambda folder: os.truncate(folder / TOKENS_FILE, 62), "too long: 62 bytes, meta.json says 60"),
-        (lambda folder: (folder / TOKENS_FILE).unlink(), "tokens.bin: cannot be read (No such file or directory)"),
+        (lambda folder: os.truncate(folder / shard_name(0), 59), "truncated: 59 bytes, meta.json says 60"),
+        (lambda folder: os.truncate(folder / shard_name(0), 62), "too long: 62 bytes, meta.json says 60"),
+        (
+            lambda folder: (folder / shard_name(0)).unlink(),
+            "tokens-00000.bin: cannot be read (No such file or directory)",
+        ),
         (lambda folder: (folder / OFFSETS_FILE).unlink(), "doc_offsets.npy: cannot be read (No such file"),
         (lambda folder: os.truncate(folder / OFFSETS_FILE, 140), "doc_offsets.npy: cannot be read ("),
         (lambda folder: np.save(folder / OFFSETS_FILE, np.array([0, 10, 30])), "expected int64 [4]"),
@@ -165,10 +170,10 @@ def test_missing_empty_and_file(tmp_path: Path) -> None:
 def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [10, 10, 10])
     opened = TokenStore.open(tmp_path / "store")
-    os.truncate(tmp_path / "store" / TOKENS_FILE, 40)
+    os.truncate(tmp_path / "store" / shard_name(0), 40)
     with pytest.raises(DataError, match=r"has become shorter since it was opened: nothing at byte 40"):
         opened.read(15, 25)
-    with pytest.raises(DataError, match=r"tokens\.bin: its contents differ"):
+    with pytest.raises(DataError, match=r"tokens-00000\.bin: its contents differ"):
         opened.verify()
 
 
@@ -176,12 +181,12 @@ def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary(tmp_path: Path, vocab_size: int) -> None:
     write_store(tmp_path / "store", [100], vocab_size)
     opened = TokenStore.open(tmp_path / "store")
-    with (tmp_path / "store" / TOKENS_FILE).open("r+b") as file:
+    with (tmp_path / "store" / shard_name(0)).open("r+b") as file:
         for position, token in [(40, vocab_size), (60, vocab_size + 5), (20, vocab_size - 1)]:
             file.seek(position * opened.itemsize)
             file.write(token.to_bytes(opened.itemsize, "little"))
     problem = f"token 40 is {vocab_size}, meta.json has ids below {vocab_size}; copy the store again or"
-    with pytest.raises(DataError, match=f"tokens.bin: {problem}"):
+    with pytest.raises(DataError, match=f"tokens-00000.bin: {problem}"):
         opened.read(10, 90)
     assert opened.read(10, 40)[10] == vocab_size - 1
     assert opened.read(41, 60).shape == (19,)
@@ -318,11 +323,11 @@ def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
     assert any(order[: len(order) // 2])
     assert any(order[len(order) // 2 :])
 
-    before = (path / TOKENS_FILE).stat().st_ino
+    before = (path / shard_name(0)).stat().st_ino
     assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
-    assert (path / TOKENS_FILE).stat().st_ino == before, "prepared a second time"
+    assert (path / shard_name(0)).stat().st_ino == before, "prepared a second time"
     assert prepare_embedded(tmp_path / "cache", 0.5, corpus) != path
-    os.truncate(path / TOKENS_FILE, 10)
+    os.truncate(path / shard_name(0), 10)
     assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
     TokenStore.open(path).verify()
     without = prepare_embedded(tmp_path / "cache", 0.0, corpus)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.store import TOKENS_FILE, StoreWriter
+from data.store import shard_name
+from data.store_writer import StoreWriter
 from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train.errors import DataError
@@ -18,7 +19,7 @@ SPLIT = ["data=tokens", "sp=zeco", "sp.size=2", "data.seq_len=64", "train.steps=
 
 
 def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    """What starts say: with all as it should be, with an old tokens.bin on a node, and with another micro-batch."""
+    """What starts say: with all as it should be, with an old shard on a node, and with another micro-batch."""
     stale = f"data.path={folder}/{'stale' if rank == 3 else 'store'}"
     cases = {
         "right": [f"data.path={folder}/store"],
@@ -41,7 +42,7 @@ def test_ranks_that_read_something_else(tmp_path: Path) -> None:
         writer.finish("sources")
     shutil.copytree(tmp_path / "store", tmp_path / "stale")
     # Of the same size, under a meta.json that is up to date.
-    (tmp_path / "stale" / TOKENS_FILE).write_bytes(np.roll(TOKENS, 1).astype(np.uint16).tobytes())
+    (tmp_path / "stale" / shard_name(0)).write_bytes(np.roll(TOKENS, 1).astype(np.uint16).tobytes())
 
     by_rank = run_distributed(_train_on, 4, str(tmp_path))
     assert all(messages == by_rank[0] for messages in by_rank[:3])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data.store import META_FILE, TOKENS_FILE
+from data.store import META_FILE, shard_name
 from tests.commands import REPOSITORY, SMALL, Command, check_line, snapshot, torchrun, train_here
 from tests.stores import write_store
 from zeco_train.errors import CheckpointError, ConfigError, DataError
@@ -50,7 +50,7 @@ def _keep(store: Path) -> None:
 
 
 def _truncate(store: Path) -> None:
-    os.truncate(store / TOKENS_FILE, 7999)
+    os.truncate(store / shard_name(0), 7999)
 
 
 def _empty(store: Path) -> None:
@@ -78,7 +78,7 @@ def _half(store: Path) -> None:
         (_empty, [], DATA, ["an empty folder, not a token store"]),
         (_foreign, [], DATA, ["not a token store (no meta.json)"]),
         (_half, [], DATA, ["not a token store (no meta.json)"]),
-        (_truncate, [], DATA, ["tokens.bin: truncated: 7999 bytes, meta.json says 8000"]),
+        (_truncate, [], DATA, ["tokens-00000.bin: truncated: 7999 bytes, meta.json says 8000"]),
         (_keep, ["model.vocab_size=100"], CONFIG, ["model.vocab_size=100: ", "259 or more"]),
         (_keep, ["data.seq_len=4000"], CONFIG, ["data.seq_len=4000: longer than the corpus of 4000", "value: 3999"]),
         (_keep, ["data.validation_path=/nope", "train.eval_sequences=1"], DATA, ["/nope: no such token store"]),

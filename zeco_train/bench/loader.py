@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.loader import Batch, DataSplit, SequenceLoader
-from data.store import TOKENS_FILE, StoreWriter, TokenStore
+from data.store import TokenStore
+from data.store_writer import StoreWriter
 
 LARGEST_RATIO = 1.01
 _VOCAB_SIZE = 32_000
@@ -70,9 +71,10 @@ def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
     """Read the slice of `rank` of the first sequence, cold and warm."""
     store = TokenStore.open(path)
     loader = SequenceLoader(store, DataSplit(seq_len, sp_rank=rank, sp_size=sp_size), seed=0, global_batch=1)
-    descriptor = os.open(path / TOKENS_FILE, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+    for shard in store.meta.shards:
+        descriptor = os.open(path / shard.name, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
     before = _disk_bytes()
     batch, cold_ms = _timed_batch(loader)
     after = _disk_bytes()

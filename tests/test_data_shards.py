@@ -1,0 +1,183 @@
+"""Stores of many shards: what a reader sees does not depend on where they are cut, nor on how often writing stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import store as store_module
+from data.loader import DataSplit, SequenceLoader
+from data.store import META_FILE, TokenStore, shard_name
+from data.store_writer import StoreWriter, WriterState
+from zeco_train.errors import DataError
+
+LENGTHS = [3, 1, 7, 20, 5, 14]
+NUM_TOKENS = sum(LENGTHS)
+TOKENS = np.arange(NUM_TOKENS) + 2
+
+
+def new_writer(folder: Path, shard_tokens: int, state: WriterState | None = None) -> StoreWriter:
+    return StoreWriter(
+        folder, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}, shard_tokens=shard_tokens, state=state
+    )
+
+
+def write(folder: Path, shard_tokens: int) -> Path:
+    with new_writer(folder, shard_tokens) as writer:
+        writer.append(TOKENS, LENGTHS)
+        writer.finish("sources")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 25, 49, 50, 51])
+def test_reads_cross_the_borders_of_shards(tmp_path: Path, shard_tokens: int) -> None:
+    opened = TokenStore.open(write(tmp_path / "store", shard_tokens))
+    assert opened.num_shards == -(-NUM_TOKENS // shard_tokens)
+    for index, shard in enumerate(opened.meta.shards):
+        data = (tmp_path / "store" / shard.name).read_bytes()
+        assert len(data) == 2 * shard.num_tokens <= 2 * shard_tokens
+        assert shard.sha256 == hashlib.sha256(data).hexdigest()
+        assert opened.shard_range(index) == (index * shard_tokens, index * shard_tokens + shard.num_tokens)
+    for start in range(NUM_TOKENS + 1):
+        for stop in range(start, NUM_TOKENS + 1):
+            np.testing.assert_array_equal(opened.read(start, stop), TOKENS[start:stop])
+    assert opened.doc_offsets.tolist() == [0, *np.cumsum(LENGTHS).tolist()]
+    opened.verify()
+
+
+def test_more_shards_than_may_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_OPEN_SHARDS", 3)
+    opened = TokenStore.open(write(tmp_path / "store", 5))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts descriptors
+    for _ in range(2):
+        np.testing.assert_array_equal(opened.read(0, NUM_TOKENS), TOKENS)
+    assert len(os.listdir("/proc/self/fd")) == before + 3  # noqa: PTH208
+    opened.close()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("shard_tokens", [6, 50])
+def test_a_sequence_parallel_rank_reads_its_slice_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+) -> None:
+    """The byte ranges that each rank asks the system for are those of its own tokens and one more."""
+    path = write(tmp_path / "store", shard_tokens)
+    asked: list[int] = []
+    whole = os.preadv
+
+    def spy(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        first = int(name.removeprefix("tokens-").removesuffix(".bin")) * shard_tokens * 2 + offset
+        asked.extend(range(first, first + len(buffers[0])))
+        return whole(descriptor, buffers, offset)
+
+    monkeypatch.setattr(store_module.os, "preadv", spy)
+    for rank in range(4):
+        asked.clear()
+        store = TokenStore.open(path)
+        loader = SequenceLoader(store, DataSplit(48, sp_rank=rank, sp_size=4), seed=0, global_batch=1)
+        batch = loader.batch(0, 0)
+        assert asked == list(range(2 * 12 * rank, 2 * (12 * (rank + 1) + 1)))
+        assert store.bytes_requested == len(asked)
+        assert torch.equal(batch.input_ids[0], torch.from_numpy(TOKENS[12 * rank : 12 * (rank + 1)]))
+        assert torch.equal(batch.labels[0], torch.from_numpy(TOKENS[12 * rank + 1 : 12 * (rank + 1) + 1]))
+
+
+def test_a_store_of_version_1_is_one_shard(tmp_path: Path) -> None:
+    folder = write(tmp_path / "store", NUM_TOKENS)
+    record = json.loads((folder / META_FILE).read_text())
+    [shard] = record.pop("shards")
+    del record["preparation"]
+    (folder / META_FILE).write_text(json.dumps(record | {"version": 1, "tokens_sha256": shard["sha256"]}))
+    (folder / shard_name(0)).rename(folder / "tokens.bin")
+    opened = TokenStore.open(folder)
+    opened.verify()
+    np.testing.assert_array_equal(opened.read(0, NUM_TOKENS), TOKENS)
+    assert (opened.num_shards, opened.meta.tokens_sha256) == (1, shard["sha256"])
+    (folder / "tokens.bin").unlink()
+    with pytest.raises(DataError, match=r"tokens\.bin: cannot be read \(No such file"):
+        TokenStore.open(folder)
+
+
+def test_the_damaged_shard_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "store", 7)
+    opened = TokenStore.open(folder)
+    data = bytearray((folder / shard_name(3)).read_bytes())
+    data[4] ^= 1  # still an id of the vocabulary: only the digest tells
+    (folder / shard_name(3)).write_bytes(data)
+    opened.verify_shard(2)
+    for verify in (opened.verify, lambda: opened.verify_shard(3), TokenStore.open(folder).verify):
+        with pytest.raises(DataError, match=r"tokens-00003\.bin: its contents differ from what was prepared; copy the"):
+            verify()
+    (folder / shard_name(5)).unlink()
+    with pytest.raises(DataError, match=r"tokens-00005\.bin: cannot be read \(No such file or directory\); copy the"):
+        TokenStore.open(folder)
+    np.testing.assert_array_equal(opened.read(0, 35), TOKENS[:35] ^ (np.arange(35) == 23))
+    with pytest.raises(DataError, match=r"tokens-00005\.bin: cannot be read \(No such file or directory\); copy the"):
+        opened.read(30, 40)
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [
+        ([], "its shards have 0 tokens, num_tokens says 50"),
+        ([{"name": "tokens-00000.bin", "num_tokens": 49, "sha256": "x"}], "its shards have 49 tokens, num_tokens says"),
+        ([{"name": "../tokens-00000.bin", "num_tokens": 50, "sha256": "x"}], "is no shard of tokens"),
+        ([{"name": "tokens-00000.bin", "num_tokens": 0, "sha256": "x"}], "is no shard of tokens"),
+        (["tokens-00000.bin"], "is no shard of tokens"),
+        (7, "shards is 7, not tuple[ShardMeta, ...]"),
+    ],
+)
+def test_unusable_indexes(tmp_path: Path, shards: object, expected: str) -> None:
+    folder = write(tmp_path / "store", 50)
+    record = json.loads((folder / META_FILE).read_text())
+    (folder / META_FILE).write_text(json.dumps(record | {"shards": shards}))
+    with pytest.raises(DataError) as caught:
+        TokenStore.open(folder)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 4, 11, 31, 100])
+@pytest.mark.parametrize("stop", range(1, len(LENGTHS)))
+def test_an_interrupted_writer_goes_on(tmp_path: Path, shard_tokens: int, stop: int) -> None:
+    """Documents after the checkpoint are lost with the process, and are written again by the next."""
+    expected = contents(write(tmp_path / "unbroken", shard_tokens))
+    first = sum(LENGTHS[:stop])
+    with new_writer(tmp_path / "store", shard_tokens) as writer:
+        writer.append(TOKENS[:first], LENGTHS[:stop])
+        state = writer.checkpoint()
+        writer.append(np.full(40, 9), [40])
+        writer.checkpoint()
+    with pytest.raises(DataError, match="from the start"):
+        new_writer(tmp_path / "other", shard_tokens, state)
+    with new_writer(tmp_path / "store", shard_tokens, state) as writer:
+        writer.append(TOKENS[first:], LENGTHS[stop:])
+        writer.finish("sources")
+    assert contents(tmp_path / "store") == expected
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 10, 19, 25, 100])
+def test_the_tail_is_moved_across_shards(tmp_path: Path, shard_tokens: int) -> None:
+    with new_writer(tmp_path / "store", shard_tokens) as writer:
+        writer.append(TOKENS, LENGTHS)
+        state = writer.tail_state(0.4)
+        with writer.copy_tail(state, tmp_path / "store" / "validation") as tail:
+            tail.finish("sources")
+        writer.resume(state)
+        assert writer.checkpoint() == state
+        writer.finish("sources")
+    kept, held_out = TokenStore.open(tmp_path / "store"), TokenStore.open(tmp_path / "store" / "validation")
+    assert (kept.num_tokens, held_out.num_tokens) == (31, 19)
+    kept.verify()
+    held_out.verify()
+    np.testing.assert_array_equal(np.concatenate([kept.read(0, 31), held_out.read(0, 19)]), TOKENS)
