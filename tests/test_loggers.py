@@ -1,22 +1,31 @@
-"""Experiment trackers; W&B for real, offline."""
+"""Experiment trackers: what they are told, offline and with TensorBoard; `test_wandb_server.py` has W&B online."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.commands import check_line, train_here
+from tests.wandb_server import WandbServer, history, run_record
 from zeco_train.errors import ConfigError
-from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, WandbLogger, build_logger
+from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger
+from zeco_train.metrics import read_metrics
+from zeco_train.starts import Layout, Start, length_name, read_starts
+from zeco_train.tensorboard_logger import TensorBoardLogger
+from zeco_train.wandb_logger import WandbLogger
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 
 
-@pytest.mark.parametrize("name", ["none", "wandb"])
+@pytest.mark.parametrize("name", ["none", "wandb", "tensorboard"])
 def test_yaml_fits_the_schema(name: str) -> None:
     composed = OmegaConf.merge(
         OmegaConf.structured(LoggerConfig), OmegaConf.load(REPOSITORY / "configs" / "logger" / f"{name}.yaml")
@@ -34,6 +43,9 @@ def test_yaml_fits_the_schema(name: str) -> None:
         ({"project": "a/b"}, "logger.project=a/b: must have"),
         ({"project": ""}, "logger.project=: must have"),
         ({"tags": ["fine", "x" * 65]}, "logger.tags"),
+        ({"group": ""}, "logger.group=: must have"),
+        ({"job_type": "x" * 129}, "logger.job_type="),
+        ({"timeout_seconds": 0.0}, "logger.timeout_seconds=0.0: must be from 1 to 3600"),
     ],
 )
 def test_refused_settings(values: dict, message: str) -> None:
@@ -42,23 +54,30 @@ def test_refused_settings(values: dict, message: str) -> None:
     LoggerConfig(**values).validate()
 
 
-def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [LoggerKind.wandb, LoggerKind.tensorboard])
+def test_missing_package_is_named(kind: LoggerKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only a folder of this name is there, as an offline run leaves it.
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / kind.value).mkdir()
+    monkeypatch.delitem(sys.modules, kind.value, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"logger=wandb: package wandb is not installed; pip install wandb==0.31"):
-        LoggerConfig(kind=LoggerKind.wandb).validate()
+    with pytest.raises(ConfigError, match=rf"logger={kind.value}: package {kind.value} is not installed; pip install"):
+        LoggerConfig(kind=kind).validate()
+
+
+def test_the_wait_for_the_server_is_shorter_than_that_of_the_other_ranks() -> None:
+    outcome = train_here("logger=wandb", "logger.timeout_seconds=300", "parallel.timeout_seconds=300")
+    check_line(outcome, 2, "logger.timeout_seconds=300.0: must be < parallel.timeout_seconds=300")
 
 
 def test_only_rank_0_tracks(tmp_path: Path) -> None:
-    config = LoggerConfig(kind=LoggerKind.wandb)
-    assert isinstance(build_logger(config, tmp_path, 0), WandbLogger)
-    assert isinstance(build_logger(config, tmp_path, 1), NoLogger)
+    for kind, expected in ((LoggerKind.wandb, WandbLogger), (LoggerKind.tensorboard, TensorBoardLogger)):
+        assert isinstance(build_logger(LoggerConfig(kind=kind), tmp_path, 0), expected)
+        assert isinstance(build_logger(LoggerConfig(kind=kind), tmp_path, 1), NoLogger)
     untracked = build_logger(LoggerConfig(), tmp_path, 0)
-    assert untracked.start({}, "kept") == "kept"
+    assert untracked.begin({}, Start(0, LAYOUT, {}), "kept") == "kept"
     untracked.log(1, {"loss": 1.0})
     untracked.finish()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,60 +85,115 @@ def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptu
         def log(self, row: dict) -> None:
             raise RuntimeError("server on fire")
 
-    tracker = WandbLogger(LoggerConfig(kind=LoggerKind.wandb), tmp_path)
-    tracker._run = Broken()
-    for step in (1, 2, 3):
-        tracker.log(step, {"loss": 1.0})
-    (record,) = caplog.records
-    assert record.name == "zeco_train.loggers"
-    assert "step 1: RuntimeError: server on fire" in record.getMessage()
+        add_text = add_scalar = close = log
+
+    wandb, board = WandbLogger(LoggerConfig(kind=LoggerKind.wandb), tmp_path), TensorBoardLogger(tmp_path)
+    for tracker in (wandb, board):
+        tracker._run = tracker._writer = Broken()  # type: ignore[attr-defined]
+        for step in (1, 2, 3):
+            tracker.log(step, {"loss": 1.0})
+    board.finish()
+    first, second = caplog.records
+    assert (first.name, second.name) == ("zeco_train.wandb_logger", "zeco_train.tensorboard_logger")
+    assert "step 1: RuntimeError: server on fire" in first.getMessage()
+    assert "step 1: TypeError" in second.getMessage()
 
 
-# W&B starts a process and keeps state in the interpreter: these run in one of their own.
+def test_tags_and_group() -> None:
+    assert LAYOUT.tags == ["sp=zeco", "sp.size=4", "seq_len=1M", "model=gla_tiny", "strategy=zero2", "devices=8"]
+    assert LAYOUT.group == "gla_tiny-1M"
+    assert LAYOUT.tokens_per_device == 1 << 18
+    assert [length_name(n) for n in (1, 1000, 1024, 16384, 3 << 19, 1 << 23)] == [
+        *("1", "1000", "1k", "16k", "1536k", "8M"),
+    ]
+    assert all(len(tag) <= 64 for tag in Layout("zeco", "m" * 100, 1, 1, 1).tags)
+
+
+# W&B starts a process and keeps state in the interpreter: this runs in one of its own. The second start knows the
+# run's id only from its folder, as after a kill before the first checkpoint.
 _OFFLINE = """
-import sys; from zeco_train.loggers import *
+import sys; from zeco_train.loggers import *; from zeco_train.starts import *
+layout = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 ids = []
-for run_id in (None, "from-checkpoint"):
-    tracker = build_logger(LoggerConfig(kind=LoggerKind.wandb, tags=["a"], group="g"), sys.argv[1], 0)
-    ids.append(tracker.start({"sp": {"size": 2}}, run_id))
-    for step in (1, 2):
-        tracker.log(step, {"loss": 1.0 / step, "val_loss": float("nan")})
+for first, last in ((1, 5), (3, 6)):
+    tracker = build_logger(LoggerConfig(kind=LoggerKind.wandb, tags=["a", "sp=zeco"]), sys.argv[1], 0)
+    start = Start(first - 1, layout, {"commit": "abc+", "dirty": True})
+    ids.append(tracker.begin({"sp": {"size": 2}, "model": {"name": "gla_tiny"}}, start, None))
+    for step in range(first, last):
+        tracker.log(step, {"loss": 1.0 / step, "tokens_per_second_per_device": 10.0 * step, "val_loss": float("nan")})
     tracker.finish()
     tracker.finish(1)
 print(*ids)
 """
 
-_ONLINE = """
-import sys; from zeco_train.loggers import *; from zeco_train.errors import ConfigError
-try:
-    WandbLogger(LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online), Path(sys.argv[1])).start({}, None)
-except ConfigError as error:
-    print(error)
-"""
 
-
-def run_wandb(script: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
+def run_python(command: list[str], home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command without the W&B account of the machine's user, that writes nothing to the home folder."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    # No account of the machine's user, and nothing written to the home folder.
-    environment |= {"NETRC": str(run_dir / "netrc"), "HOME": str(run_dir / "home"), "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-c", script, str(run_dir)], env=environment, capture_output=True, text=True, timeout=100
-    )
+    environment |= {"NETRC": str(home / "netrc"), "HOME": str(home), "PYTHONPATH": str(REPOSITORY), **variables}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=100)
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
-    done = run_wandb(_OFFLINE, tmp_path)
+    run_dir, home = tmp_path / "a-run", tmp_path / "home"
+    run_dir.mkdir()
+    home.mkdir()
+    done = run_python(["-c", _OFFLINE, str(run_dir)], home)
     assert (done.returncode, done.stderr) == (0, "")
-    first, second = done.stdout.split()
-    assert second == "from-checkpoint"
-    files = sorted(path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files == sorted([f"run-{first}.wandb", "run-from-checkpoint.wandb"])
-    for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
-        content = path.read_bytes()
-        assert b"val_loss" in content
-        assert tmp_path.name.encode() in content
+    run_id, again = done.stdout.split()
+    assert run_id == again
+    first, second = sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+
+    run = run_record(second)
+    assert (run.run_id, run.run_group, run.job_type, run.display_name) == (run_id, "gla_tiny-1M", "train", "a-run")
+    assert list(run.tags) == ["a", *LAYOUT.tags]
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["sp"] == {"size": 2}
+    assert config["layout"] == LAYOUT.as_dict()
+    assert config["environment"] == {"commit": "abc+", "dirty": True}
+
+    rows = history(second)
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    # The median leaves the first row of a start out, with what it compiles.
+    assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
+
+    # The client's own way of reading the files: both become one run, and no row is lost.
+    with WandbServer() as server:
+        folders = [str(first.parent), str(second.parent)]
+        synced = run_python(["-m", "wandb", "sync", *folders], home, **server.environment(home))
+        assert synced.returncode == 0, synced.stderr
+        assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
+        assert {start["name"] for start in server.started} == {run_id}
 
 
 def test_wandb_online_without_an_account(tmp_path: Path) -> None:
-    done = run_wandb(_ONLINE, tmp_path)
-    assert done.stdout == "logger.mode=online: W&B knows no account here; wandb login, or mode offline\n", done.stderr
+    arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
+    done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
+    line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    tags: dict[str, Any] = events.Tags()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
+
+
+def test_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
+    assert train_here(*overrides, "train.steps=5").code == 0
+    # As if killed in step 5: what came after the checkpoint of step 4 is done again.
+    (run_dir / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
+    assert train_here(*overrides, "train.steps=7").code == 0
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    shown = scalars(run_dir / "tensorboard")
+    assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4, 5, 6, 7]
+    for name in ("loss", "grad_norm", "tokens", "data_seconds", "tokens_per_second_per_device"):
+        assert [value for _, value in shown[name]] == pytest.approx([row[name] for row in rows], rel=1e-6)
+    starts = read_starts(run_dir, devices=1)
+    assert [start.step for start in starts] == [0, 4]
+    assert starts[0].environment["packages"]["zeco-train"]

@@ -15,6 +15,7 @@ import torch
 
 from tests.distributed import run_distributed
 from zeco_train.checkpoint import Progress
+from zeco_train.config import load_config, to_plain
 from zeco_train.errors import DataError
 from zeco_train.loggers import NoLogger
 from zeco_train.metrics import MetricsWriter, StepMetrics, read_metrics
@@ -173,7 +174,7 @@ def record(
         run_dir, mesh, NoLogger(), total_steps=len(steps), tokens_per_step=1000, flops_per_token=3e9, **settings
     )
     progress = Progress()
-    recorder.start(progress, {})
+    recorder.start(progress, to_plain(load_config(["sp.size=1"])), {})
     for result in steps:
         progress.advance(4, 1000)
         recorder.add(result, progress)

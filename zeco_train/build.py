@@ -22,6 +22,7 @@ from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
+from zeco_train.environment import environment
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
@@ -205,7 +206,8 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         checkpointer.load_weights(agree(mesh, lambda: find_weights(load)), model)
 
     recorder = _build_recorder(config, run.path, mesh)
-    progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh))))
+    facts = environment(mesh.device) if mesh.is_main else {}
+    progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
     split = DataSplit(
         config.data.seq_len,
         config.data.micro_batch,

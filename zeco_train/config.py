@@ -144,6 +144,10 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
+        if self.logger.kind is not LoggerKind.none and self.logger.timeout_seconds >= self.parallel.timeout_seconds:
+            # The other ranks wait for rank 0 meanwhile, and would give it up.
+            allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"
+            raise ConfigError("logger.timeout_seconds", self.logger.timeout_seconds, allowed)
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is trained on what; a run's folder holds one identity for ever."""
@@ -197,7 +201,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("sched.min_ratio", "sched=wsd or cosine", lambda config: config.sched.kind is not ScheduleKind.constant),
     *(
         (f"logger.{name}", "logger=wandb", lambda config: config.logger.kind is LoggerKind.wandb)
-        for name in ("project", "entity", "group", "tags", "mode")
+        for name in ("project", "entity", "group", "job_type", "tags", "mode", "timeout_seconds")
     ),
 )
 

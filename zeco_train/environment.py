@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "triton", "fla-core", "flash-linear-attention", "numpy")
+_PACKAGES = ("zeco-train", "torch", "triton", "fla-core", "flash-linear-attention", "numpy")
 _VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS", "NVSHMEM_", "OMP_NUM_THREADS")
 
 
@@ -22,11 +22,13 @@ def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
         device: what was measured on.
         commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
     """
+    commit = commit or _commit() or ""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": commit or _commit(),
+        "commit": commit,
+        "dirty": commit.endswith("+") if commit else None,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         "device": device.type,
     }

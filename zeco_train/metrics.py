@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from zeco_train.errors import DataError
 from zeco_train.jsonable import jsonable
@@ -71,11 +71,10 @@ class StepMetrics:
         return {**row, **self.extra}
 
 
-class MetricsWriter:
-    """Appends rows to a metrics.jsonl, each with one system call, so that a kill leaves whole lines but the last.
+class LineWriter:
+    """Appends JSON objects to a file, each with one system call, so that a kill leaves whole lines but the last.
 
-    Opening it on a file that a killed run left cuts off that partial last line, and nothing else. A resumed run
-    appends: a step that was done twice has two rows, of which the last counts (`read_metrics`).
+    Opening it on a file that a killed run left cuts off that partial last line, and nothing else.
 
     Floats are written with all their digits (`float(text)` gives back the same value). NaN and infinities, which JSON
     has not, are written as `null`.
@@ -84,7 +83,7 @@ class MetricsWriter:
         path: the file; made, with its folder, if it is not there.
 
     Raises:
-        DataError: it cannot be written, here or in `write`.
+        DataError: it cannot be written, here or in `append`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -96,11 +95,10 @@ class MetricsWriter:
             raise self._unwritable(error) from error
         self._repair()
 
-    def write(self, metrics: StepMetrics) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Append a row. What another process reads from now on has it."""
-        assert self._descriptor is not None, "write after close"
-        row = jsonable(metrics.as_dict(), lambda value: None)
-        line = json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n"
+        assert self._descriptor is not None, "append after close"
+        line = json.dumps(jsonable(row, lambda value: None), allow_nan=False, separators=(", ", ": ")) + "\n"
         try:
             pending = line.encode()
             # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
@@ -115,7 +113,7 @@ class MetricsWriter:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -141,6 +139,17 @@ class MetricsWriter:
         return DataError(self.path, f"cannot be written ({error.strerror})", "free space there or name another run_dir")
 
 
+class MetricsWriter(LineWriter):
+    """Appends rows to a metrics.jsonl.
+
+    A resumed run appends: a step that was done twice has two rows, of which the last counts (`read_metrics`).
+    """
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append a row; errors as of `append`."""
+        self.append(metrics.as_dict())
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, one a step, in the order of steps; also of a run that is going on.
 
@@ -150,20 +159,32 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DataError: a line is not a JSON object with an integer `step`, or the file cannot be read.
     """
+    rows: dict[int, dict[str, Any]] = {}
+    for number, row in read_lines(path):
+        if not isinstance(row.get("step"), int):
+            raise DataError(path, f"line {number} is not a row of metrics", "remove the line")
+        rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file with one JSON object a line, numbered from 1; see `read_metrics` for its end.
+
+    Raises:
+        DataError: a line is not a JSON object, or the file cannot be read.
+    """
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from error
-    rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
-            raise DataError(path, f"line {number} is not a row of metrics", "remove the line")
-        rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+        if not isinstance(row, dict):
+            raise DataError(path, f"line {number} is not a row of {path.stem}", "remove the line")
+        yield number, row

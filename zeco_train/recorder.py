@@ -20,6 +20,7 @@ from zeco_train.mesh import ProcessMesh
 from zeco_train.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
 from zeco_train.progress import ProgressDisplay, summary_line
+from zeco_train.starts import Start, append_start, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,20 +106,24 @@ class Recorder:
         self._since_row: list[StepResult] = []
         self.exit_code = 1
 
-    def start(self, progress: Progress, config: dict[str, Any]) -> str | None:
+    def start(self, progress: Progress, config: dict[str, Any], facts: dict[str, Any]) -> str | None:
         """Open the files and start or continue the tracker's run, on rank 0.
 
         Args:
             progress: what an earlier start of this run has done.
-            config: the configuration as plain values.
+            config: the resolved configuration as plain values.
+            facts: machine, versions and commit (`zeco_train.environment`), on rank 0.
 
         Returns:
             The tracker's run id.
         """
+        layout = layout_of(config, self._mesh.world_size, facts.get("device_name", ""))
+        start = Start(progress.step, layout, facts)
         if self._mesh.is_main:
+            append_start(self._run_dir, start)
             self._writer = MetricsWriter(self._run_dir / METRICS_FILE)
             self._display = ProgressDisplay(self._total_steps, progress.step)
-        return self._tracker.start(config, progress.logger_run_id)
+        return self._tracker.begin(config, start, progress.logger_run_id)
 
     def note(self, text: str) -> None:
         """Show a line to the user."""

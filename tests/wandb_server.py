@@ -1,0 +1,185 @@
+"""A server that the real W&B client talks to, on the loopback address, and that fails in the ways servers do.
+
+Also reads what the client left on disk, by W&B's own message types.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+_BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
+
+
+class WandbServer:
+    """Answers as far as a run and a dashboard need it.
+
+    Attributes:
+        url: for WANDB_BASE_URL.
+        answer_with: a status code for everything (400 and above: an error), or `stall`: no answer at all.
+        runs: history rows by run id, in the order of their lines.
+        started: the variables of each UpsertBucket mutation.
+        views, charts: the variables of saved views, and of custom charts.
+    """
+
+    def __init__(self) -> None:
+        self.answer_with: int | str = 200
+        self.runs: dict[str, dict[int, dict[str, Any]]] = {}
+        self.started: list[dict[str, Any]] = []
+        self.views: list[dict[str, Any]] = []
+        self.charts: list[dict[str, Any]] = []
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def __enter__(self) -> WandbServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuse connections from now on."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """Variables for a client of this server, with an account there and nothing of the machine's user."""
+        return {
+            "WANDB_BASE_URL": self.url,
+            "WANDB_API_KEY": "0" * 40,
+            "NETRC": str(home / "netrc"),
+            "HOME": str(home),
+            "WANDB_CONFIG_DIR": str(home / "config"),
+            "WANDB_CACHE_DIR": str(home / "cache"),
+            "WANDB_ERROR_REPORTING": "false",
+        }
+
+    def rows(self, run_id: str) -> list[dict[str, Any]]:
+        """The history that the server has of a run."""
+        lines = self.runs.get(run_id, {})
+        return [lines[offset] for offset in sorted(lines)]
+
+    def respond(self, path: str, body: bytes) -> dict[str, Any]:
+        """The answer to a request."""
+        if path.endswith("/file_stream"):
+            history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            lines = self.runs.setdefault(path.split("/")[-2], {})
+            for index, line in enumerate(history.get("content", [])):
+                lines[history["offset"] + index] = json.loads(line)
+            return {}
+        if path != "/graphql":
+            return {}
+        request = json.loads(body)
+        return {"data": self._data(request["query"], request.get("variables") or {})}
+
+    def _data(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        if "RunResumeStatus" in query:
+            lines = self.rows(variables["name"])
+            bucket = {
+                "id": "x",
+                "name": variables["name"],
+                "historyLineCount": len(lines),
+                "eventsLineCount": 0,
+                "logLineCount": 0,
+                "historyTail": json.dumps([json.dumps(line) for line in lines[-1:]]),
+                "eventsTail": "[]",
+                "config": "{}",
+                "summaryMetrics": "{}",
+                "tags": [],
+                "wandbConfig": '{"t": 1}',
+            }
+            return {"model": {"id": "1", "name": "p", "entity": {"id": "2", "name": "me"}, "bucket": bucket}}
+        if "upsertBucket" in query:
+            self.started.append(variables)
+            project = {"id": "1", "name": "p", "entity": {"id": "2", "name": "me"}}
+            bucket = {"id": "x", "name": variables.get("name"), "displayName": "d", "project": project}
+            return {"upsertBucket": {"bucket": {**bucket, "historyLineCount": 0}, "inserted": True}}
+        if "createRunFiles" in query:
+            files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
+        if "upsertView" in query:
+            self.views.append(variables)
+            return {"upsertView": {"view": {"id": "v", "name": variables.get("name")}, "inserted": True}}
+        if "createCustomChart" in query:
+            self.charts.append(variables)
+            return {"createCustomChart": {"chart": {"id": f"{variables.get('entity')}/{variables.get('name')}"}}}
+        if "viewer" in query:
+            return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        return {}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients leave without a word."""
+
+
+def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            while server.answer_with == "stall":
+                time.sleep(0.1)
+            status = int(server.answer_with)
+            failed = {"errors": [{"message": "so the server says"}]}
+            answer = json.dumps(failed if status >= 400 else server.respond(self.path, body)).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_PUT = do_POST
+
+    return Handler
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The messages (`wandb_internal_pb2.Record`) of a run-*.wandb file: a log in LevelDB's format.
+
+    Raises:
+        AssertionError: it is none.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    content = path.read_bytes()
+    assert content.startswith(b":W&B"), path
+    position, message = _FILE_HEADER, b""
+    while position + _HEADER <= len(content):
+        left = _BLOCK - position % _BLOCK
+        if left < _HEADER:
+            position += left
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]
+        message += content[position + _HEADER : position + _HEADER + length]
+        position += _HEADER + length
+        # 1: whole; 2, 3, 4: first, middle and last part.
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            yield record
+            message = b""
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run-*.wandb file."""
+    rows = [record.history for record in records(path) if record.HasField("history")]
+    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
+
+
+def run_record(path: Path) -> Any:
+    """The record of the run itself, of a run-*.wandb file."""
+    return next(record.run for record in records(path) if record.HasField("run"))

@@ -1,0 +1,165 @@
+"""How a run was laid out at each of its starts: starts.jsonl, and the names by which runs are compared.
+
+A run goes on with another backend, split or machine, so what its figures belong to is not in its last configuration
+alone. Each start appends one line; a row of metrics.jsonl belongs to the last start from before its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from zeco_train.errors import DataError
+from zeco_train.metrics import LineWriter, read_lines
+
+STARTS_FILE = "starts.jsonl"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a throughput is a throughput of; the columns of every comparison, of trainings and of benchmarks.
+
+    Attributes:
+        backend: what joins the shards, `sp=`.
+        model: its name.
+        seq_len: tokens of a whole sequence.
+        sp_size: ranks that share a sequence.
+        devices: all ranks.
+        strategy: where parameters live, `parallel=`.
+        segments: parts of a sequence, in time.
+        dtype: of the compute.
+        device_name: of rank 0's device; empty if nobody knows any more.
+    """
+
+    backend: str
+    model: str
+    seq_len: int
+    sp_size: int
+    devices: int
+    strategy: str = ""
+    segments: int = 1
+    dtype: str = ""
+    device_name: str = ""
+
+    @property
+    def tokens_per_device(self) -> int:
+        """A sequence's tokens on one rank."""
+        return self.seq_len // self.sp_size
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it by name, `tokens_per_device` as well."""
+        return {**asdict(self), "tokens_per_device": self.tokens_per_device}
+
+    @property
+    def tags(self) -> list[str]:
+        """For an experiment tracker: each decides on its own what a run is compared with."""
+        named = (
+            ("sp", self.backend),
+            ("sp.size", self.sp_size),
+            ("seq_len", length_name(self.seq_len)),
+            ("model", self.model),
+            ("strategy", self.strategy),
+            ("devices", self.devices),
+        )
+        # Longer ones are refused by W&B.
+        return [f"{name}={value}"[:64] for name, value in named if value]
+
+    @property
+    def group(self) -> str:
+        """Runs of one model and length, which differ in how they were split."""
+        return f"{self.model}-{length_name(self.seq_len)}"
+
+
+def layout_of(config: Mapping[str, Any], devices: int, device_name: str = "") -> Layout:
+    """The layout of a run from its resolved configuration (as in config.yaml).
+
+    Raises:
+        KeyError, TypeError: it is no such configuration.
+    """
+    return Layout(
+        backend=config["sp"]["backend"],
+        model=config["model"]["name"],
+        seq_len=int(config["data"]["seq_len"]),
+        sp_size=int(config["sp"]["size"]),
+        devices=devices,
+        strategy=config["parallel"]["strategy"],
+        segments=int(config["train"]["segments"]),
+        dtype=config["train"]["dtype"],
+        device_name=device_name,
+    )
+
+
+def length_name(tokens: int) -> str:
+    """A length as people say it, exact: 1048576 → `1M`, 16384 → `16k`, 1000 → `1000`."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "k")):
+        if tokens and tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Attributes:
+        step: optimizer steps that had been done before it.
+        layout: of the steps after it.
+        environment: machine, versions and commit (`zeco_train.environment`).
+    """
+
+    step: int
+    layout: Layout
+    environment: Mapping[str, Any]
+
+
+def append_start(run_dir: Path, start: Start) -> None:
+    """Add a line to starts.jsonl.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    row = {
+        "step": start.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(start.layout),
+        "environment": dict(start.environment),
+    }
+    with LineWriter(run_dir / STARTS_FILE) as writer:
+        writer.append(row)
+
+
+def read_starts(run_dir: Path, devices: int) -> list[Start]:
+    """The starts of a run, in their order.
+
+    Args:
+        run_dir: its folder.
+        devices: how many a run from before there was a starts.jsonl had; the rest is then its config.yaml's.
+
+    Raises:
+        DataError: neither file says it.
+    """
+    path = run_dir / STARTS_FILE
+    names = {column.name for column in fields(Layout)}
+    starts = []
+    for number, row in read_lines(path):
+        try:
+            layout = Layout(**{name: row[name] for name in names})
+            starts.append(Start(int(row["step"]), layout, row["environment"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(path, f"line {number} is no start of a run", "remove the line") from error
+    return starts or [Start(0, _from_config(run_dir / "config.yaml", devices), {})]
+
+
+def _from_config(path: Path, devices: int) -> Layout:
+    try:
+        return layout_of(OmegaConf.to_container(OmegaConf.load(path)), devices)  # type: ignore[arg-type]
+    except FileNotFoundError as error:
+        raise DataError(path, "is not there", "give the folders of runs") from error
+    except Exception as error:
+        # YAML and OmegaConf have no common base of their errors.
+        raise DataError(path, "is not the configuration of a run") from error

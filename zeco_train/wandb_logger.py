@@ -1,0 +1,174 @@
+"""`logger=wandb`: Weights & Biases, offline or online, on rank 0.
+
+W&B's own service process writes everything to the run's folder first and sends it from there, so that what a lost
+connection held back is still on disk, for `wandb sync`.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zeco_train.checkpoint import write_durably
+from zeco_train.errors import ConfigError
+from zeco_train.loggers import LoggerConfig, LoggerMode
+from zeco_train.starts import Start
+
+logger = logging.getLogger(__name__)
+
+RATE = "tokens_per_second_per_device"
+# The same rule as everywhere: the median of the rows, without the first of a start, in which kernels are compiled.
+MEDIAN_RATE = f"{RATE}_median"
+# Beside the checkpoints, which have the id too: a run that is stopped before its first one goes on under its id.
+_RUN_ID_FILE = "wandb_run_id"
+# W&B says so when its server has answered, and will answer the same again: no account, no such team, no permission.
+_REFUSALS = tuple(f"returned error {status}" for status in (400, 401, 403, 404))
+
+
+class WandbLogger:
+    """Weights & Biases, writing to `run_dir/wandb`.
+
+    Offline, each start of a run leaves one folder `offline-run-*`, all with the same run id, which `wandb sync` joins.
+    Metrics are plotted over their own `step`, not over W&B's counter of calls: that one only grows, and would drop
+    the rows of steps which a resumed run does again.
+    """
+
+    def __init__(self, config: LoggerConfig, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self._run: Any = None
+        self._warned = False
+        self._rates: list[float] = []
+        self._rows = 0
+
+    def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
+        """As `ExperimentLogger.begin`. Where W&B's server cannot be reached the run is tracked offline, with a warning.
+
+        Raises:
+            ConfigError: W&B refuses to start, e.g. online without an account.
+        """
+        if self.config.mode is LoggerMode.disabled:
+            return run_id
+        run_id = run_id or self._earlier_id()
+        with self._refusals():
+            self._run = self._init(self.config.mode, config, start, run_id)
+            self._run.define_metric("*", step_metric="step")
+            # In the summary too, where charts of several runs find them.
+            self._run.summary.update(start.layout.as_dict())
+        with suppress(OSError):
+            write_durably(self.run_dir / _RUN_ID_FILE, f"{self._run.id}\n")
+        return self._run.id
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record a step's metrics. A failure is logged by name, the first time."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({**metrics, **self._median(metrics), "step": step})
+        except Exception as error:
+            # Whatever a tracker's client raises, it is not worth a training run.
+            self._warn(f"did not record step {step}", error)
+
+    def finish(self, exit_code: int = 0) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        import wandb
+
+        # W&B would end its service process at the interpreter's exit, with a traceback if that process is dead.
+        for end in (lambda: run.finish(exit_code=exit_code), lambda: wandb.teardown(exit_code)):
+            try:
+                end()
+            except Exception as error:
+                self._warn("did not finish", error)
+
+    def _earlier_id(self) -> str | None:
+        with suppress(OSError):
+            return (self.run_dir / _RUN_ID_FILE).read_text().strip() or None
+        return None
+
+    def _init(self, mode: LoggerMode, config: Mapping[str, Any], start: Start, run_id: str | None) -> Any:
+        import wandb
+
+        settings = self._settings()
+        wandb.setup(settings=settings)
+        # Asked here, since `init` would wait at a prompt while all other ranks wait for this one.
+        if mode is LoggerMode.online and not wandb.login(prompt=False, verify=False):
+            raise ConfigError("logger.mode", "online", "W&B knows no account here; wandb login, or mode offline")
+        layout = start.layout
+        try:
+            return wandb.init(
+                project=self.config.project,
+                entity=self.config.entity,
+                group=self.config.group or layout.group,
+                job_type=self.config.job_type,
+                tags=[*dict.fromkeys([*self.config.tags, *layout.tags])],
+                name=self.run_dir.resolve().name,
+                config={**config, "layout": layout.as_dict(), "environment": dict(start.environment)},
+                # Another split or number of steps, after a resume.
+                allow_val_change=True,
+                dir=str(self.run_dir),
+                id=run_id,
+                resume="allow",
+                mode=mode.value,
+                settings=settings,
+            )
+        except wandb.errors.CommError as error:
+            if mode is LoggerMode.offline or any(sign in str(error) for sign in _REFUSALS):
+                raise
+            logger.warning(
+                "W&B cannot be reached (%s); the run is tracked offline, in %s; wandb sync uploads it later",
+                _reason(error),
+                self.run_dir / "wandb",
+            )
+            # Its service process still holds the run's id.
+            wandb.teardown()
+            return self._init(LoggerMode.offline, config, start, run_id)
+
+    def _settings(self) -> Any:
+        import wandb
+
+        # No console capture: it would put itself between the progress bar and the terminal.
+        return wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            init_timeout=self.config.timeout_seconds,
+            finish_timeout=self.config.timeout_seconds,
+        )
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        import wandb
+
+        try:
+            yield
+        except (wandb.Error, OSError, ValueError) as error:
+            mode = self.config.mode.value
+            raise ConfigError("logger.mode", mode, f"W&B cannot start ({_reason(error)}); or logger=none") from error
+
+    def _median(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        rate = metrics.get(RATE)
+        if rate is None:
+            return {}
+        self._rows += 1
+        if self._rows > 1:
+            insort(self._rates, rate)
+        return {MEDIAN_RATE: median(self._rates or [rate])}
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "W&B %s: %s: %s; the run goes on, all metrics are in metrics.jsonl", what, type(error).__name__, error
+        )
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
