@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.store import TokenStore, check_vocabulary
 from models.gla import GLAConfig, GLAForCausalLM, num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
+from zeco_train.agreement import check_same, setup
 from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
@@ -26,7 +26,7 @@ from zeco_train.environment import environment
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
-from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, main_first, resolve_sp_size
+from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
 from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.profiler import StepProfiler, check_profile_ranks
@@ -81,10 +81,10 @@ class OpenedRun:
 
 
 def init(config: Config, launch: Launch) -> ProcessMesh:
-    """Check what the number of ranks decides, then join them.
+    """Check what the number of ranks decides, join them, and check that they are set up alike.
 
     Raises:
-        ConfigError: a split that the number of ranks, or a setting that the machine, does not allow.
+        ConfigError: a split that the number of ranks, or a setting that the machine, does not allow; ranks that differ.
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
@@ -93,7 +93,12 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     device = find_device(config.train.device, launch, "train.device")
     _check_memory(config, device)
     _check_compiler(config.train.compile, device)
-    return init_mesh(launch, sp_size, device, timedelta(seconds=config.parallel.timeout_seconds))
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    join(device, timeout)
+    # Before anything that ranks of different settings would wait for each other in, such as the making of groups.
+    remedy = "start all ranks with the same command line, code and environment"
+    check_same(setup(to_plain(config), device), launch.world_size, remedy)
+    return init_mesh(launch, sp_size, device, timeout)
 
 
 def _check_memory(config: Config, device: torch.device) -> None:
@@ -124,11 +129,10 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         ZecoError: on every rank, the first one's mistake: data, folder, or a run that cannot go on like this.
     """
     train, validation = main_first(mesh, lambda: _open_stores(config, mesh))
-    identity = config.identity() | {
-        "data.tokens_sha256": train.meta.tokens_sha256,
-        "data.tokenizer": train.meta.tokenizer,
-    }
-    agree(mesh, lambda: _check_same_everywhere(identity, mesh))
+    tokens = {"data.tokens_sha256": train.meta.tokens_sha256, "data.tokenizer": train.meta.tokenizer}
+    # Nodes may hold different files under the same path.
+    check_same(tokens, mesh.world_size, "copy the token store to all nodes again")
+    identity = config.identity() | tokens
     path = Path(config.run_dir)
     load = config.checkpoint.load
     if load is not None:
@@ -173,16 +177,6 @@ def _warn(config: Config, validation: TokenStore | None, folder: RunFolder) -> N
         logger.warning(
             "no validation loss: too little is held out for a sequence of data.seq_len=%d", config.data.seq_len
         )
-
-
-def _check_same_everywhere(identity: dict[str, Any], mesh: ProcessMesh) -> None:
-    """Nodes may hold different files under the same path, or be started with different command lines."""
-    everyone: list[dict[str, Any]] = [{}] * mesh.world_size
-    dist.all_gather_object(everyone, identity)
-    for rank, other in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if other.get(key) != value:
-                raise ConfigError(key, other.get(key), f"rank {rank} differs from rank 0, which has {value}")
 
 
 def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:

@@ -26,7 +26,7 @@ def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
         "commit": commit,
         "dirty": commit.endswith("+") if commit else None,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
@@ -57,7 +57,8 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """An installed package's version; None if it is not there."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

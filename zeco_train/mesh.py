@@ -99,9 +99,8 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
 
 
 def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timedelta) -> ProcessMesh:
-    """Join the process group, if nobody has yet (one of a single rank without a launcher), and lay the mesh over it."""
-    if not dist.is_initialized():
-        _join(device, timeout)
+    """Join the process group, if that has not been done, and lay the mesh over it."""
+    join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     rows = devices.mesh.tolist()
     # Scans are small and waited for: they go before the compute that they overlap.
@@ -109,7 +108,10 @@ def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timed
     return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
 
 
-def _join(device: torch.device, timeout: timedelta) -> None:
+def join(device: torch.device, timeout: timedelta) -> None:
+    """Join the process group of all ranks, unless that has been done."""
+    if dist.is_initialized():
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -1,0 +1,120 @@
+"""What has to be the same on every rank before the first step: configuration, code, versions, variables, and the data.
+
+Ranks that differ in one of them train something else in silence, or wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeco_train.environment import version
+from zeco_train.errors import ConfigError
+
+# A node may have its own copy of the data, or mount the run's folder elsewhere: what lies there is compared, not where.
+_PATHS = ("run_dir", "path", "validation_path", "cache_dir", "load")
+
+# Variables that decide which algorithm a rank takes part in, or in which order it issues its work; those that name a
+# node's own hardware (network interfaces and the like) rightly differ.
+_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_ALGO",
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVSHMEM_DISABLE_NVLS",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+)
+
+_PACKAGES = ("zeco_train", "models", "data")
+
+
+def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
+    """Check that all ranks have the same values; only a digest travels, unless they have not. Collective.
+
+    Args:
+        values: what JSON can hold, by the name that a user knows it by.
+        remedy: what to do if they have not.
+
+    Raises:
+        ConfigError: on every rank; names the first value that differs, and the ranks that are not with the majority.
+    """
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    digests = [""] * world_size
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Mapping[str, Any]] = [{}] * world_size
+    dist.all_gather_object(everyone, dict(values))
+    differing = [key for key in sorted(set().union(*everyone)) if len({_text(other, key) for other in everyone}) > 1]
+    raise _difference(differing, [_text(other, differing[0]) for other in everyone], remedy)
+
+
+def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What decides how a rank computes, for `check_same`: a run's configuration (plain values), and its environment."""
+    values = {name: value for name, value in _flat(config) if name.rpartition(".")[2] not in _PATHS}
+    values |= {f"variable {name}": os.environ.get(name) for name in _VARIABLES}
+    values |= {
+        "code": _code_version(),
+        "device": device.type,
+        "version of python": platform.python_version(),
+        "version of torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        values |= {"version of triton": version("triton"), "version of fla-core": version("fla-core")}
+    return values
+
+
+def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
+    """Args:
+    keys: the values that differ; by_rank: the first of them.
+    """
+    counts = Counter(by_rank)
+    # The first of equals.
+    usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
+    ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
+    others = "the others have" if counts[usual] > 1 else f"{_name([by_rank.index(usual)])} has"
+    problem = f"{_name(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
+    if len(keys) > 1:
+        problem += f" (so do {', '.join(keys[1:5])}{', …' if len(keys) > 5 else ''})"
+    return ConfigError(keys[0], by_rank[ranks[0]], f"{problem}; {remedy}")
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 1, 8–15"."""
+    starts = [ranks[0], *(after for before, after in pairwise(ranks) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(ranks) if after != before + 1), ranks[-1]]
+    spans = [str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in zip(starts, ends, strict=True)]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(spans)}"
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    return str(values[key]) if key in values else "not set"
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(`data.seq_len`, 4096) and so on; of a list each item by its number."""
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _code_version() -> str:
+    """A digest of this project's sources, whether git knows them or not."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
