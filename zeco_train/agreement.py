@@ -63,7 +63,7 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
 def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What decides how a rank computes, for `check_same`: a run's configuration (plain values), and its environment."""
     values = {name: value for name, value in _flat(config) if name.rpartition(".")[2] not in _PATHS}
-    values |= {f"variable {name}": os.environ.get(name) for name in _VARIABLES}
+    values |= {f"variable {name}": os.environ.get(name, "not set") for name in _VARIABLES}
     values |= {
         "code": _code_version(),
         "device": device.type,
