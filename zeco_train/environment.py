@@ -7,9 +7,10 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("zeco-train", "torch", "triton", "fla-core", "flash-linear-attention", "numpy")
 _VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS", "NVSHMEM_", "OMP_NUM_THREADS")
@@ -22,16 +23,9 @@ def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
         device: what was measured on.
         commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
     """
-    commit = commit or _commit() or ""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: version(name) for name in _PACKAGES},
-        "commit": commit,
-        "dirty": commit.endswith("+") if commit else None,
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
-        "device": device.type,
-    }
+    import torch
+
+    found = installation(commit) | {"device": device.type}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
@@ -45,6 +39,19 @@ def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
     else:
         found |= {"device_name": processor(), "threads": torch.get_num_threads()}
     return found
+
+
+def installation(commit: str = "") -> dict[str, Any]:
+    """What `environment` has of this machine's software, without importing torch, which takes seconds."""
+    commit = commit or _commit() or ""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in _PACKAGES},
+        "commit": commit,
+        "dirty": commit.endswith("+") if commit else None,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+    }
 
 
 def processor() -> str:

@@ -21,6 +21,8 @@ from zeco_train.errors import CheckpointError, ConfigError
 _IDENTITY = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
 _LOCK = "lock"
+# What a batch script writes of its job, before the first rank starts.
+_JOBS = "slurm"
 # In which a network file system shows one node what another one wrote.
 _SECONDS_TO_APPEAR = 10.0
 # The part of an identity that no configuration key shows: a digest of all tokens.
@@ -157,7 +159,7 @@ def _check_owner(path: Path) -> None:
     """Refuse a folder that is not empty and not a run's, before anything is made in it."""
     # In this order: another start may be making the folder a run's, and its identity comes first.
     names = {entry.name for entry in path.iterdir()}
-    if names - {_LOCK, f"{_IDENTITY}.tmp"} and not (path / _IDENTITY).exists():
+    if names - {_LOCK, _JOBS, f"{_IDENTITY}.tmp"} and not (path / _IDENTITY).exists():
         raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
 
 

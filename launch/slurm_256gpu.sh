@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# Train on 32 nodes of 8 GPUs, or on any other number, as one Slurm job that goes on by itself after its time limit, a
+# preemption, a lost node or a rank that dies.
+#
+# usage: sbatch [sbatch options] launch/slurm_256gpu.sh [--] [KEY=VALUE ...]        settings of train.py
+#   sbatch launch/slurm_256gpu.sh +experiment=gla_1b_16k sp.size=8 data.global_batch=32
+#   sbatch --nodes 4 --time 2:00:00 --partition h100 launch/slurm_256gpu.sh -- train.steps=1000
+#
+# The first lines below are sbatch's defaults; its command line overrides each. Besides, from the environment:
+#   RUN_DIR         the run's folder, also after a requeue; default runs/JOBNAME-JOBID, or run_dir=… among the settings.
+#                   An earlier job's folder goes on from its last checkpoint
+#   PYTHON          default: .venv/bin/python of this repository, else python of the PATH
+#   RANKS_PER_NODE  default: the GPUs that the job has of a node; needed with --gpus-per-node 0, on CPUs
+#   TRAIN_NODES     nodes to train on, of more that are allocated: the rest are spares, which take the places of nodes
+#                   that the checks find at fault; default: all
+#   CHECKS          stop (default): a fault that the checks find ends the job; warn: it is only reported; off: no checks
+#   RESTARTS        starts in a row that may fail without a new checkpoint; default 3
+#   CACHE_DIR       of compiled kernels, on each node's own disk; default /tmp/zeco-cache-USER
+#   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node, as Slurm calls it, and a port by the job's number
+# Stop, saved, for good: scancel JOB. Stop, saved, and start again: scancel --batch --signal=USR1 JOB.
+#SBATCH --job-name=zeco
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+set -euo pipefail
+
+say() { echo "$(date +%FT%T) $*"; }
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+[ -n "${SLURM_JOB_ID:-}" ] || fail "this is a script for sbatch: sbatch $0 $*; on one machine: torchrun --standalone train.py"
+# Slurm runs a copy of this file, so its own place says nothing.
+root="$SLURM_SUBMIT_DIR"
+if [ ! -f "$root/launch/slurm_node.py" ]; then
+  script="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')"
+  root="$(cd "$(dirname "$script")/.." && pwd)"
+fi
+[ -f "$root/launch/slurm_node.py" ] || fail "$root is not the repository; submit launch/slurm_256gpu.sh by its path"
+
+[ "${1:-}" != -- ] || shift
+settings=()
+for setting in "$@"; do
+  case "$setting" in
+    run_dir=*) RUN_DIR="${RUN_DIR:-${setting#run_dir=}}" ;;
+    *) settings+=("$setting") ;;
+  esac
+done
+name="${SLURM_JOB_NAME//[^A-Za-z0-9._-]/_}"
+run_dir="${RUN_DIR:-runs/$name-$SLURM_JOB_ID}"
+run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}"
+[[ "$run_dir" = /* ]] || run_dir="$SLURM_SUBMIT_DIR/$run_dir"
+[[ " $*" = *" name="* ]] || settings+=("name=$(basename "$run_dir")")
+settings+=("run_dir='$run_dir'")
+
+ranks="${RANKS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}}"
+ranks="${ranks##*:}"
+[ "$ranks" -gt 0 ] 2>/dev/null || fail "RANKS_PER_NODE=$ranks: the job has no GPUs; say how many ranks a node runs"
+nodes="${TRAIN_NODES:-$SLURM_JOB_NUM_NODES}"
+[ "$nodes" -gt 0 ] 2>/dev/null && [ "$nodes" -le "$SLURM_JOB_NUM_NODES" ] ||
+  fail "TRAIN_NODES=$nodes: must be 1 to $SLURM_JOB_NUM_NODES, the nodes of the job"
+[[ "${CHECKS:=stop}" =~ ^(stop|warn|off)$ ]] || fail "CHECKS=$CHECKS: must be stop, warn or off"
+[[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "RESTARTS=$RESTARTS: must be a number"
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON="$root/.venv/bin/python"
+  [ -x "$PYTHON" ] || PYTHON="$(command -v python || command -v python3)" || fail "PYTHON: no python found; name one"
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export CACHE_DIR="${CACHE_DIR:-/tmp/zeco-cache-${USER:-$(id -un)}}"
+# How long a launcher waits for its ranks to save after SIGTERM. Slurm's own patience (KillWait, GraceTime) comes on top.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
+
+warned="" ended="" step=""
+# A while before the time limit, or a preemption: ranks save and end with a code that says so.
+trap 'warned=1; say "warning signal: saving"; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true' USR1
+# Slurm takes the job away (scancel, requeue, time limit), and tells the ranks itself.
+trap 'ended=1' TERM
+
+# One task on each of the nodes for training; the exit code is the largest of theirs.
+on_nodes() {
+  local -a where=(--nodes="$1" --ntasks="$1" --ntasks-per-node=1)
+  shift
+  [ -z "$excluded" ] || where+=(--exclude="$excluded")
+  srun "${where[@]}" --cpu-bind=none --kill-on-bad-exit=0 --wait=120 "$@" &
+  step=$!
+  local code=0
+  # Signals interrupt `wait`.
+  while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
+  wait "$step" || code=$?
+  step=""
+  return "$code"
+}
+
+newest_checkpoint() { (cd "$run_dir/checkpoints" 2>/dev/null && printf '%s\n' step_???????? | tail -n 1) || true; }
+
+requeue() {
+  say "requeue: $1; goes on from $(newest_checkpoint) of $run_dir"
+  scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not requeue the job; sbatch … run_dir=$run_dir goes on from there"
+  # The end comes from Slurm; a job that has ended by itself would not be started again.
+  while [ -z "$ended" ]; do sleep 1; done
+  exit 0
+}
+
+check() {
+  local report code=0
+  report="$output/checks.json"
+  on_nodes "$SLURM_JOB_NUM_NODES" "$PYTHON" "$root/launch/slurm_checks.py" --ranks "$ranks" --need "$nodes" \
+    --run-dir "$run_dir" --report "$report" || code=$?
+  [ -z "$warned$ended" ] || return 0
+  excluded="$("$PYTHON" -c 'import json, sys; print(",".join(json.load(open(sys.argv[1]))["bad"]))' "$report" 2>/dev/null)" || true
+  [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ] || excluded=""
+  [ "$code" -eq 0 ] || [ "$CHECKS" = warn ] || fail "the checks above found faults (CHECKS=warn starts all the same)"
+}
+
+hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+export NODE_NAMES="${hosts[*]}"
+failures=0 excluded=""
+for ((attempt = 0; ; attempt++)); do
+  output="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt"
+  mkdir -p "$output"
+  # Attempts of one job meet at different ports: the one before may not have let go of its own.
+  export HEAD_PORT=$((${PORT:-$((20000 + SLURM_JOB_ID % 400 * 100))} + attempt % 50 * 2))
+  export HEAD_ADDRESS="${HEAD_ADDRESS:-$(scontrol show node "${hosts[0]}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}"
+  say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}.$attempt: $nodes nodes × $ranks ranks ($SLURM_JOB_NODELIST), $run_dir"
+  [ "$CHECKS" = off ] || check
+  before="$(newest_checkpoint)" code=75
+  if [ -z "$warned$ended" ]; then
+    code=0
+    on_nodes "$nodes" "$PYTHON" "$root/launch/slurm_node.py" --nodes "$nodes" --ranks "$ranks" --output "$output" \
+      -- "$root/train.py" ${settings[@]+"${settings[@]}"} || code=$?
+  fi
+  [ -z "$ended" ] || exit 143
+  case "$code" in
+    0) say "finished"; exit 0 ;;
+    10?) exit "$((code - 100))" ;;
+    75) requeue "saved" ;;
+  esac
+  [ -z "$warned" ] || requeue "the ranks ended with code $code after the warning"
+  [ "$(newest_checkpoint)" = "$before" ] || failures=0
+  failures=$((failures + 1))
+  [ "$failures" -le "$RESTARTS" ] ||
+    fail "$failures starts in a row failed without a new checkpoint, the last with code $code; see $output"
+  say "ranks failed (code $code): starting again from $(newest_checkpoint), $failures of $RESTARTS without a new checkpoint"
+done

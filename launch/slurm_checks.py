@@ -1,0 +1,348 @@
+"""Is every node of a Slurm job fit to train? One task on each node: `srun … python launch/slurm_checks.py --ranks R …`
+
+Each node collects its facts and sends them to the first, over the network that the ranks will meet on; the first
+judges, and prints one line for each finding. Versions and GPUs are compared with what most nodes have, so nothing has
+to be written down beforehand. Exit code 1 on the first node if what is left is not enough to train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from zeco_train.environment import installation
+
+Facts = dict[str, Any]
+
+# In which a node has to start Python, collect its facts and reach the first node.
+SECONDS_TO_REPORT = 120.0
+SKEW_LIMIT_SECONDS = 2.0
+DISK_LIMITS_GB = {"run_dir": (1.0, 50.0), "cache": (0.5, 5.0), "/dev/shm": (0.05, 1.0)}
+# Of the median GPU's throughput: one that is slower holds all others up.
+SLOW_SHARE = 0.9
+_QUERY = (
+    "name", "driver_version", "uuid", "memory.total", "memory.used", "clocks.max.sm", "power.limit", "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown",
+)  # fmt: skip
+_MEMORY_IN_USE_MIB = 2000.0
+_MATRIX = 8192
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`node`: empty for all. `fatal`: nobody should train there."""
+
+    node: str
+    fatal: bool
+    text: str
+
+    @property
+    def line(self) -> str:
+        """What the user reads."""
+        return f"check: {self.node or 'job'}: {'error' if self.fatal else 'warning'}: {self.text}"
+
+
+def collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
+    """This node's facts."""
+    software = installation()
+    versions = {"python": software["python"], **software["packages"], "source": software["commit"]}
+    gpus = _gpus() if shutil.which("nvidia-smi") else []
+    if gpus:
+        import torch
+
+        versions |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        if torch.cuda.device_count() != len(gpus):
+            raise RuntimeError(f"torch finds {torch.cuda.device_count()} GPUs, nvidia-smi {len(gpus)}")
+    return {
+        "versions": versions,
+        "variables": {k: v for k, v in software["variables"].items() if k.startswith(("NCCL_", "TORCH_"))},
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": gpus,
+        "throughput": _throughput(len(gpus)) if gpus else [],
+        "free_gb": {"run_dir": _free(run_dir), "cache": _free(cache), "/dev/shm": _free(Path("/dev/shm"))},
+        "ranks": ranks,
+    }
+
+
+def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list[Finding]:
+    """What is wrong with the nodes.
+
+    Args:
+        facts: by node, of those that have reported; `skew` is seconds that its clock is ahead of the first node's.
+        expected: all nodes of the job.
+        uses_gpus: whether each rank needs one.
+    """
+    findings = [Finding(node, True, "unreachable: did not report in time") for node in expected if node not in facts]
+    for node, fact in facts.items():
+        if "problem" in fact:
+            findings.append(Finding(node, True, fact["problem"]))
+    sound = {node: fact for node, fact in facts.items() if "problem" not in fact}
+    for node, fact in sound.items():
+        findings += _judge_disks(node, fact["free_gb"])
+        if abs(fact.get("skew", 0.0)) > SKEW_LIMIT_SECONDS:
+            text = f"its clock is {fact['skew']:+.1f} s off the first node's"
+            findings.append(Finding(node, False, text))
+        if fact["cpus"] < fact["ranks"]:
+            text = f"{fact['cpus']} CPUs for {fact['ranks']} ranks (sbatch --exclusive, or more --cpus-per-task)"
+            findings.append(Finding(node, False, text))
+        if uses_gpus:
+            findings += _judge_gpus(node, fact)
+    findings += _differences(sound, "versions", "", fatal=True)
+    findings += _differences(sound, "variables", "", fatal=False)
+    if uses_gpus:
+        described = {node: {"GPUs": _describe(fact["gpus"])} for node, fact in sound.items() if fact["gpus"]}
+        drivers = {node: {"driver": fact["gpus"][0]["driver_version"]} for node, fact in sound.items() if fact["gpus"]}
+        limits = {n: {"power limit": _value_of_all(f["gpus"], "power.limit")} for n, f in sound.items() if f["gpus"]}
+        clocks = {n: {"max SM clock": _value_of_all(f["gpus"], "clocks.max.sm")} for n, f in sound.items() if f["gpus"]}
+        for values, fatal in ((described, True), (drivers, True), (limits, False), (clocks, False)):
+            findings += _differences({node: {"x": value} for node, value in values.items()}, "x", "", fatal=fatal)
+        findings += _slow_gpus(sound)
+    return findings
+
+
+def _judge_disks(node: str, free_gb: dict[str, float | None]) -> Iterable[Finding]:
+    for name, (too_little, little) in DISK_LIMITS_GB.items():
+        free = free_gb.get(name)
+        if free is None:
+            yield Finding(node, name == "run_dir", f"{name}: does not exist there, or cannot be written")
+        elif free < little:
+            yield Finding(node, free < too_little, f"{name}: {free:.1f} GB free")
+
+
+def _judge_gpus(node: str, fact: Facts) -> Iterable[Finding]:
+    if len(fact["gpus"]) < fact["ranks"]:
+        yield Finding(node, True, f"{len(fact['gpus'])} GPUs, {fact['ranks']} needed")
+    for number, gpu in enumerate(fact["gpus"]):
+        if _number(gpu, "ecc.errors.uncorrected.volatile.total"):
+            count = gpu["ecc.errors.uncorrected.volatile.total"]
+            yield Finding(node, True, f"GPU {number}: {count} uncorrected memory errors since its last reset")
+        if _number(gpu, "memory.used") > _MEMORY_IN_USE_MIB:
+            yield Finding(node, False, f"GPU {number}: {gpu['memory.used']} MiB in use by another process")
+        active = [name.rpartition(".")[2] for name in _QUERY if "throttle" in name and gpu.get(name) == "Active"]
+        if active:
+            yield Finding(node, False, f"GPU {number}: slowed down ({', '.join(active)})")
+        if gpu.get("mig.mode.current") == "Enabled":
+            yield Finding(node, True, f"GPU {number}: MIG is on")
+
+
+def _differences(facts: dict[str, Facts], section: str, prefix: str, fatal: bool) -> Iterable[Finding]:
+    """Nodes that have another value than most have; one line for each key and value."""
+    names = sorted({name for fact in facts.values() for name in fact[section]})
+    for name in names:
+        values = {node: fact[section].get(name) for node, fact in facts.items()}
+        (common, count), *others = Counter(values.values()).most_common()
+        for value, _ in others:
+            nodes = [node for node, own in values.items() if own == value]
+            text = f"{prefix}{name} {value}, {count} nodes have {common}"
+            for node in nodes:
+                yield Finding(node, fatal, text)
+
+
+def _slow_gpus(facts: dict[str, Facts]) -> Iterable[Finding]:
+    every = [value for fact in facts.values() for value in fact["throughput"]]
+    if not every:
+        return
+    middle = median(every)
+    for node, fact in facts.items():
+        for number, value in enumerate(fact["throughput"]):
+            if value < SLOW_SHARE * middle:
+                text = f"GPU {number}: {value:.0f} TFLOP/s in bf16, the median GPU of the job {middle:.0f}"
+                yield Finding(node, False, text)
+
+
+def _describe(gpus: list[dict[str, str]]) -> str:
+    counts = Counter(f"{gpu['name']} {gpu['memory.total']} MiB" for gpu in gpus)
+    return " + ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
+
+
+def _value_of_all(gpus: list[dict[str, str]], name: str) -> str:
+    return "/".join(sorted({gpu[name] for gpu in gpus}))
+
+
+def _number(gpu: dict[str, str], name: str) -> float:
+    try:
+        return float(gpu[name])
+    except (KeyError, ValueError):
+        # "[N/A]": a device that does not count it.
+        return 0.0
+
+
+def _gpus() -> list[dict[str, str]]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    command += [f"--id={visible}"] if visible else []
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    rows = [[value.strip() for value in line.split(",")] for line in output.splitlines() if line.strip()]
+    return [dict(zip(_QUERY, row, strict=True)) for row in rows]
+
+
+def _throughput(count: int) -> list[float]:
+    """TFLOP/s of each GPU in a second of large bf16 matrix products, all GPUs at once, as training has them."""
+    import torch
+
+    starts, ends, products = [], [], 200
+    for number in range(count):
+        with torch.cuda.device(number):
+            a = torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16)
+            for _ in range(20):
+                torch.mm(a, a)
+            starts.append(torch.cuda.Event(enable_timing=True))
+            ends.append(torch.cuda.Event(enable_timing=True))
+            starts[-1].record()
+            for _ in range(products):
+                torch.mm(a, a)
+            ends[-1].record()
+    for end in ends:
+        end.synchronize()
+    operations = 2 * _MATRIX**3 * products
+    return [operations / (s.elapsed_time(e) * 1e-3) / 1e12 for s, e in zip(starts, ends, strict=True)]
+
+
+def _free(path: Path) -> float | None:
+    """GB free where `path` is or would be; None if nothing can be written there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free / 1e9 if os.access(path, os.W_OK) else None
+
+
+def gather(port: int, token: str, expected: int, deadline: float) -> dict[str, Facts]:
+    """On the first node: what the others send, with the offset of their clocks."""
+    facts: dict[str, Facts] = {}
+    with socket.create_server(("", port), backlog=expected) as server:
+        while len(facts) < expected and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                break
+            with connection:
+                connection.settimeout(10.0)
+                try:
+                    message = _receive(connection, token)
+                except (OSError, ValueError):
+                    continue
+                if message is not None:
+                    facts[message["node"]] = message
+    return facts
+
+
+def _receive(connection: socket.socket, token: str) -> Facts | None:
+    """A node's facts; its clock is read over the same connection, a few times, and the fastest answer counts."""
+    with connection.makefile("rw", encoding="utf-8") as lines:
+        message = json.loads(lines.readline())
+        if message.get("token") != token:
+            return None
+        answers = []
+        for _ in range(5):
+            asked = time.time()
+            lines.write("time?\n")
+            lines.flush()
+            theirs, now = float(lines.readline()), time.time()
+            answers.append((now - asked, theirs - (asked + now) / 2))
+        lines.write("done\n")
+        lines.flush()
+        message["skew"] = min(answers)[1]
+        return message
+
+
+def send(address: tuple[str, int], facts: Facts, deadline: float, clock: Callable[[], float] = time.time) -> None:
+    """On the other nodes: report to the first.
+
+    Raises:
+        OSError: it cannot be reached before `deadline`.
+    """
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=10.0)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    # The first node hears all, one after the other.
+    connection.settimeout(max(10.0, deadline - time.monotonic()))
+    with connection, connection.makefile("rw", encoding="utf-8") as lines:
+        lines.write(json.dumps(facts) + "\n")
+        lines.flush()
+        while lines.readline() == "time?\n":
+            lines.write(f"{clock()!r}\n")
+            lines.flush()
+
+
+def _summary(facts: dict[str, Facts], expected: int, bad: int, findings: int) -> str:
+    known = next((fact for fact in facts.values() if "versions" in fact), None)
+    if known is None:
+        return f"check: {expected} nodes, none fit"
+    versions = known["versions"]
+    gpus = _describe(known["gpus"]) if known["gpus"] else f"{known['cpus']} CPUs, no GPUs"
+    parts = [f"{expected} nodes with {gpus}"] + [f"driver {g['driver_version']}" for g in known["gpus"][:1]]
+    parts += [f"{name} {versions[name]}" for name in ("nccl", "torch", "triton", "python") if versions.get(name)]
+    if known["throughput"]:
+        parts.append(f"{median(v for f in facts.values() for v in f.get('throughput', [])):.0f} TFLOP/s a GPU")
+    skew = max(abs(fact.get("skew", 0.0)) for fact in facts.values())
+    return f"check: {', '.join(parts)}, clocks within {skew * 1e3:.0f} ms; {findings} findings, {bad} nodes at fault"
+
+
+def _collect(options: argparse.Namespace) -> Facts:
+    try:
+        facts = collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
+    except Exception as error:  # whatever it is, it is this node's finding
+        facts = {"problem": f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"}
+    return facts | {"node": os.environ["SLURMD_NODENAME"], "token": os.environ["SLURM_JOB_ID"]}
+
+
+def _judge_job(options: argparse.Namespace, own: Facts, port: int, deadline: float) -> int:
+    expected = os.environ["NODE_NAMES"].split()
+    facts = {own["node"]: own} | gather(port, own["token"], len(expected) - 1, deadline)
+    uses_gpus = bool(os.environ.get("SLURM_GPUS_ON_NODE")) and os.environ.get("SLURM_GPUS_PER_NODE") != "0"
+    findings = judge(facts, expected, uses_gpus and any(fact.get("gpus") for fact in facts.values()))
+    for finding in findings:
+        print(finding.line, flush=True)
+    bad = sorted({finding.node for finding in findings if finding.fatal})
+    print(_summary(facts, len(expected), len(bad), len(findings)), flush=True)
+    options.report.parent.mkdir(parents=True, exist_ok=True)
+    report = {"bad": bad, "findings": [finding.line for finding in findings], "facts": facts}
+    options.report.write_text(json.dumps(report, indent=2))
+    return 0 if len(expected) - len(bad) >= options.need else 1
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(description="is every node of a Slurm job fit to train?")
+    parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--need", type=int, required=True, help="nodes to train on")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True, help="what was found, as JSON")
+    options = parser.parse_args()
+    deadline = time.monotonic() + float(os.environ.get("CHECK_SECONDS", SECONDS_TO_REPORT))
+    own = _collect(options)
+    # Beside the port of the ranks, which is not to be found in use by its own check.
+    port = int(os.environ["HEAD_PORT"]) + 1
+    if os.environ["SLURM_PROCID"] == "0":
+        return _judge_job(options, own, port, deadline)
+    try:
+        send((os.environ["HEAD_ADDRESS"], port), own, deadline)
+    except OSError as error:
+        address = f"{os.environ['HEAD_ADDRESS']}:{port}"
+        print(Finding(own["node"], True, f"cannot reach the first node at {address}: {error}").line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`
+
+It is torchrun itself, with c10d rendezvous, but for what a batch script needs of it: SIGUSR1 does not end it, compiled
+kernels go to the node's own disk, what a rank prints goes to a file named by its rank in the whole job (rank 0: to
+the job's output), and the exit code says why the ranks ended. srun reports the largest code of all nodes, so the codes
+are in the order of what counts:
+
+    0     the ranks have finished
+    70    a rank failed, or was killed: the run can go on from its last checkpoint
+    75    the ranks were told to stop, and have saved
+    100+n rank's exit code n: nothing that another start would change (a wrong setting, data, a loss that is not finite)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from signal import SIGUSR1
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, get_args_parser
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+
+FAILED, SAVED, FINAL = 70, 75, 100
+_FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}
+# Of ranks that say nothing of a cause of their own: they lost a peer, were ended by their launcher, or have saved.
+_CONSEQUENCES = {6, SAVED, -signal.SIGTERM}
+_TAIL_LINES = 20
+_SECONDS_FOR_OTHERS = 15.0
+
+
+class RankFiles(DefaultLogsSpecs):
+    """Where ranks print to: `rank_0012.out` and `.err` in the folder, by rank in the whole job; rank 0 as we do."""
+
+    def __init__(self, folder: Path, console: int) -> None:
+        super().__init__(log_dir=tempfile.mkdtemp(prefix="zeco-torchrun-"))
+        self.folder, self._console = folder, console
+        self.ranks: list[int] = []
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See `LogsSpecs.reify`."""
+        destinations = super().reify(envs)
+        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
+        self.ranks = sorted(ranks.values())
+        # torchrun's "" is its own stream; its own stderr is not the job's any more.
+        out = {local: self._path(rank, "out") if rank else "" for local, rank in ranks.items()}
+        err = {local: self._path(rank, "err") if rank else f"/dev/fd/{self._console}" for local, rank in ranks.items()}
+        return dataclasses.replace(destinations, stdouts=out, stderrs=err)
+
+    def _path(self, rank: int, kind: str) -> str:
+        return str(self.folder / f"rank_{rank:04d}.{kind}")
+
+    def errors(self) -> list[str]:
+        """The lines for the user that ranks other than 0 have written."""
+        lines = []
+        for rank in filter(None, self.ranks):
+            lines += [line for line in self._read(rank) if line.startswith("error: ")]
+        return lines
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines on a rank's stderr."""
+        return self._read(rank)[-_TAIL_LINES:]
+
+    def _read(self, rank: int) -> list[str]:
+        path = Path(self._path(rank, "err"))
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def launch(nodes: int, ranks: int, output: Path, command: list[str]) -> int:
+    """Run the node's ranks to their end; returns the exit code."""
+    node, job = int(os.environ["SLURM_PROCID"]), os.environ["SLURM_JOB_ID"]
+    # Slurm sends it to every process of a step; ranks inherit this, and set handlers of their own.
+    signal.signal(SIGUSR1, signal.SIG_IGN)
+    console = _redirect_stderr(output / f"node_{node:04d}.log")
+    endpoint = f"{os.environ['HEAD_ADDRESS']}:{os.environ['HEAD_PORT']}"
+    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0", "--rdzv-backend=c10d"]
+    arguments += [f"--rdzv-id={job}.{output.name}", f"--rdzv-endpoint={endpoint}"]
+    arguments += [f"--rdzv-conf=is_host={str(node == 0).lower()},read_timeout=300,join_timeout=600"]
+    config, entrypoint, entry_arguments = config_from_args(get_args_parser().parse_args([*arguments, *command]))
+    files = config.logs_specs = RankFiles(output, console)
+    try:
+        elastic_launch(config, entrypoint)(*entry_arguments)
+        lines: list[str] = []
+        code = 0
+    except ChildFailedError as error:
+        lines, code = _explain(*error.get_first_failure(), files)
+        if node == 0:
+            # Here, where the error keeps the agent and its store: without it nobody learns whose fault it was, and
+            # torchrun on the other nodes would end ranks that are about to end by themselves.
+            _wait_for_others(output, nodes)
+    except SignalException as error:
+        lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
+    except (RendezvousError, dist.DistError) as error:
+        lines, code = [f"node {node} has no connection to the first one at {endpoint}: {error}".splitlines()[0]], FAILED
+    finally:
+        shutil.rmtree(files.root_log_dir, ignore_errors=True)
+        (output / f"node_{node:04d}.ended").touch()
+    os.write(console, "".join(f"{line}\n" for line in lines).encode())
+    return code
+
+
+def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list[str], int]:
+    """What to say of the end of the node's ranks, beyond what rank 0 has said itself, and the exit code."""
+    code = failure.exitcode
+    if code == SAVED:
+        return [], SAVED
+    lines = files.errors()
+    if code not in _CONSEQUENCES:
+        if not lines and rank:
+            # A fault that no message was written for.
+            lines = files.tail(rank)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines.append(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')} {how}; its output is in {files.folder}")
+    return lines, FINAL + code if code in _FINAL_CODES else FAILED
+
+
+def _wait_for_others(output: Path, nodes: int) -> None:
+    deadline = time.monotonic() + _SECONDS_FOR_OTHERS
+    while len(list(output.glob("node_*.ended"))) < nodes - 1 and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _redirect_stderr(path: Path) -> int:
+    """Send what torchrun and its C++ code log to a file; returns the descriptor of what was stderr."""
+    console = os.dup(2)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
+    os.close(log)
+    return console
+
+
+def _set_caches(folder: Path) -> None:
+    """Compiled kernels on this node's disk: hundreds of ranks that compile onto a shared one wait for each other."""
+    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        os.environ.setdefault(variable, str(folder / name))
+        Path(os.environ[variable]).mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("CUDA_CACHE_PATH", str(folder / "cuda"))
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(description="torchrun on one node of a Slurm job")
+    parser.add_argument("--nodes", type=int, required=True, help="of the training")
+    parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--output", type=Path, required=True, help="folder for what ranks print")
+    parser.add_argument("command", nargs="+", help="train.py and its settings")
+    options = parser.parse_args()
+    _set_caches(Path(os.environ["CACHE_DIR"]))
+    return launch(options.nodes, options.ranks, options.output, options.command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
