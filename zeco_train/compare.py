@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
-from zeco_train.plot import new_figure, save_figure
+from zeco_train.plot import new_figure, plain, save_figure, smoothed
 from zeco_train.progress import compact
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
 COMPARED = ("loss", "grad_norm")
@@ -165,20 +168,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
     figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    first = runs[0]
-    for index, run in enumerate(runs):
-        look: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
-        # Curves that coincide stay visible: the earlier, the wider.
-        width = 1.4 + 0.9 * (len(runs) - 1 - index)
-        upper.plot([*run.rows], run.column("loss"), label=run.name, linewidth=width, **look)
-        if run is not first:
-            steps = sorted(run.rows.keys() & first.rows.keys())
-            gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
-            lower.plot(steps, [gap or math.nan for gap in gaps], label=run.name, linewidth=1.6, **look)
-    upper.set_ylabel("loss (nats per token)")
-    upper.legend(frameon=False)
-    lower.set_yscale("log")
-    lower.set_ylabel(f"|loss − that of {first.name}|")
+    draw_losses(upper, runs)
+    draw_differences(lower, runs)
     lower.set_xlabel("step")
     lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     for axes in (upper, lower):
@@ -188,13 +179,48 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     save_figure(figure, path)
 
 
-class _Parser(argparse.ArgumentParser):
+def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
+    """Each run's losses over a column of its rows; of long runs the running means."""
+    for index, run in enumerate(runs):
+        # Curves that coincide stay visible: the earlier, the wider.
+        width = 1.4 + min(0.9, 3.6 / len(runs)) * (len(runs) - 1 - index)
+        drawn = [pair for pair in zip(run.column(x), run.column("loss"), strict=True) if not math.isnan(sum(pair))]
+        losses, _ = smoothed([loss for _, loss in drawn])
+        axes.plot([place for place, _ in drawn], losses, label=plain(run.name), linewidth=width, **_look(index))
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False)
+
+
+def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
+    """How far each run's losses lie from the first one's, over steps; the first has no curve."""
+    first, differ = runs[0], False
+    for index, run in enumerate(runs[1:], start=1):
+        steps = sorted(run.rows.keys() & first.rows.keys())
+        gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
+        differ |= any(0 < gap < math.inf for gap in gaps)
+        # Zero has no place on a logarithmic axis.
+        axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **_look(index))
+    if differ:
+        axes.set_yscale("log")
+    elif len(runs) > 1:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "the losses are the same at every step", ha="center", transform=axes.transAxes)
+    axes.set_ylabel(f"|loss − that of {plain(first.name)}|")
+
+
+def _look(index: int) -> dict[str, Any]:
+    return {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose mistakes are a line, as all of ours."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError("argument", " ".join(sys.argv[1:]), f"{message}; --help lists all")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m zeco_train.compare", description=__doc__)
+    parser = Parser(prog="python -m zeco_train.compare", description=__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="folders of runs; the first is the measure"
     )

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "loss.png"
 
+# The backends', on light paper, in every picture of ours.
+BACKEND_COLORS = {"dp": "#1f8a53", "lasp1": "#8a6d1d", "lasp2": "#7a3fa8", "zeco": "#2a6fbb"}
+
 _BLUE, _ORANGE, _GREY = "#2a6fbb", "#d9720f", "#5f6b76"
 # From this many rows on, a running mean over about a 50th of them is drawn over the single rows.
 _ROWS_TO_SMOOTH = 200
@@ -39,7 +42,6 @@ def plot_run(run_dir: str | Path) -> Path | None:
         return None
     figure = new_figure(run_dir.resolve().name, (9, 6.5), dpi=130, title_size=14)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    figure.suptitle(run_dir.resolve().name, fontsize=14, fontweight="bold")
     _draw_loss(upper, rows)
     _draw_throughput(lower, rows)
     figure.align_ylabels()
@@ -54,8 +56,13 @@ def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: floa
 
     figure = Figure(figsize=size, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=title_size, fontweight="bold")
+    figure.suptitle(plain(title), fontsize=title_size, fontweight="bold")
     return figure
+
+
+def plain(text: str) -> str:
+    """Text that is drawn as it is: between dollar signs there would be a formula."""
+    return text.replace("$", r"\$")
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -85,8 +92,8 @@ def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
         axes.plot(steps, losses, color=_BLUE, linewidth=1.8, marker=_marker(steps), label="training")
     else:
         axes.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.35, label="training")
-        window = len(steps) // 100 * 2 + 1
-        axes.plot(steps, _running_mean(losses, window), color=_BLUE, label=f"training, mean of {window} rows")
+        means, window = smoothed(losses)
+        axes.plot(steps, means, color=_BLUE, label=f"training, mean of {window} rows")
     val_steps, val_losses = _series(rows, "val_loss")
     if val_steps:
         axes.plot(val_steps, val_losses, color=_ORANGE, linewidth=1.8, marker="o", markersize=5, label="validation")
@@ -133,6 +140,12 @@ def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[floa
 def _marker(steps: list[int]) -> str:
     """Dots where the line alone would be hard to see, or would not be."""
     return "o" if len(steps) == 1 else "." if len(steps) <= 30 else ""
+
+
+def smoothed(values: list[float]) -> tuple[list[float], int]:
+    """Many values as running means, few as they are; and over how many of them the means are."""
+    window = len(values) // 100 * 2 + 1 if len(values) >= _ROWS_TO_SMOOTH else 1
+    return _running_mean(values, window), window
 
 
 def _running_mean(values: list[float], window: int) -> list[float]:

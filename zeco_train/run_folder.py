@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from zeco_train.checkpoint import write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 
-_IDENTITY = "identity.json"
+IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
 _LOCK = "lock"
 # What a batch script writes of its job, before the first rank starts.
@@ -60,8 +60,8 @@ class RunFolder:
             _check_owner(path)
             self._take()
             try:
-                if (path / _IDENTITY).exists():
-                    _compare(path, _read_identity(path / _IDENTITY), identity)
+                if (path / IDENTITY_FILE).exists():
+                    _compare(path, _read_identity(path / IDENTITY_FILE), identity)
                 self._write_mark(self.mark)
             except BaseException:
                 self.release()
@@ -79,8 +79,8 @@ class RunFolder:
         """
         with _system_errors(self.path):
             self._write_mark("")
-            if not (self.path / _IDENTITY).exists():
-                write_durably(self.path / _IDENTITY, json.dumps(self._identity, indent=2))
+            if not (self.path / IDENTITY_FILE).exists():
+                write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=2))
             self._begun = True
             _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
             with (self.path / "overrides.txt").open("a") as file:
@@ -96,7 +96,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if not self._begun:
                 self._write_mark("")
-                if not (self.path / _IDENTITY).exists():
+                if not (self.path / IDENTITY_FILE).exists():
                     (self.path / _LOCK).unlink()
                     if self._is_new:
                         self.path.rmdir()
@@ -159,7 +159,7 @@ def _check_owner(path: Path) -> None:
     """Refuse a folder that is not empty and not a run's, before anything is made in it."""
     # In this order: another start may be making the folder a run's, and its identity comes first.
     names = {entry.name for entry in path.iterdir()}
-    if names - {_LOCK, _JOBS, f"{_IDENTITY}.tmp"} and not (path / _IDENTITY).exists():
+    if names - {_LOCK, _JOBS, f"{IDENTITY_FILE}.tmp"} and not (path / IDENTITY_FILE).exists():
         raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.bench.report import Row
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.plot import new_figure, save_figure
+from zeco_train.plot import BACKEND_COLORS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,10 +30,7 @@ _PAPER = "ZeCO paper, H100 cluster"
 _COLOURS = {
     "all_gather": "#c2410c",
     "all_reduce": "#5f6b76",
-    "lasp1": "#8a6d1d",
-    "lasp2": "#7a3fa8",
-    "zeco": "#2a6fbb",
-    "dp": "#1f8a53",
+    **BACKEND_COLORS,
     "copy": "#9aa4ad",
     "fla": "#111111",
     "products": "#b0b7bd",
@@ -57,7 +54,7 @@ def plot_files(arguments: Sequence[str]) -> list[Path]:
     out = [text.removeprefix("out=") for text in arguments if text.startswith("out=")]
     if not files:
         raise ConfigError("plot", "", "needs results.json of one or more runs")
-    results = [_load(path) for path in files]
+    results = [load_results(path) for path in files]
     cases = {result["case"] for result in results}
     if len(cases) > 1:
         raise ConfigError("plot", " ".join(map(str, files)), f"one case at a time, not {' and '.join(sorted(cases))}")
@@ -247,7 +244,12 @@ def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_results(path: Path) -> dict[str, Any]:
+    """A benchmark's results.json.
+
+    Raises:
+        DataError: it is none.
+    """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         _ = result["case"], result["rows"], result["world_size"], result["environment"]

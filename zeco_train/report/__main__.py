@@ -1,0 +1,83 @@
+"""`python -m zeco_train.report PATH … [--out FOLDER] [--title TEXT]`; see the package for what a PATH may be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeco_train import report as package
+from zeco_train.bench.figures import plot
+from zeco_train.compare import Parser
+from zeco_train.errors import DataError, ZecoError
+from zeco_train.jsonable import jsonable
+from zeco_train.plot import save_figure
+from zeco_train.report.measurements import Comparison, read
+from zeco_train.report.page import page
+from zeco_train.report.panels import panels, whole_figure
+
+PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the report; returns the process's exit code."""
+    try:
+        parsed = _parse(arguments)
+        print(write_report(parsed.paths, parsed.out, parsed.title))
+    except ZecoError as error:
+        print(error.line, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
+    """Read what is compared, and write page, picture and figures; returns a line about it.
+
+    Raises:
+        ZecoError: a path is no run and no benchmark, or a file cannot be written.
+    """
+    comparison = read(paths)
+    drawn = panels(comparison)
+    files = [out / PAGE_FILE]
+    if drawn:
+        files.append(save_figure(whole_figure(drawn, title), out / PICTURE_FILE))
+    files.append(out / RESULTS_FILE)
+    rows = [measurement.as_dict() for measurement in comparison.measurements]
+    results = json.dumps(jsonable({"title": title, "measurements": rows, "notes": comparison.notes}), indent=1) + "\n"
+    _write(out / RESULTS_FILE, results)
+    _write(out / PAGE_FILE, page(title, comparison, drawn, _benchmark_pictures(comparison)))
+    runs = sum(len(family) for family in comparison.families)
+    return f"{runs} runs, {len(comparison.benchmarks)} benchmarks: {', '.join(map(str, files))}"
+
+
+def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
+    """The benchmarks' own pictures, with the paper's figures beside ours."""
+    pictures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, results in comparison.benchmarks.items():
+            for path in plot([results], Path(folder) / name):
+                pictures[f"{name}: {path.stem} (the dashed lines are the ZeCO paper's own figures)"] = path.read_bytes()
+    return pictures
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m zeco_train.report", description=package.__doc__)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="runs, folders of runs, results.json")
+    parser.add_argument("--out", type=Path, default=Path("runs/report"), metavar="FOLDER", help="default: runs/report")
+    parser.add_argument("--title", default="ZeCO-Train: comparison of runs", help="of the page")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,253 @@
+"""What is compared: one measurement for each run and layout, or row of a benchmark, by the same names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from zeco_train.bench.figures import load_results
+from zeco_train.compare import Run, read_runs
+from zeco_train.errors import DataError
+from zeco_train.metrics import METRICS_FILE
+from zeco_train.run_folder import IDENTITY_FILE
+from zeco_train.starts import Layout, read_starts
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values' median, tenth and ninetieth percentile (interpolated), and how many there were."""
+
+    median: float
+    p10: float
+    p90: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        p10, middle, p90 = (float(np.percentile(values, q)) for q in (10, 50, 90))
+        return cls(middle, p10, p90, len(values))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Attributes:
+    name: of the run, or the benchmark's file.
+    source: `training` or `benchmark`.
+    layout: of what.
+    rate: tokens per second and device.
+    step_seconds, exposed_seconds, data_seconds: medians; of a step, and of what of it was spent waiting for scans and
+        for data. None where that was not measured.
+    memory_gb: the most that a device needed, in 10^9 bytes.
+    mfu, hfu: medians.
+    loss, val_loss: the last ones.
+    ratio: throughput over that of sp=dp with the same work on as many devices; None where there is no such run.
+    """
+
+    name: str
+    source: str
+    layout: Layout
+    rate: Spread
+    step_seconds: float
+    exposed_seconds: float | None = None
+    data_seconds: float | None = None
+    memory_gb: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    ratio: float | None = None
+
+    def as_dict(self) -> Row:
+        """By name, the layout's columns among the others."""
+        row = asdict(self)
+        return {**row, "layout": self.layout.as_dict()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Attributes:
+    measurements: of everything, in the order in which it was given.
+    families: runs that train on the same data, batches and seed, so that their losses can be compared; the first of
+        each is the measure.
+    benchmarks: the results as they were read, by name.
+    notes: what is not in the figures, and why.
+    """
+
+    measurements: list[Measurement]
+    families: list[list[Run]]
+    benchmarks: dict[str, dict[str, Any]]
+    notes: list[str]
+
+
+def read(paths: Sequence[Path]) -> Comparison:
+    """Read runs and benchmarks; what a PATH may be is in the package's docstring.
+
+    Raises:
+        DataError: a path is neither, or cannot be read.
+        ConfigError: a run comes twice.
+    """
+    files = [path for path in paths if path.is_file()]
+    folders = [folder for path in paths if not path.is_file() for folder in run_folders(path)]
+    runs = read_runs(folders) if folders else []
+    notes: list[str] = []
+    measurements = []
+    families: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        families[_identity(run.path)].append(run)
+        measurements += _of_run(run, notes)
+    measurements = _with_ratios(measurements, {run.name: _identity(run.path) for run in runs})
+    benchmarks = {path.stem: load_results(path) for path in files}
+    for name, results in benchmarks.items():
+        measurements += _of_benchmark(name, results, notes)
+    return Comparison(measurements, list(families.values()), benchmarks, notes)
+
+
+def run_folders(path: Path) -> list[Path]:
+    """`path` itself if it is a run's folder, else those of its folders that are, sorted.
+
+    Raises:
+        DataError: there is none.
+    """
+    if (path / METRICS_FILE).exists():
+        return [path]
+    found = sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}"))
+    if not found:
+        raise DataError(
+            path, f"has no {METRICS_FILE}, nor has a folder in it", "give folders of runs that have trained"
+        )
+    return found
+
+
+def _identity(path: Path) -> str:
+    """What decides a run's losses; its own path where its folder does not say."""
+    try:
+        return json.dumps(json.loads((path / IDENTITY_FILE).read_text()), sort_keys=True)
+    except (OSError, ValueError):
+        return str(path)
+
+
+def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
+    """One for each layout that the run had, in the order in which it had them."""
+    last = [*run.rows.values()][-1]
+    starts = read_starts(run.path, _ratio_of_rates(last))
+    by_layout: dict[Layout, list[Row]] = defaultdict(list)
+    for index, start in enumerate(starts):
+        # A step that was done twice has the row of the later start, so the next start's first step ends this one.
+        following = [later.step for later in starts[index + 1 :]]
+        stop = min(following, default=math.inf)
+        rows = [row for step, row in run.rows.items() if start.step < step <= stop]
+        # The first holds the compilation of kernels, and connections.
+        by_layout[start.layout] += rows[1:] or rows
+    measured = [_of_rows(run.name, layout, rows) for layout, rows in by_layout.items() if _rates(rows)]
+    if len(measured) > 1:
+        notes.append(f"{run.name} was split in {len(measured)} ways, one after the other, and has a line for each")
+    if not measured:
+        notes.append(f"{run.name} has no throughput yet")
+    return measured
+
+
+def _ratio_of_rates(row: Row) -> int:
+    rate, per_device = row.get("tokens_per_second"), row.get("tokens_per_second_per_device")
+    return round(rate / per_device) if rate and per_device else 1
+
+
+def _rates(rows: Iterable[Row]) -> list[float]:
+    return _values(rows, "tokens_per_second_per_device")
+
+
+def _of_rows(name: str, layout: Layout, rows: list[Row]) -> Measurement:
+    def middle(column: str) -> float | None:
+        values = _values(rows, column)
+        return median(values) if values else None
+
+    losses, val_losses = _values(rows, "loss"), _values(rows, "val_loss")
+    return Measurement(
+        name=name,
+        source="training",
+        layout=layout,
+        rate=Spread.of(_rates(rows)),
+        step_seconds=middle("step_seconds") or math.nan,
+        exposed_seconds=middle("comm_exposed_seconds"),
+        data_seconds=middle("data_seconds"),
+        memory_gb=max(_values(rows, "memory_gb"), default=None),
+        mfu=middle("mfu"),
+        hfu=middle("hfu"),
+        loss=losses[-1] if losses else None,
+        val_loss=val_losses[-1] if val_losses else None,
+    )
+
+
+def _values(rows: Iterable[Row], column: str) -> list[float]:
+    return [row[column] for row in rows if row.get(column) is not None]
+
+
+def _with_ratios(measurements: list[Measurement], identities: Mapping[str, str]) -> list[Measurement]:
+    """Over the first `dp` that does the same work on as many devices of a kind."""
+
+    def work(measurement: Measurement) -> tuple[object, ...]:
+        layout = measurement.layout
+        return identities[measurement.name], layout.devices, layout.device_name, layout.strategy
+
+    base = {work(m): m.rate.median for m in reversed(measurements) if m.layout.backend == "dp"}
+    return [
+        replace(m, ratio=m.rate.median / base[work(m)]) if base.get(work(m)) else m  # a rate of 0 is no measure
+        for m in measurements
+    ]
+
+
+def _of_benchmark(name: str, results: Mapping[str, Any], notes: list[str]) -> list[Measurement]:
+    """The rows of `bench model`; the other cases time parts of a step, and have pictures of their own."""
+    if results["case"] != "model":
+        return []
+    found = []
+    for row in results["rows"]:
+        if not row.get("median_ms"):
+            notes.append(f"{name}: {row.get('variant')} was not measured ({row.get('note', 'no reason is given')})")
+        elif row["variant"].split(":")[0] in ("dp", "lasp1", "lasp2", "zeco"):
+            found.append(_of_benchmark_row(name, results, row))
+        else:
+            notes.append(f"{name}: {row['variant']} is in the benchmark's own picture only")
+    return found
+
+
+def _of_benchmark_row(name: str, results: Mapping[str, Any], row: Row) -> Measurement:
+    config, devices, tokens = results["config"], results["world_size"], row["tokens"]
+    sp_size = 1 if row["variant"] == "dp" else devices
+    layout = Layout(
+        backend=row["variant"],
+        model=row["model"],
+        seq_len=tokens * sp_size,
+        sp_size=sp_size,
+        devices=devices,
+        strategy=config["strategy"],
+        segments=config["segments"],
+        dtype=config["dtype"],
+        device_name=str(results["environment"].get("device_name", "")),
+    )
+    # The slowest step is the one with the lowest throughput.
+    rates = [1e3 * tokens / row[column] for column in ("median_ms", "p90_ms", "p10_ms")]
+    exposed = row.get("exposed_ms")
+    return Measurement(
+        name=name,
+        source="benchmark",
+        layout=layout,
+        rate=Spread(row.get("tokens_per_second_per_gpu") or rates[0], rates[1], rates[2], row["runs"]),
+        step_seconds=row["median_ms"] / 1e3,
+        exposed_seconds=None if exposed is None else exposed / 1e3,
+        memory_gb=row.get("peak_gb"),
+        mfu=row.get("mfu"),
+        hfu=row.get("hfu"),
+        loss=row.get("loss"),
+        ratio=row.get("ratio"),
+    )

@@ -1,0 +1,263 @@
+"""The report's pictures: each panel draws into axes of its own, so that report.png and the page show the same ones."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zeco_train.compare import Run, draw_differences, draw_losses
+from zeco_train.plot import BACKEND_COLORS, new_figure, plain
+from zeco_train.report.measurements import Comparison, Measurement
+from zeco_train.starts import length_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DARK_COLORS = {"dp": "#4cc38a", "lasp1": "#d9b23c", "lasp2": "#c596f5", "zeco": "#6cb6ff"}
+_MARKERS = "osD^vPX*"
+_DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Attributes:
+    title: what it shows.
+    text: the same for those who do not see it: what is drawn over what, and the figures where they are few.
+    draw: into axes, with the backends' colours.
+    """
+
+    title: str
+    text: str
+    draw: Callable[[Axes, Mapping[str, str]], None]
+
+
+def panels(comparison: Comparison) -> list[Panel]:
+    """All panels that there is something to draw in."""
+    measurements = comparison.measurements
+    found = []
+    for model, source, device in dict.fromkeys(_kind(m) for m in measurements):
+        own = [m for m in measurements if _kind(m) == (model, source, device)]
+        where = f"{model}, {source}" + (f" on {device}" if device else "")
+        found += _throughput(own, where)
+        found += _costs(own, where)
+    for family in comparison.families:
+        found += _losses(family)
+    return found
+
+
+def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
+    """All panels in one picture, two in a line."""
+    columns = min(2, max(1, len(drawn)))
+    lines = -(-max(1, len(drawn)) // columns)
+    figure = new_figure(title, (7.2 * columns, 4.6 * lines + 0.4), dpi=110, title_size=13)
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes, panel in zip(grid.flat, drawn, strict=False):
+        panel.draw(axes, BACKEND_COLORS)
+        _finish(axes, panel.title)
+    for axes in list(grid.flat)[len(drawn) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def panel_png(panel: Panel, dark: bool) -> bytes:
+    """One panel as a picture of its own, for light or for dark pages; its title is the page's to write."""
+    with _paper(dark):
+        figure = new_figure("", (7.6, 4.4), dpi=110, title_size=11)
+        axes = figure.subplots()
+        panel.draw(axes, _DARK_COLORS if dark else BACKEND_COLORS)
+        _finish(axes, "")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+@contextmanager
+def _paper(dark: bool) -> Iterator[None]:
+    import matplotlib
+
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+    paper = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    settings: dict[Any, str] = dict.fromkeys(ink, _DARK_INK) | dict.fromkeys(paper, _DARK_PAPER) if dark else {}
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def _kind(measurement: Measurement) -> tuple[str, str, str]:
+    """What may be drawn into the same axes."""
+    return measurement.layout.model, measurement.source, measurement.layout.device_name
+
+
+def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
+    # A benchmark gives every device the same tokens, a training all backends the same sequences.
+    benchmark = measurements[0].source == "benchmark"
+    length = "tokens a device" if benchmark else "tokens of a sequence"
+    by_length = _lines(
+        measurements,
+        lambda m: m.layout.tokens_per_device if benchmark else m.layout.seq_len,
+        lambda m: _ranks(m.layout.devices),
+    )
+    by_devices = _lines(
+        measurements, lambda m: m.layout.devices, lambda m: f"{length_name(m.layout.tokens_per_device)} a device"
+    )
+    found = [
+        Panel(
+            f"Throughput by length ({where})",
+            f"Tokens per second and device over {length}: {_spoken(measurements)}.",
+            lambda axes, colors: _draw_lines(axes, by_length, length, colors, length_name),
+        )
+    ]
+    if len({m.layout.devices for m in measurements}) > 1:
+        found.append(
+            Panel(
+                f"Scaling ({where})",
+                f"Tokens per second and device over the number of devices: {_spoken(measurements)}.",
+                lambda axes, colors: _draw_lines(axes, by_devices, "devices", colors, str),
+            )
+        )
+    return found
+
+
+def _ranks(devices: int) -> str:
+    return f"{devices} device{'s' if devices > 1 else ''}"
+
+
+def _spoken(measurements: Sequence[Measurement]) -> str:
+    return "; ".join(f"{_label(m)} {m.rate.median:,.0f}" for m in measurements[:24])
+
+
+def _label(measurement: Measurement) -> str:
+    layout = measurement.layout
+    return f"{layout.backend}, {length_name(layout.seq_len)}, {_ranks(layout.devices)}"
+
+
+Line = tuple[str, str, list[tuple[int, Measurement]]]
+
+
+def _lines(
+    measurements: Sequence[Measurement], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
+) -> list[Line]:
+    """Backend, kind and points of each line; of two measurements at a place the later one counts."""
+    lines: dict[tuple[str, str], dict[int, Measurement]] = {}
+    for measurement in measurements:
+        lines.setdefault((measurement.layout.backend, kind(measurement)), {})[x(measurement)] = measurement
+    return [(backend, name, sorted(points.items())) for (backend, name), points in lines.items()]
+
+
+def _draw_lines(
+    axes: Axes, lines: Sequence[Line], label: str, colors: Mapping[str, str], name: Callable[[int], str]
+) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    kinds = list(dict.fromkeys(kind for _, kind, _ in lines))
+    places = sorted({place for _, _, points in lines for place, _ in points})
+    for index, (backend, kind, points) in enumerate(lines):
+        # Side by side, since backends are often as fast as each other.
+        aside = 2 ** (0.05 * (index - (len(lines) - 1) / 2))
+        rates = [m.rate for _, m in points]
+        middle = [rate.median for rate in rates]
+        # A percentile of few values, or of a distribution with two humps, can lie on the median's other side.
+        spread = [
+            [max(0.0, rate.median - rate.p10) for rate in rates],
+            [max(0.0, rate.p90 - rate.median) for rate in rates],
+        ]
+        axes.errorbar(
+            [place * aside for place, _ in points],
+            middle,
+            yerr=spread,
+            color=_color(backend, colors),
+            marker=_MARKERS[kinds.index(kind) % len(_MARKERS)],
+            linestyle=("-", "--", "-.", ":")[kinds.index(kind) % 4],
+            capsize=3,
+            label=plain(backend if len(kinds) == 1 else f"{backend}, {kind}"),
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [name(place) for place in places])
+    axes.minorticks_off()
+    axes.margins(x=0.12)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel(label)
+    axes.set_ylabel("tokens/s of a device (p10, median, p90)")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _color(backend: str, colors: Mapping[str, str]) -> str:
+    return colors.get(backend.split(":")[0], "#8c6d1f")
+
+
+def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
+    """Bars of what was measured, one for each measurement."""
+    columns: tuple[tuple[str, str, Callable[[Measurement], float | None]], ...] = (
+        ("Exposed communication", "% of a step", lambda m: _share(m.exposed_seconds, m)),
+        ("Waiting for data", "% of a step", lambda m: _share(m.data_seconds, m)),
+        ("Memory", "GB of the fullest device", lambda m: m.memory_gb),
+        ("Model FLOPs utilisation", "% of the device's peak", lambda m: None if m.mfu is None else 100 * m.mfu),
+    )
+    found = []
+    for title, unit, value in columns:
+        bars = [(m, amount) for m in measurements if (amount := value(m)) is not None]
+        if bars:
+            spoken = "; ".join(f"{_label(m)} {amount:.3g}" for m, amount in bars[:24])
+            found.append(Panel(f"{title} ({where})", f"{title}, {unit}: {spoken}.", _bars(bars, unit)))
+    return found
+
+
+def _share(seconds: float | None, measurement: Measurement) -> float | None:
+    return None if seconds is None else 100 * seconds / measurement.step_seconds
+
+
+def _bars(bars: Sequence[tuple[Measurement, float]], unit: str) -> Callable[[Axes, Mapping[str, str]], None]:
+    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
+        amounts = [amount for _, amount in bars]
+        drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
+        axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
+        axes.set_yticks(range(len(bars)), [plain(_label(m)) for m, _ in bars], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(unit)
+
+    return draw
+
+
+def _losses(family: Sequence[Run]) -> list[Panel]:
+    first = family[0]
+    names = ", ".join(run.name for run in family)
+    found = [Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", _draw_losses(family))]
+    others = [run for run in family[1:] if run.rows.keys() & first.rows.keys()]
+    if others:
+        text = f"How far the losses of {', '.join(run.name for run in others)} lie from those of {first.name}, by step."
+        found.append(Panel(f"Difference of the losses from {first.name}", text, _draw_differences([first, *others])))
+    return found
+
+
+def _draw_losses(family: Sequence[Run]) -> Callable[[Axes, Mapping[str, str]], None]:
+    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
+        from matplotlib.ticker import EngFormatter
+
+        draw_losses(axes, family, x="tokens")
+        axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+    return draw
+
+
+def _draw_differences(family: Sequence[Run]) -> Callable[[Axes, Mapping[str, str]], None]:
+    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
+        draw_differences(axes, family)
+        axes.set_xlabel("step")
+        axes.legend(frameon=False, fontsize=8)
+
+    return draw
+
+
+def _finish(axes: Axes, title: str) -> None:
+    # Long lists of runs would run out of the picture.
+    axes.set_title(plain(title if len(title) <= 80 else f"{title[:79]}…"), fontsize=10)
+    axes.grid(alpha=0.25, which="major", axis="x" if axes.patches else "both")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
