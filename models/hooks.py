@@ -84,8 +84,8 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
     """The FLOPs that an optimizer step spends on computing things a second time, for one token: with the model's own
     (`flops_per_token`) they are the numerator of hardware FLOPs utilisation, HFU.
 
-        operator's backward pass    layers · H · (2·KV + (C+1)·K)   always: the chunks' states and scores, which it
-                                                                    computes again rather than keep them
+        operator's backward pass    layers · H · 2·KV               always: the chunks' states, which it computes again
+                                                                    rather than keep them
         recompute=selective         layers · 2 · 2·D·I              gate and up of the MLPs; what down gives, the
                                                                     backward pass does not read
         recompute=full              blocks, forward − 2·D·I         whole blocks, but for what down gives
@@ -97,7 +97,8 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
 
     Counted as there: matrix products, and of the pairs inside chunks the causal half, not the whole square. What a
     kernel's tiles compute only to mask it is no use of the hardware, and differs from implementation to implementation;
-    all of it, with the sums of decays that are made as products with ones, is under 1 % of `gla_1b`'s FLOPs.
+    all of it, with the sums of decays that are made as products with ones, is under 1 % of `gla_1b`'s FLOPs. The
+    operator is that of GPUs: in PyTorch it makes the scores, too, a second time.
 
     Args:
         config: the model's shape.
@@ -105,7 +106,7 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
         segments: `train.segments`, M.
     """
     forward, heads = _layer_flops(config), config.num_heads
-    linear, operator = 0.0, float(heads * config.head_k_dim * (2 * config.head_v_dim + CHUNK + 1))
+    linear, operator = 0.0, float(heads * 2 * config.head_k_dim * config.head_v_dim)
     if recompute is Recompute.selective:
         linear += 2 * 2 * config.hidden_size * config.intermediate_size
     elif recompute is Recompute.full:

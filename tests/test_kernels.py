@@ -9,13 +9,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.distributed import run_distributed
-from tests.kernel_cases import KernelCase, both_passes, kernel_errors
+from tests.kernel_cases import KernelCase, both_passes, kernel_errors, relative_error
+from zeco_train import ops
 from zeco_train.ops import Documents
+from zeco_train.recompute import recomputed
+from zeco_train.sp.autograd import gla_at
+from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.sp.dp import LocalScan
 
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
@@ -63,6 +72,60 @@ def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(errors) == 8
 
 
+HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
+
+
+def _block(x: Tensor, place: Place, boundary: Boundary, is_read: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator alone, of x [B, T, H·(3K + V)]."""
+    q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
+    o, crossing = gla_at(q, k, v, torch.nn.functional.logsigmoid(g), place, boundary)
+    return o.flatten(2), crossing.received, crossing.carry_out
+
+
+def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """dx, and the shapes of what autograd kept."""
+    kept: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    x = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y, *_ = recomputed(_block, x, place, Boundary()) if recompute else _block(x, place, Boundary())
+    (dx,) = torch.autograd.grad(y, x, dy)
+    return dx, kept
+
+
+def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
+    """The operator under autograd on the kernels: what is wrong with it."""
+    from zeco_train.ops.cuda import CUDA
+
+    torch.set_num_threads(1)
+    scan, wrong = LocalScan(), []
+    for tokens, cu_seqlens in ((130, None), (64, None), (150, (0, 70, 128, 150))):
+        generator = torch.Generator().manual_seed(tokens)
+        sizes = 3 * KEY_DIM + VALUE_DIM, VALUE_DIM
+        x, dy = (torch.randn(1, tokens, HEADS * size, generator=generator) for size in sizes)
+        borders = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+        place = SequenceShard(scan, 0, tokens, borders).place(tokens, x.device)
+        exact, _ = _gradient(x.double(), dy.double(), place, recompute=False)
+        with mock.patch.object(ops, "select", return_value=CUDA):
+            whole, of_whole = _gradient(x, dy, place, recompute=False)
+            again, of_again = _gradient(x, dy, place, recompute=True)
+        scores, error = (-(-tokens // 64), 1, HEADS, 64, 64), relative_error(whole, exact)
+        if scores not in of_whole or scores in of_again:
+            wrong.append(f"{tokens} tokens: kept {of_whole}, with full recompute {of_again}")
+        if error > LIMITS[torch.float32] or not torch.equal(whole, again):
+            wrong.append(f"{tokens} tokens: dx is off by {error}, recomputed by {relative_error(again, exact)}")
+    return wrong
+
+
+def test_scores_are_kept_or_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_kept_and_made_again, 1, timeout=120.0) == [[]]
+
+
 class Recorder:
     """In place of a kernel: what it is launched with."""
 
@@ -75,18 +138,23 @@ class Recorder:
 
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
 def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, of the gradients inside chunks: fewer than 64 keys or values; whatever options are kept."""
+    """In bf16, of the kernels of gradients: fewer than 64 keys or values; whatever options are kept."""
     from zeco_train.kernels.gla import launch, tuning
 
-    kernel = Recorder()
-    monkeypatch.setattr(launch, "intra_grads_kernel", kernel)
+    kernels = Recorder(), Recorder()
+    for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):
+        monkeypatch.setattr(launch, name, kernel)
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
     v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.Options(16, 16, 4, 1)
-    for options in (tuning.options_for(q, v), tuning.Tuning(intra_grads=narrow)):
-        launch.Launcher(q, v, None, 1.0, options).intra_grads(q, q, v, b, v, v)
-        tile = [kernel.constants[name] for name in ("BK", "BV")]
-        assert min(tile) >= 64
-        assert kernel.constants["ONE_TILE"] == (tile[0] >= K)
+    local: Any = SimpleNamespace(states=v, log_decays=b, starts=b)
+    for options in (tuning.options_for(q, v), tuning.Tuning(intra_grads=narrow, input_grads=narrow)):
+        launcher = launch.Launcher(q, v, None, 1.0, options)
+        launcher.intra_grads(q, q, v, b, v, v)
+        launcher.input_grads(q, v, b, v, v, v, local, b, q)
+        for kernel in kernels:
+            tile = [kernel.constants[name] for name in ("BK", "BV")]
+            assert min(tile) >= 64
+            assert kernel.constants["ONE_TILE"] == (tile[0] >= K)
 
 
 @pytest.mark.gpu

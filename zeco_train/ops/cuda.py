@@ -3,11 +3,12 @@
 Forward                                                        Backward
   local states, by segments → S_loc, G_tot                       local state gradients, by segments → D_loc
   | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ true states again, dq, part of dk
-  true states that segments start from; outputs                  true gradients at segments' ends; dv; dk, dg
+  true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 States are kept at the chunks' borders in the dtype of the inputs, as operands of matrix products; what is summed,
 handed over between segments or ranks, and decayed on the way is fp32. Decays are natural logarithms; their sums inside
-chunks, b, are made once in the forward pass and kept for the backward pass in place of g.
+chunks, b, are made once in the forward pass and kept for the backward pass in place of g. The scores
+are kept, too, in the dtype of the inputs: 64 numbers a token and head.
 
 The kernels also run on a CPU under Triton's interpreter, in fp32.
 """
@@ -46,11 +47,11 @@ class CudaForward:
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
         self._launcher.correct(self._local, incoming_state)
-        return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local, reverse=False)
+        return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
 
     @property
-    def saved(self) -> tuple[Tensor, Tensor]:
-        return self._b, self._local.starts
+    def saved(self) -> tuple[Tensor, ...]:
+        return self._b, self._local.starts, self._scores
 
 
 class CudaBackward:
@@ -62,35 +63,36 @@ class CudaBackward:
         k: Tensor,
         v: Tensor,
         do: Tensor,
-        saved: tuple[Tensor, Tensor],
+        saved: tuple[Tensor, ...],
         documents: Documents | None,
         scale: float,
     ) -> None:
         check_inputs(documents, q=q, k=k, v=v, do=do)
         self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
-        self._b, self._starts = saved
+        self._b, self._starts, self._scores = saved
         self._launcher = _launcher(k, v, documents, scale)
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
         self.state_grad = self._local.state
 
     def overlap(self) -> None:
         self._states = self._launcher.true_states(self._k, self._v, self._b, self._starts)
-        self._scores, self._dq, self._dk, self._terms = self._launcher.intra_grads(
+        self._dq, self._dk, self._terms = self._launcher.intra_grads(
             self._q, self._k, self._v, self._b, self._do, self._states
         )
 
     def input_grads(self, incoming_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         self._launcher.correct(self._local, incoming_grad)
-        dv = self._launcher.outputs(self._k, self._do, self._b, self._scores, self._local, reverse=True)
-        dg = self._launcher.input_grads(self._k, self._v, self._b, self._states, self._local, self._terms, self._dk)
+        dv, dg = self._launcher.input_grads(
+            self._k, self._v, self._b, self._do, self._scores, self._states, self._local, self._terms, self._dk
+        )
         return self._dq, self._dk, dv, dg
 
 
-def _saved_like(k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _saved_like(k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     launcher = _launcher(k, v, None, 1.0)
-    starts = launcher.num_segments, *k.shape[::2], k.shape[3], v.shape[3]
-    return torch.empty_like(g, memory_format=torch.contiguous_format), g.new_empty(starts)
+    b = torch.empty_like(g, memory_format=torch.contiguous_format)
+    return b, g.new_empty(launcher.starts_shape), k.new_empty(launcher.scores_shape)
 
 
 CUDA = Passes(CudaForward, CudaBackward, _saved_like)

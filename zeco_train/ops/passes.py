@@ -37,7 +37,7 @@ class ForwardPass(Protocol):
         ...
 
     @property
-    def saved(self) -> tuple[Tensor, Tensor]:
+    def saved(self) -> tuple[Tensor, ...]:
         """What the backward pass needs beside q, k, v and `log_decay`; asked for after `outputs`."""
         ...
 
@@ -79,7 +79,7 @@ class StartBackward(Protocol):
         k: Tensor,
         v: Tensor,
         do: Tensor,
-        saved: tuple[Tensor, Tensor],
+        saved: tuple[Tensor, ...],
         documents: Documents | None,
         scale: float,
     ) -> BackwardPass:
@@ -92,13 +92,13 @@ class Passes(NamedTuple):
 
     Attributes:
         forward, backward: the passes.
-        saved_like: of k, v and g, empty tensors like the two of `ForwardPass.saved`; None where those are g and R
-            themselves.
+        saved_like: of k, v and g, empty tensors like the three of `ForwardPass.saved`; None where those are two, g
+            and R themselves.
     """
 
     forward: StartForward
     backward: StartBackward
-    saved_like: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    saved_like: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None
 
 
 class ChunkedForward:
@@ -119,7 +119,7 @@ class ChunkedForward:
         )
 
     @property
-    def saved(self) -> tuple[Tensor, Tensor]:
+    def saved(self) -> tuple[Tensor, ...]:
         return self._g, self._incoming
 
 
@@ -132,7 +132,7 @@ class ChunkedBackward:
         k: Tensor,
         v: Tensor,
         do: Tensor,
-        saved: tuple[Tensor, Tensor],
+        saved: tuple[Tensor, ...],
         documents: Documents | None,
         scale: float,
     ) -> None:

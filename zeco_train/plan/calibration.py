@@ -75,8 +75,9 @@ KEPT = (
     TokenTensor("mlp's up", "I", Part.mlp),
     TokenTensor("their product", "I", Part.mlp),
 )
-# log σ keeps a second tensor on CPUs.
+# log σ keeps a second tensor on CPUs. The operator keeps scores on GPUs; in PyTorch it makes them again.
 KEPT_ON_CPU = (TokenTensor("exp of the gate logits", "K", Part.mixer, wide=True, compiled=False),)
+KEPT_ON_GPU = (TokenTensor("scores", "A", Part.mixer),)
 
 # What is alive at the fullest moment of a part's backward pass, beside what was kept. Compiled code can write the
 # gradients of the mlp's gate and up over these two, and by the peaks measured on H200s (recompute=selective and full)
@@ -96,12 +97,12 @@ BACKWARD = (
     TokenTensor("q ⊙ dq − k ⊙ dk", "K", Part.mixer, wide=True),
     TokenTensor("states", "S", Part.mixer),
     TokenTensor("gradients of states", "S", Part.mixer),
-    TokenTensor("scores", "A", Part.mixer),
 )
 # The operator in PyTorch works on fp32 copies of all its tensors.
 BACKWARD_ON_CPU = (
     TokenTensor("chunks of q, k, v, do", "K", Part.mixer, wide=True),
     TokenTensor("decays in chunks", "K", Part.mixer, wide=True),
+    TokenTensor("scores", "A", Part.mixer),
     TokenTensor("scores and their gradients", "A", Part.mixer, wide=True),
 )
 

@@ -136,7 +136,7 @@ def kept_bytes_per_token(case: Case) -> float:
 
 
 def _tensors(case: Case) -> Sequence[TokenTensor]:
-    return (*calibration.KEPT, *(calibration.KEPT_ON_CPU if case.machine.is_cpu else ()))
+    return (*calibration.KEPT, *(calibration.KEPT_ON_CPU if case.machine.is_cpu else calibration.KEPT_ON_GPU))
 
 
 def _sum(case: Case, tensors: Iterable[TokenTensor], parts: Sequence[Part]) -> float:

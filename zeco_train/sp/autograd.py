@@ -99,8 +99,8 @@ def _gla(
     incoming_state: Tensor | None,
     carry_in: Tensor | None,
     want_carry: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, received, carry_out, and for the backward pass log_decay and the two tensors that `ForwardPass.saved` gives;
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, received, carry_out, and for the backward pass log_decay and the three tensors that `ForwardPass.saved` gives;
     [0] stands for what there is not."""
     with _alone(q):
         passes = ops.select(q, g)
@@ -119,8 +119,8 @@ def _gla(
             local.overlap()
             o = local.outputs(incoming_state)
             carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
-        saved = local.saved if passes.saved_like is not None else (g.new_empty(0), g.new_empty(0))
-        return o.contiguous(), received, carry_out, local.log_decay, *saved
+        saved_a, saved_b, saved_c = local.saved if passes.saved_like is not None else _nothing(g)
+        return o.contiguous(), received, carry_out, local.log_decay, saved_a, saved_b, saved_c
 
 
 @_gla.register_fake
@@ -135,12 +135,12 @@ def _gla_shapes(
     incoming_state: Tensor | None,
     carry_in: Tensor | None,
     want_carry: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     state = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
     received, carry_out = (g.new_empty(state if there else (0,)) for there in (incoming_state is None, want_carry))
     like = ops.select(q, g).saved_like
-    saved = like(k, v, g) if like is not None else (g.new_empty(0), g.new_empty(0))
-    return v.new_empty(v.shape), received, carry_out, g.new_empty(state[:3]), *saved
+    saved_a, saved_b, saved_c = like(k, v, g) if like is not None else _nothing(g)
+    return v.new_empty(v.shape), received, carry_out, g.new_empty(state[:3]), saved_a, saved_b, saved_c
 
 
 @custom_op("zeco::gla_backward", mutates_args=())
@@ -153,6 +153,7 @@ def _gla_backward(
     log_decay: Tensor,
     saved_a: Tensor,
     saved_b: Tensor,
+    saved_c: Tensor,
     do: Tensor,
     dcarry_out: Tensor | None,
     scan: str,
@@ -163,7 +164,7 @@ def _gla_backward(
     """dq, dk, dv, dg, dcarry_in; the last one [0] unless it is wanted."""
     with _alone(q):
         passes = ops.select(q, log_decay)
-        saved = saved_a, saved_b
+        saved: tuple[Tensor, ...] = saved_a, saved_b, saved_c
         if passes.saved_like is None:
             assert g is not None
             assert incoming_state is not None
@@ -189,6 +190,7 @@ def _gla_backward_shapes(
     log_decay: Tensor,
     saved_a: Tensor,
     saved_b: Tensor,
+    saved_c: Tensor,
     do: Tensor,
     dcarry_out: Tensor | None,
     scan: str,
@@ -202,14 +204,14 @@ def _gla_backward_shapes(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, g, scan, restarts, pieces, incoming_state, _, want_carry = inputs
-    _, received, _, log_decay, saved_a, saved_b = output
+    _, received, _, log_decay, *saved = output
     incoming_state = received if incoming_state is None else incoming_state
     # What an implementation keeps by itself stands in for the decays, which are as large as q and k together in bf16.
     own = ops.select(q, g).saved_like is not None
     instead = (None, None) if own else (g, incoming_state)
-    ctx.save_for_backward(q, k, v, *instead, log_decay, saved_a, saved_b, restarts, pieces)
+    ctx.save_for_backward(q, k, v, *instead, log_decay, *saved, restarts, pieces)
     ctx.scan, ctx.want_carry = scan, want_carry
-    ctx.mark_non_differentiable(received, log_decay, saved_a, saved_b)
+    ctx.mark_non_differentiable(received, log_decay, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -224,6 +226,11 @@ def _backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *
 
 
 register_autograd("zeco::gla", _backward, setup_context=_setup_context)
+
+
+def _nothing(g: Tensor) -> tuple[Tensor, ...]:
+    """In place of what an implementation would save."""
+    return tuple(g.new_empty(0) for _ in range(3))
 
 
 def _documents(restarts: Tensor | None, pieces: Tensor | None) -> Documents | None:

@@ -1,12 +1,15 @@
-"""dk and dg, once the gradient of the state after each chunk is known.
+"""dv, dk and dg, once the gradient of the state after each chunk is known.
 
+    dv_j = (k_j ⊙ exp(b_end − b_j))ᵀ dS + Σ_{i >= j} A_ij do_i
     dk_j = (the part inside the chunk) + exp(b_end − b_j) ⊙ dS v_j
     dg_t = Σ_{i >= t} (q_i ⊙ dq_i − k_i ⊙ (dk_i of inside)) + Σ_{j < t} k_j ⊙ (dk_j beyond) + Σ_V exp(b_end) S ⊙ dS
 
-Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The parts are
-what passes token t on its way to a query of this chunk, from a key of this chunk to a later one, and from before the
-chunk to after it. That of a rank's last chunk holds the boundary term of DESIGN, section 3: the usual form, which is
-Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
+Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The parts of
+dg are what passes token t on its way to a query of this chunk, from a key of this chunk to a later one, and from before
+the chunk to after it. That of a rank's last chunk holds the boundary term of DESIGN, section 3: the usual form, which
+is Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
+
+One program makes all three: dS, the largest of what they read, is then corrected once, and so are the keys' decays.
 """
 
 from __future__ import annotations
@@ -28,22 +31,52 @@ from zeco_train.kernels.gla.tiles import (
 
 
 @triton.jit
+def _leaving_keys(
+    k, b, own, end, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """[C, BK], k; [C, BK], factors by which its tokens reach the chunk's end; [C, BK], both, in the dtype of k."""
+    sums = load_tile(b, start, T, H, K, first_key, C, BK)
+    total = load_last_row(b, start, T, H, K, first_key, C, BK)
+    keys = load_tile(k, start, T, H, K, first_key, C, BK)
+    factors = decay(tl.where((tl.arange(0, C) < T - start)[:, None], total[None, :] - sums, 0.0))
+    if DOCUMENTS:
+        factors = tl.where((own == end)[:, None], factors, 0.0)
+    return keys, factors, (keys.to(tl.float32) * factors).to(keys.dtype)
+
+
+@triton.jit
+def _decay_grads(staying, leaving, own, C: tl.constexpr, DOCUMENTS: tl.constexpr, PARTS: tl.constexpr):
+    """[C, BK], Σ_{i >= t} staying_i + Σ_{j < t} leaving_j. PARTS: see `sum_tokens`."""
+    rows = tl.arange(0, C)
+    earlier = rows[:, None] > rows[None, :]
+    if DOCUMENTS:
+        # not past a restart: what comes from behind one adds up to 0 only within the rounding of another document
+        later = (rows[:, None] <= rows[None, :]) & (own[:, None] == own[None, :])
+        return sum_tokens(later, staying, PARTS) + sum_tokens(earlier, leaving, PARTS)
+    # one product for both: tokens from t on are all tokens less those before t
+    return tl.sum(staying, axis=0)[None, :] + sum_tokens(earlier, leaving - staying, PARTS)
+
+
+@triton.jit
 def input_grads_kernel(
     k,  # [B, T, H, K]
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
+    do,  # [B, T, H, V]
     pieces,  # [T] int32, read with DOCUMENTS
+    scores,  # [N, B, H, C, C], read on and below the diagonal
     states,  # [N, B, H, K, V]: true states before the chunks
     state_grads,  # [N, B, H, K, V]: gradients after the chunks from their segment's end
     log_decays,  # [N, B, H, K] fp32: by which `end_grads` decays on its way to them
     end_grads,  # [J, B, H, K, V] fp32: true gradients at the segments' ends
     terms,  # [B, T, H, K] fp32: q ⊙ dq − k ⊙ dk with the dk of inside the chunk
     dk,  # [B, T, H, K]: the part of inside the chunk; becomes all of it
+    dv,  # [B, T, H, V], written
     dg,  # [B, T, H, K] fp32, written
     T,
-    H,
-    K,
-    V,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     BH,
     segment_chunks,
     C: tl.constexpr,
@@ -51,11 +84,11 @@ def input_grads_kernel(
     BV: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):
-    """One program makes [C, BK] of one chunk of one head."""
-    key_tiles = tl.cdiv(K, BK)
-    chunk = tl.program_id(0) // key_tiles
-    first_key = (tl.program_id(0) % key_tiles) * BK
+    """One program makes the gradients of one chunk of one head. ONE_TILE: K <= BK. Then dv is made in the loop over V
+    that makes dk; else it is a sum over tiles of keys, and has loops of its own."""
+    chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     k += head_offset(batch_head, T, H, K)
     b += head_offset(batch_head, T, H, K)
@@ -63,45 +96,63 @@ def input_grads_kernel(
     dk += head_offset(batch_head, T, H, K)
     dg += head_offset(batch_head, T, H, K)
     v += head_offset(batch_head, T, H, V)
+    do += head_offset(batch_head, T, H, V)
+    dv += head_offset(batch_head, T, H, V)
     start = chunk * C
     rows = tl.arange(0, C)
     index = chunk.to(tl.int64) * BH + batch_head
     segment_index = (chunk // segment_chunks) * BH + batch_head
-
-    key_grads = tl.zeros([C, BK], tl.float32)
-    passing = tl.zeros([BK], tl.float32)
-    for first_value in range(0, V, BV):
-        grad = load_corrected(
-            state_grads, log_decays, end_grads, index, segment_index, K, V, first_key, first_value, BK, BV
-        )
-        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-        passing += tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad, axis=1)
-        values = load_tile(v, start, T, H, V, first_value, C, BV)
-        key_grads += tl.dot(values, tl.trans(grad.to(values.dtype)), input_precision=PRECISION)
-
-    sums = load_tile(b, start, T, H, K, first_key, C, BK)
-    total = load_last_row(b, start, T, H, K, first_key, C, BK)
-    factors = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
-    passing *= decay(total)
+    own = rows
+    before = 0
+    end = 0
     if DOCUMENTS:
         own, before, end = load_pieces(pieces, start, T, C)
-        factors = tl.where((own == end)[:, None], factors, 0.0)
-        passing = tl.where(before == end, passing, 0.0)
-    key_grads *= factors
-    keys = load_tile(k, start, T, H, K, first_key, C, BK).to(tl.float32)
-    leaving = keys * key_grads
-    key_grads += load_tile(dk, start, T, H, K, first_key, C, BK).to(tl.float32)
-    store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+    pairs = scores + index * C * C + rows[:, None] * C + rows[None, :]
+    weights = tl.trans(tl.load(pairs, mask=rows[:, None] >= rows[None, :], other=0.0))
 
-    staying = load_tile(terms, start, T, H, K, first_key, C, BK)
-    later = rows[:, None] <= rows[None, :]
-    if DOCUMENTS:
-        # not past a restart: what comes from behind one adds up to 0 only within the rounding of another document
-        later = later & (own[:, None] == own[None, :])
-    earlier = rows[:, None] > rows[None, :]
-    decay_grads = passing[None, :] + sum_tokens(later, staying, k.dtype.element_ty == tl.bfloat16)
-    decay_grads += sum_tokens(earlier, leaving, k.dtype.element_ty == tl.bfloat16)
-    if DOCUMENTS:
-        previous = tl.load(pieces + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
-        decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
-    store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
+    for first_key in range(0, K, BK):
+        keys, factors, weighted = _leaving_keys(k, b, own, end, start, T, H, K, first_key, C, BK, DOCUMENTS)
+        key_grads = tl.zeros([C, BK], tl.float32)
+        passing = tl.zeros([BK], tl.float32)
+        for first_value in range(0, V, BV):
+            grad = load_corrected(
+                state_grads, log_decays, end_grads, index, segment_index, K, V, first_key, first_value, BK, BV
+            )
+            pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+            passing += tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad, axis=1)
+            operand = grad.to(keys.dtype)
+            values = load_tile(v, start, T, H, V, first_value, C, BV)
+            key_grads += tl.dot(values, tl.trans(operand), input_precision=PRECISION)
+            if ONE_TILE:
+                output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
+                value_grads = tl.dot(weighted, operand, input_precision=PRECISION)
+                value_grads += tl.dot(weights, output_grads, input_precision=PRECISION)
+                store_tile(dv, value_grads, start, T, H, V, first_value, C, BV)
+
+        passing *= decay(load_last_row(b, start, T, H, K, first_key, C, BK))
+        if DOCUMENTS:
+            passing = tl.where(before == end, passing, 0.0)
+        key_grads *= factors
+        leaving = keys.to(tl.float32) * key_grads
+        key_grads += load_tile(dk, start, T, H, K, first_key, C, BK).to(tl.float32)
+        store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+        staying = load_tile(terms, start, T, H, K, first_key, C, BK)
+        decay_grads = passing[None, :] + _decay_grads(
+            staying, leaving, own, C, DOCUMENTS, 2 if k.dtype.element_ty == tl.bfloat16 else 0
+        )
+        if DOCUMENTS:
+            previous = tl.load(pieces + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
+            decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
+        store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
+
+    if not ONE_TILE:
+        for first_value in range(0, V, BV):
+            output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
+            value_grads = tl.dot(weights, output_grads, input_precision=PRECISION)
+            for first_key in range(0, K, BK):
+                _, _, weighted = _leaving_keys(k, b, own, end, start, T, H, K, first_key, C, BK, DOCUMENTS)
+                grad = load_corrected(
+                    state_grads, log_decays, end_grads, index, segment_index, K, V, first_key, first_value, BK, BV
+                )
+                value_grads += tl.dot(weighted, grad.to(weighted.dtype), input_precision=PRECISION)
+            store_tile(dv, value_grads, start, T, H, V, first_value, C, BV)

@@ -14,7 +14,9 @@ one tile X [C, K] of queries and keys, by row, times their factors is all that a
 
 G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. A program has a
 whole chunk: a factor is made once, where queries and keys in tiles of their own would make it at both ends of a pair,
-and each size is two products of the largest shape. Half of what they multiply is masked; tensor cores have time left.
+and a size is one product of the largest shape in either pass. Half of what it multiplies is masked; tensor cores have
+time left. The backward pass reads the scores of the forward pass, which are small beside the tokens, where it needs
+them: not here.
 """
 
 from __future__ import annotations
@@ -108,12 +110,6 @@ def _pairs(shift, C: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(scores, value, C: tl.constexpr):
-    rows = tl.arange(0, C)
-    tl.store(scores + rows[:, None] * C + rows[None, :], value.to(scores.dtype.element_ty))
-
-
-@triton.jit
 def scores_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -156,7 +152,7 @@ def scores_kernel(
     if DOCUMENTS:
         own, _, _ = load_pieces(pieces, start, T, C)
         total = tl.where(own[:, None] == own[None, :], total, 0.0)
-    _store_scores(scores, total * scale, C)
+    tl.store(scores + rows[:, None] * C + rows[None, :], (total * scale).to(scores.dtype.element_ty))
 
 
 @triton.jit
@@ -168,7 +164,6 @@ def intra_grads_kernel(
     do,  # [B, T, H, V]
     pieces,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, K, V]: the true states before the chunks
-    scores,  # [N, B, H, C, C], written: as in `scores_kernel`
     dq,  # [B, T, H, K], written, complete
     dk,  # [B, T, H, K], written: the part that stays inside the chunk
     terms,  # [B, T, H, K] fp32, written: q ⊙ dq − k ⊙ dk with this dk
@@ -195,8 +190,7 @@ def intra_grads_kernel(
     they cancel in the sums over later tokens that make dg: else their rounding would spread over a chunk's tokens,
     which is more than dg itself where decays are strong.
 
-    JOINED: see `_join`; of bf16 only. ONE_TILE: K <= BK. Then a pair's place holds its gradient until its score takes
-    it, so that gradients and scores of the chunk need the registers of one.
+    JOINED: see `_join`; of bf16 only. ONE_TILE: K <= BK. Then dq's part from the state is made in the one loop over V.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -209,10 +203,8 @@ def intra_grads_kernel(
     v += head_offset(batch_head, T, H, V)
     do += head_offset(batch_head, T, H, V)
     index = chunk.to(tl.int64) * BH + batch_head
-    scores += index * C * C
     start = chunk * C
     rows = tl.arange(0, C)
-    is_self = rows[:, None] == rows[None, :]
 
     # both orders are products of their own, with sums in the same order: to transpose one would cost more
     grads = tl.zeros([C, C], tl.float32)
@@ -230,11 +222,9 @@ def intra_grads_kernel(
     pair_grads = tl.where(rows[:, None] >= rows[None, :], grads * scale, turned * -scale)  # G, of all sizes
     if DOCUMENTS:
         own, before, _ = load_pieces(pieces, start, T, C)
-        same = own[:, None] == own[None, :]
-        pair_grads = tl.where(same, pair_grads, 0.0)
-    self_grads = tl.sum(tl.where(is_self, pair_grads, 0.0), axis=1)
+        pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
+    self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
 
-    total = pair_grads if ONE_TILE else tl.zeros([C, C], tl.float32)
     for first_key in range(0, K, BK):
         if ONE_TILE:
             query_grads = state_grads
@@ -258,18 +248,13 @@ def intra_grads_kernel(
         pair_terms = queries.to(tl.float32) * query_grads
         query_grads += self_grads[:, None] * keys.to(tl.float32)
         key_grads = self_grads[:, None] * queries.to(tl.float32)
-        self = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[:, None]
-        total = tl.where(is_self, self if ONE_TILE else total + self, total)
 
         joined = _join(queries, keys) if JOINED else queries
         for shift in range(6):
             is_query, factors, tokens = _decayed(
                 b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
             )
-            pairs = _pairs(shift, C)
-            size_grads = tl.where(pairs, total if ONE_TILE else pair_grads, 0.0).to(tokens.dtype)
-            products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION)
-            total = tl.where(pairs, products if ONE_TILE else total + products, total)
+            size_grads = tl.where(_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
             seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
             moved = factors * seen
             to_query = tl.where(is_query, 1.0, 0.0)[:, None]
@@ -279,7 +264,3 @@ def intra_grads_kernel(
         store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
         store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
         store_tile(terms, pair_terms, start, T, H, K, first_key, C, BK)
-
-    if DOCUMENTS:
-        total = tl.where(same, total, 0.0)
-    _store_scores(scores, total * scale, C)

@@ -17,9 +17,10 @@ from zeco_train.kernels.gla.tuning import Tuning
 
 CHUNK = 64
 MOST_HEADS = 65_535
-# Tiles of `intra_grads_kernel`, and of `scores_kernel` along K, are no narrower than those seen to be right: columns
-# beyond K are zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or
-# illegal memory accesses (K 64), whether joined or not; scores_kernel was right with them where not joined.
+# Tiles of the kernels of gradients, and of `scores_kernel` along K, are no narrower than those seen to be right, and
+# columns beyond K are zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients
+# (K 32) or illegal memory accesses (K 64), whether joined or not; scores_kernel was right with them where not joined,
+# and input_grads_kernel was not tried with them.
 NARROWEST_GRADS = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
@@ -91,7 +92,7 @@ class Launcher:
         local = LocalStates(
             states=self._new(self.num_chunks, *heads, self.K, self.V, dtype=self.dtype),
             log_decays=self._new(self.num_chunks, *heads, self.K),
-            starts=self._new(self.num_segments, *heads, self.K, self.V),
+            starts=self._new(*self.starts_shape),
             start_decays=self._new(self.num_segments, *heads, self.K),
             state=self._new(*heads, self.K, self.V),
             log_decay=self._new(*heads, self.K),
@@ -143,15 +144,22 @@ class Launcher:
             **options.launch,
         )  # fmt: skip
 
-    def _new_scores(self) -> Tensor:
-        return self._new(self.num_chunks, self.B, self.H, CHUNK, CHUNK, dtype=self.dtype)
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """(N, B, H, C, C)"""
+        return self.num_chunks, self.B, self.H, CHUNK, CHUNK
+
+    @property
+    def starts_shape(self) -> tuple[int, ...]:
+        """(J, B, H, K, V)"""
+        return self.num_segments, self.B, self.H, self.K, self.V
 
     def _joined(self, BK: int) -> bool:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
 
     def scores(self, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
         """[N, B, H, C, C]; what lies above the diagonal is undefined."""
-        scores, options = self._new_scores(), self.tuning.scores
+        scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
             q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, JOINED=self._joined(BK),
@@ -159,39 +167,48 @@ class Launcher:
         )  # fmt: skip
         return scores
 
-    def outputs(self, x: Tensor, y: Tensor, b: Tensor, scores: Tensor, local: LocalStates, reverse: bool) -> Tensor:
-        """[B, T, H, V]: o, or dv in reverse."""
-        o, options = torch.empty_like(y), self.tuning.outputs
+    def outputs(self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, local: LocalStates) -> Tensor:
+        """o, [B, T, H, V]."""
+        o, options = torch.empty_like(v), self.tuning.outputs
         BK, BV = options.tile(self.K, self.V)
         outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
-            x, y, b, self.pieces, scores, local.states, local.log_decays, local.starts, o, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, REVERSE=reverse, **self.flags,
-            **options.launch,
+            q, v, b, self.pieces, scores, local.states, local.log_decays, local.starts, o, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip
         return o
 
     def intra_grads(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """scores; dq; dk inside chunks; q ⊙ dq − k ⊙ dk of that dk."""
-        scores, dq, dk, terms = self._new_scores(), torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq; dk inside chunks; q ⊙ dq − k ⊙ dk of that dk."""
+        dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
         options = self.tuning.intra_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
         intra_grads_kernel[(self.num_chunks, self.BH)](
-            q, k, v, b, do, self.pieces, states, scores, dq, dk, terms, self.scale,
+            q, k, v, b, do, self.pieces, states, dq, dk, terms, self.scale,
             self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, JOINED=self._joined(BK), ONE_TILE=self.K <= BK,
             **self.flags, **options.launch,
         )  # fmt: skip
-        return scores, dq, dk, terms
+        return dq, dk, terms
 
     def input_grads(
-        self, k: Tensor, v: Tensor, b: Tensor, states: Tensor, local: LocalStates, terms: Tensor, dk: Tensor
-    ) -> Tensor:
-        """dg; completes dk."""
-        dg, options = torch.empty_like(b), self.tuning.input_grads
-        BK, BV = options.tile(self.K, self.V)
-        input_grads_kernel[(self.num_chunks * triton.cdiv(self.K, BK), self.BH)](
-            k, v, b, self.pieces, states, local.states, local.log_decays, local.starts, terms, dk, dg,
-            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
+        self,
+        k: Tensor,
+        v: Tensor,
+        b: Tensor,
+        do: Tensor,
+        scores: Tensor,
+        states: Tensor,
+        local: LocalStates,
+        terms: Tensor,
+        dk: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """dv; dg; completes dk."""
+        dv, dg, options = torch.empty_like(v), torch.empty_like(b), self.tuning.input_grads
+        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
+        input_grads_kernel[(self.num_chunks, self.BH)](
+            k, v, b, do, self.pieces, scores, states, local.states, local.log_decays, local.starts, terms, dk, dv, dg,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, ONE_TILE=self.K <= BK,
+            **self.flags, **options.launch,
         )  # fmt: skip
-        return dg
+        return dv, dg

@@ -98,7 +98,7 @@ def chunk_states_kernel(
         else:
             # exp is 0 in fp32 from −104 on, and a reset written as −1e9 would leave the sums after it no digits
             decays = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
-            sums = sum_tokens(rows[:, None] >= rows[None, :], decays, x.dtype.element_ty == tl.bfloat16)
+            sums = sum_tokens(rows[:, None] >= rows[None, :], decays, 3 if x.dtype.element_ty == tl.bfloat16 else 0)
             total = tl.sum(tl.where((rows == tl.minimum(T - start, C) - 1)[:, None], sums, 0.0), axis=0)
             if leads:
                 store_tile(b, sums, start, T, H, K, first_key, C, BK)

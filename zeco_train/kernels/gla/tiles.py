@@ -100,20 +100,24 @@ def load_pieces(pieces, start, T, C: tl.constexpr):
 
 
 @triton.jit
-def sum_tokens(which, x, NARROW: tl.constexpr):
+def sum_tokens(which, x, PARTS: tl.constexpr):
     """[C, WIDTH], for each row of the mask `which` [C, C] the sum of those tokens of x [C, WIDTH], fp32.
 
-    A product with ones, several times faster than a cumulative sum along the rows. NARROW cuts x into three bf16 parts
-    of 8 bits each, which together are x; the other way cuts it into tf32 parts, as Triton's interpreter can, too.
+    A product with ones, several times faster than a cumulative sum along the rows. PARTS: so many bf16 parts of x, of 8
+    bits each: 3 together are x, 2 are as much as gradients of bf16 tokens are good for. 0: in tf32 parts that together
+    are x, as Triton's interpreter can, too.
     """
-    if NARROW:
-        ones = which.to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        rest = x - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
+    if PARTS == 0:
+        return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
+    ones = which.to(tl.bfloat16)
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    total = tl.dot(ones, middle, tl.dot(ones, high))
+    if PARTS == 3:
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(ones, low, tl.dot(ones, middle, tl.dot(ones, high)))
-    return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
+        total = tl.dot(ones, low, total)
+    return total
 
 
 @triton.jit

@@ -51,23 +51,26 @@ class Tuning:
     scores: Options = Options(64, 64, 8, 1, 128)
     intra_grads: Options = Options(64, 64, 8, 1)
     outputs: Options = Options(32, 128, 4, 2, 128)
-    input_grads: Options = Options(64, 64, 4, 1, 168)
+    input_grads: Options = Options(64, 64, 4, 1)
     join: Options = Options(64, 64, 4, 1)
     programs: int = 264
 
 
 _UP_TO_64 = Tuning(
     local_states=Options(64, 128, 4, 2),
+    true_states=Options(64, 128, 4, 2),
     intra_grads=Options(64, 64, 4, 1),
-    input_grads=Options(32, 64, 4, 1, max_registers=128),
+    input_grads=Options(64, 64, 4, 1),
 )
 
 # By (architecture, dtype, most keys that the entry is for), in the order of keys. Measured on an H200 at 16k tokens, by
-# the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores and intra_grads also K32 V64 H32, and not K256.
+# the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores also K32 V64 H32, and not K256. Of the kernels of
+# gradients as they are now, and of true_states up to K64, K64 V128 H16 alone: the rest by analogy, with as many values
+# a thread, and by what the compiler says of registers.
 KEPT = {
     ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=Options(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
-    ((9, 0), torch.bfloat16, 128): Tuning(intra_grads=Options(128, 64, 8, 1)),
+    ((9, 0), torch.bfloat16, 128): Tuning(intra_grads=Options(128, 64, 8, 1), input_grads=Options(128, 64, 8, 1)),
     ((9, 0), torch.bfloat16, 256): Tuning(),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 256): Tuning(
