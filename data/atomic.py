@@ -42,7 +42,7 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
     Raises:
         DataError: `out` exists (without `replace`), or the system refuses to write there.
     """
-    with _system_errors(out, remedy):
+    with system_errors(out, remedy):
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:  # mkdir's word for a file in the place of the folder
@@ -52,7 +52,7 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
         try:
             temporary.mkdir()
             yield temporary
-            _move_into_place(temporary, out, replace)
+            move_into_place(temporary, out, replace)
             sync_folder(out.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -120,7 +120,12 @@ def _claim(out: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _move_into_place(temporary: Path, out: Path, replace: bool) -> None:
+def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
+    """Rename a folder to `out`, in one step where the system can; what it replaces is left in its place, or deleted.
+
+    Raises:
+        DataError: `out` exists, is not empty, and is not to be replaced.
+    """
     if not (replace and out.exists()):
         try:
             temporary.rename(out)
@@ -152,7 +157,8 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 @contextmanager
-def _system_errors(out: Path, remedy: str) -> Iterator[None]:
+def system_errors(out: Path, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the block into the DataError that `out` cannot be written."""
     try:
         yield
     except OSError as error:

@@ -1,219 +1,81 @@
-"""Tokenise text into a token store: `python -m data.prepare SOURCE... --out STORE`."""
+"""Tokenise text into a token store: `python -m data.prepare SOURCE... --out STORE`.
+
+SOURCE are files and folders. `--dataset NAME` takes a data set of the Hugging Face hub, or a local one, and `--recipe
+NAME` one of the well-known corpora (configs/recipes). Started again with the same arguments after an interruption, it
+goes on where it was.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tqdm import tqdm
+from data.display import short_number
+from data.hugging_face import DatasetSpec
+from data.preparation import Prepared, PrepareOptions, prepare_store, too_short
+from data.recipes import Recipe, dataset_of, load_recipe, recipe_names
+from data.sources import SUFFIXES
+from data.store import VALIDATION_FOLDER, StoreMeta
+from data.work_folder import kept_tokens
+from zeco_train.errors import ConfigError, ZecoError
 
-from data.atomic import atomic_folder
-from data.pipeline import Job, Part, cached_tokenizer, tokenize_units
-from data.sources import (
-    SUFFIXES,
-    UNIT_BYTES,
-    SourceFile,
-    SourceProblem,
-    find_sources,
-    manifest_sha256,
-    split_into_units,
-)
-from data.store import VALIDATION_FOLDER, StoreMeta, is_store
-from data.store_writer import StoreWriter
-from data.tokenizer import BYTES
-from zeco_train.errors import ConfigError, DataError, ZecoError
+__all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 
-_LINE_SECONDS = 10.0
-_SMALL_CORPUS_BYTES = 1 << 23
-_BLOCK_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """What to prepare, and how.
-
-    Attributes:
-        sources: files and folders.
-        out: the store's folder.
-        tokenizer: "bytes" or the local path of a Hugging Face tokenizer.
-        text_field: field of .jsonl lines and column of .parquet files.
-        validation_fraction: the last documents, up to this part of all tokens, go to `out`/validation; 0 for none.
-        workers: processes; None for one a CPU (one for a small corpus). The result does not depend on it.
-        min_tokens: shorter documents are left out.
-        overwrite: replace an existing store.
-        unit_bytes: how much text a worker takes at a time.
-    """
-
-    sources: tuple[Path, ...]
-    out: Path
-    tokenizer: str = BYTES
-    text_field: str = "text"
-    validation_fraction: float = 0.0
-    workers: int | None = None
-    min_tokens: int = 1
-    overwrite: bool = False
-    unit_bytes: int = UNIT_BYTES
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What was written: meta of the store and of its validation part, and what was passed over."""
-
-    meta: StoreMeta
-    validation: StoreMeta | None
-    num_files: int
-    skipped_files: Counter[str]
-    short_documents: int
-
-
-def prepare_store(options: PrepareOptions) -> Prepared:
-    """Tokenise the sources into the store `options.out`, which appears whole or not at all.
-
-    Raises:
-        ConfigError: an option out of its range.
-        DataError: sources, tokenizer or folder that cannot be used.
-    """
-    _check_options(options)
-    out = options.out.resolve()
-    _check_out(out, options.overwrite)
-    tokenizer = cached_tokenizer(options.tokenizer)
-    files, skipped = find_sources(options.sources)
-    if not files:
-        remedy = f"read are files of {' '.join(SUFFIXES)}" + (
-            f"; skipped: {_listed(skipped)}" if skipped.total() else ""
-        )
-        raise DataError(_names(options.sources), "no text found", remedy)
-    sources_sha256 = manifest_sha256(files)
-    with (
-        atomic_folder(out, replace=options.overwrite) as folder,
-        StoreWriter.for_tokenizer(folder, tokenizer) as writer,
-    ):
-        short = _write_all(writer, files, options)
-        if writer.num_documents == 0:
-            remedy = f"left out {short} documents {_too_short(options)}" if short else ""
-            raise DataError(_names(options.sources), f"no text in {len(files)} files", remedy)
-        validation = None
-        if options.validation_fraction > 0:
-            state = writer.tail_state(options.validation_fraction)
-            with writer.copy_tail(state, folder / VALIDATION_FOLDER) as tail:
-                validation = tail.finish(sources_sha256)
-            writer.resume(state)
-        meta = writer.finish(sources_sha256)
-    return Prepared(meta, validation, len(files), skipped, short)
+# Options that a recipe gives too, and those of them that say which data set.
+_DATASET_OPTIONS = ("config", "split", "data_dir", "data_files", "revision", "streaming")
+_RECIPE_OPTIONS = ("tokenizer", "text_field", "min_tokens", "validation_fraction")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status; problems are one line on stderr."""
+    out = None
     try:
         options = _parse(arguments)
+        out = options.out
         with _sigterm_interrupts():
             prepared = prepare_store(options)
     except ZecoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("; ".join([error.line, *_notes(error)]), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        tokens = kept_tokens(out.resolve()) if out is not None else 0
+        kept = f"{tokens:,} tokens are kept, the same command goes on from there"
+        print(f"interrupted: {kept if tokens else 'nothing was written'}", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
+    _report(options, prepared)
+    return 0
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was noted on the error, or on the system's error that it stands for."""
+    own = list(getattr(error, "__notes__", []))
+    return own or (list(getattr(error.__cause__, "__notes__", [])))
+
+
+def _report(options: PrepareOptions, prepared: Prepared) -> None:
     meta, validation = prepared.meta, prepared.validation
     if prepared.skipped_files.total():
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {_listed(prepared.skipped_files)}")
     if prepared.short_documents:
-        print(f"left out {prepared.short_documents} documents {_too_short(options)}")
+        print(f"left out {prepared.short_documents} documents {too_short(options)}")
+    if prepared.earlier_tokens:
+        print(f"went on from {prepared.earlier_tokens:,} tokens of an interrupted preparation")
+    if prepared.tokens and prepared.seconds > 0:
+        rate = prepared.tokens / prepared.seconds
+        each = f"{short_number(rate / prepared.workers)} a process ({prepared.workers})"
+        print(f"{prepared.tokens:,} tokens in {prepared.seconds:.1f} s: {short_number(rate)} tokens/s, {each}")
     if validation:
         print(f"{options.out / VALIDATION_FOLDER}: {_counts(validation)}")
-    print(
-        f"{options.out}: {_counts(meta)} of {meta.dtype} from {prepared.num_files} files, vocabulary {meta.vocab_size}"
-    )
-    return 0
-
-
-def _check_options(options: PrepareOptions) -> None:
-    if not 0 <= options.validation_fraction < 1:
-        raise ConfigError("--validation-fraction", options.validation_fraction, "allowed: from 0 to less than 1")
-    if options.workers is not None and options.workers < 1:
-        raise ConfigError("--workers", options.workers, "allowed: 1 or more")
-    if options.min_tokens < 1:
-        raise ConfigError("--min-tokens", options.min_tokens, "allowed: 1 or more")
-
-
-def _check_out(out: Path, overwrite: bool) -> None:
-    """Refuse to touch anything that exists, unless it is a store (or an empty folder) and may be overwritten."""
-    try:
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-            return
-    except OSError as error:
-        raise DataError(out, f"cannot be read ({error.strerror})", "choose another --out") from error
-    if not is_store(out):
-        raise DataError(out, "exists and is not a token store", "choose another --out; nothing was changed")
-    if not overwrite:
-        raise DataError(out, "exists already", "give --overwrite to replace it; nothing was changed")
-
-
-def _write_all(writer: StoreWriter, files: list[SourceFile], options: PrepareOptions) -> int:
-    """Tokenise all files into `writer`. Returns how many documents were too short."""
-    total = sum(file.size for file in files)
-    workers = options.workers or (1 if total <= _SMALL_CORPUS_BYTES else _available_cpus())
-    job = Job(options.tokenizer, options.text_field, options.min_tokens, writer.folder)
-    short = 0
-    units = split_into_units(files, options.unit_bytes)
-    try:
-        with closing(tokenize_units(job, units, workers)) as parts, _progress(total) as advance:
-            for part in parts:
-                writer.append_blocks(_take(part), part.lengths)
-                short += part.short_documents
-                advance(part.source_bytes, writer.num_tokens)
-    except SourceProblem as problem:
-        raise DataError(*problem.args) from problem
-    return short
-
-
-def _available_cpus() -> int:
-    """CPUs that this process may use, where the system tells (Linux), else all of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _take(part: Part) -> Iterator[bytes]:
-    with part.path.open("rb") as file:
-        yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
-    part.path.unlink()
-
-
-@contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """Give a function of (bytes done, tokens so far): a bar on a terminal, else a plain line now and then."""
-    if sys.stderr.isatty():
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="prepare") as bar:
-
-            def advance(count: int, tokens: int) -> None:
-                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-                bar.update(count)
-
-            yield advance
-        return
-    start = last = time.monotonic()
-    done = 0
-
-    def report(count: int, tokens: int) -> None:
-        nonlocal last, done
-        done += count
-        now = time.monotonic()
-        if now - last >= _LINE_SECONDS:
-            last = now
-            rate = done / (now - start) / 1e6
-            line = f"prepare: {done / 1e6:.1f} of {total_bytes / 1e6:.1f} MB, {tokens:,} tokens, {rate:.1f} MB/s"
-            print(line, file=sys.stderr, flush=True)
-
-    yield report
+    files = "" if prepared.num_files is None else f" from {prepared.num_files} files"
+    shards = f" in {len(meta.shards)} shards" if len(meta.shards) > 1 else ""
+    print(f"{options.out}: {_counts(meta)} of {meta.dtype}{files}{shards}, vocabulary {meta.vocab_size}")
 
 
 class _Terminated(KeyboardInterrupt):
@@ -237,37 +99,79 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError("data.prepare", " ".join(sys.argv[1:]), f"{message} (see --help)")
 
 
-def _parse(arguments: Sequence[str] | None) -> PrepareOptions:
-    parser = _Parser(prog="python -m data.prepare", description="Tokenise text into a token store.")
+def _parser() -> argparse.ArgumentParser:
+    """The options; those without a value on the command line are absent, so that a recipe's count."""
+    parser = _Parser(
+        prog="python -m data.prepare",
+        description="Tokenise text into a token store. Started again with the same arguments after an interruption, it "
+        "goes on where it was.",
+        argument_default=argparse.SUPPRESS,
+    )
     kinds = " ".join(SUFFIXES)
-    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE", help=f"files of {kinds}, or folders of them")
-    parser.add_argument("--out", required=True, type=Path, metavar="STORE", help="folder of the store")
-    parser.add_argument("--tokenizer", default=BYTES, help="'bytes' (default) or the path of a Hugging Face tokenizer")
-    parser.add_argument("--text-field", default="text", help="field of .jsonl, column of .parquet (default: text)")
     parser.add_argument(
+        "sources",
+        nargs="*",
+        type=Path,
+        metavar="SOURCE",
+        help=f"files of {kinds}, folders of them, or one folder of datasets' save_to_disk",
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="STORE", help="folder of the store")
+    data = parser.add_argument_group("a data set in place of SOURCE, loaded by the `datasets` library")
+    data.add_argument("--recipe", metavar="NAME", help=f"{', '.join(recipe_names())}, or a .yaml file")
+    data.add_argument("--dataset", metavar="NAME", help="a name of the hub, or a local folder")
+    data.add_argument("--config", metavar="NAME", help="its configuration")
+    data.add_argument("--split", metavar="NAME", help="its split (default: train)")
+    data.add_argument("--data-dir", metavar="FOLDER", help="a folder in it")
+    data.add_argument("--data-files", metavar="PATTERN", help="files in it")
+    data.add_argument("--revision", metavar="COMMIT", help="its version; the newest is looked up once and recorded")
+    data.add_argument(
+        "--streaming", action=argparse.BooleanOptionalAction, help="read it without copying it to the cache first"
+    )
+    text = parser.add_argument_group("text and tokens")
+    text.add_argument("--text-field", metavar="NAME", help="field of .jsonl, column of tables (default: text)")
+    text.add_argument("--tokenizer", metavar="NAME", help="bytes (default), or a Hugging Face tokenizer: path or name")
+    text.add_argument("--min-tokens", type=int, metavar="N", help="leave out documents shorter than this (default: 1)")
+    text.add_argument("--max-tokens", type=int, metavar="N", help="stop with the document that reaches so many")
+    text.add_argument(
         "--validation-fraction",
         type=float,
-        default=0.0,
         metavar="F",
         help="hold out the last documents, up to this part of all tokens, in STORE/validation (default: 0)",
     )
-    parser.add_argument("--workers", type=int, help="processes (default: one a CPU; no effect on the result)")
-    parser.add_argument("--min-tokens", type=int, default=1, help="leave out documents shorter than this (default: 1)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a CPU; the same result)")
+    parser.add_argument("--shard-tokens", type=int, metavar="N", help="tokens of a file of STORE (default: 2^28)")
+    parser.add_argument("--save-seconds", type=float, metavar="S", help="how often to save for going on (default: 10)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing store")
-    parsed = parser.parse_args(arguments)
-    return PrepareOptions(**{**vars(parsed), "sources": tuple(parsed.sources)})
+    return parser
 
 
-def _too_short(options: PrepareOptions) -> str:
-    return "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens"
+def _parse(arguments: Sequence[str] | None) -> PrepareOptions:
+    given: dict[str, Any] = vars(_parser().parse_args(arguments))
+    sources = tuple(given.pop("sources", ()))
+    recipe_name, dataset = given.pop("recipe", None), given.pop("dataset", None)
+    chosen = {name: given.pop(name) for name in _DATASET_OPTIONS if name in given}
+    if recipe_name is not None:
+        recipe = load_recipe(recipe_name)
+        changes = chosen | ({"name": dataset} if dataset is not None else {})
+        own = {name: getattr(recipe, name) for name in _RECIPE_OPTIONS}
+        return PrepareOptions(
+            sources, dataset=dataset_of(recipe, changes), about=_about(recipe_name, recipe), **{**own, **given}
+        )
+    if dataset is not None:
+        return PrepareOptions(sources, dataset=DatasetSpec(dataset, **chosen), **given)
+    split = chosen.pop("split", "train")
+    if chosen:
+        name, value = next(iter(chosen.items()))
+        raise ConfigError(f"--{name.replace('_', '-')}", value, "goes with --dataset or --recipe only")
+    return PrepareOptions(sources, split=split, **given)
+
+
+def _about(name: str, recipe: Recipe) -> tuple[tuple[str, str], ...]:
+    return (("recipe", name), ("licence", recipe.licence), ("homepage", recipe.homepage))
 
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common(8) if count)
-
-
-def _names(sources: Sequence[Path]) -> str:
-    return ", ".join(str(source) for source in sources[:3]) + (" …" if len(sources) > 3 else "")
 
 
 def _counts(meta: StoreMeta) -> str:

@@ -1,59 +1,131 @@
 """Text files as streams of documents, cut into units of work that do not depend on who reads them.
 
-.txt .md .py   the file is one document
-.jsonl         each line is an object whose text field is a document
-.parquet       each row of the text column is a document
+.txt .md .py             the file is one document
+.jsonl                   each line is an object whose text field is a document
+.jsonl.gz .jsonl.zst     the same, compressed
+.parquet .arrow          each row of the text column is a document
+
+`data.hugging_face` has the same for data sets of the `datasets` library.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from data.readers import (
+    SourceProblem,
+    decode,
+    open_parquet,
+    read_arrow,
+    read_compressed_lines,
+    read_lines,
+    read_row_group,
+)
 from zeco_train.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", *COMPRESSED_SUFFIXES, ".parquet", ".arrow")
 UNIT_BYTES = 1 << 21
 UNIT_FILES = 1024
 
 
-class SourceProblem(Exception):
-    """A problem of a source file: (subject, problem, remedy), the arguments of the DataError that it becomes.
-
-    It crosses from a worker process to the parent, which needs an exception that is rebuilt from its arguments.
-    """
-
-
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, its name in the manifest (relative to the folder that was given) and its size in bytes."""
+    """A file to read, its name in the manifest (relative to the folder that was given) and its size in bytes.
+
+    Attributes:
+        modified: when, in nanoseconds since 1970.
+    """
 
     path: Path
     name: str
     size: int
+    modified: int = 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work: some whole text files, the lines that begin in a byte range, or one row group.
+    """A piece of work, a part of a source's documents in order.
 
     Attributes:
-        paths: text files, or the one .jsonl or .parquet file.
-        start, stop: byte range of a .jsonl file; [row group, row group + 1) of a .parquet file.
-        size: bytes, about, for the progress display.
+        paths: text files, or the one file of other kinds; none for a data set.
+        start, stop: byte range of a .jsonl file (the lines that begin there); [row group, row group + 1) of a .parquet
+            file; what they mean for a data set, see `data.hugging_face`.
+        size: how much of the source's `total` this is, about, for the progress display.
+        stamp: digest of what tells that the unit is still the same: names, sizes and times of change of its files.
     """
 
     paths: tuple[Path, ...]
     start: int
     stop: int
-    size: int
+    size: float
+    stamp: str = ""
+
+
+class Source(Protocol):
+    """Documents in an order of their own, cut into units. Worker processes get a copy.
+
+    Attributes:
+        name: what messages call it.
+        total: how much there is, in `amount`s, for the progress display.
+        amount: "bytes", "documents" or "shards".
+        manifest_sha256: digest of what it consists of.
+    """
+
+    name: str
+    total: float
+    amount: str
+    manifest_sha256: str
+
+    def units(self) -> Iterator[Unit]:
+        """All units, in order; the same ones as long as the source is the same. Raises SourceProblem."""
+        ...
+
+    def read(self, unit: Unit, first: int) -> Iterator[str]:
+        """The documents of a unit without its first `first`. Raises SourceProblem."""
+        ...
+
+
+class FileSource:
+    """Files and folders of them, see the head of this module.
+
+    Attributes:
+        num_files: how many files are read.
+        skipped: how many were passed over, see `find_sources`.
+
+    Raises:
+        DataError: as `find_sources`, or where nothing is found.
+    """
+
+    amount = "bytes"
+
+    def __init__(self, sources: Sequence[Path], text_field: str, unit_bytes: int = UNIT_BYTES) -> None:
+        self._files, self.skipped = find_sources(sources)
+        self._text_field, self._unit_bytes = text_field, unit_bytes
+        self.name = ", ".join(str(source) for source in sources[:3]) + (" …" if len(sources) > 3 else "")
+        if not self._files:
+            skipped = ", ".join(f"{kind} {count}" for kind, count in self.skipped.most_common(8) if count)
+            remedy = f"read are files of {' '.join(SUFFIXES)}" + (f"; skipped: {skipped}" if skipped else "")
+            raise DataError(self.name, "no text found", remedy)
+        self.num_files = len(self._files)
+        self.total: float = sum(file.size for file in self._files)
+        self.manifest_sha256 = manifest_sha256(self._files)
+
+    def units(self) -> Iterator[Unit]:
+        """See Source."""
+        return split_into_units(self._files, self._unit_bytes)
+
+    def read(self, unit: Unit, first: int) -> Iterator[str]:
+        """See Source."""
+        return itertools.islice(read_unit(unit, self._text_field), first, None)
 
 
 def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str]]:
@@ -88,27 +160,27 @@ def manifest_sha256(files: Sequence[SourceFile]) -> str:
 
 def split_into_units(files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
     """Cut the files into units of about `unit_bytes`, in order. The cut depends on the files alone."""
-    group: list[Path] = []
-    group_bytes = 0
+    group: list[SourceFile] = []
     for file in files:
-        kind = file.path.suffix.lower()
+        kind = _kind(file.path)
         if kind in TEXT_SUFFIXES:
-            group.append(file.path)
-            group_bytes += file.size
-        if group and (kind not in TEXT_SUFFIXES or group_bytes >= unit_bytes or len(group) == UNIT_FILES):
-            yield Unit(tuple(group), 0, 0, group_bytes)
-            group, group_bytes = [], 0
+            group.append(file)
+        if group and (kind not in TEXT_SUFFIXES or _size(group) >= unit_bytes or len(group) == UNIT_FILES):
+            yield _unit_of(group, 0, 0, _size(group))
+            group = []
         if kind == ".jsonl":
             for start in range(0, file.size, unit_bytes):
                 stop = min(start + unit_bytes, file.size)
-                yield Unit((file.path,), start, stop, stop - start)
+                yield _unit_of([file], start, stop, stop - start)
         elif kind == ".parquet":
-            with _open_parquet(file.path) as parquet_file:
+            with open_parquet(file.path) as parquet_file:
                 row_groups = parquet_file.num_row_groups
             for index in range(row_groups):
-                yield Unit((file.path,), index, index + 1, file.size // row_groups)
+                yield _unit_of([file], index, index + 1, file.size / row_groups)
+        elif kind not in TEXT_SUFFIXES:
+            yield _unit_of([file], 0, 0, file.size)
     if group:
-        yield Unit(tuple(group), 0, 0, group_bytes)
+        yield _unit_of(group, 0, 0, _size(group))
 
 
 def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
@@ -119,14 +191,18 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
     """
     path = unit.paths[0]
     try:
-        match path.suffix.lower():
+        match _kind(path):
             case ".jsonl":
-                yield from _read_lines(path, unit.start, unit.stop, text_field)
+                yield from read_lines(path, unit.start, unit.stop, text_field)
+            case ".jsonl.gz" | ".jsonl.zst":
+                yield from read_compressed_lines(path, text_field)
+            case ".arrow":
+                yield from read_arrow(path, text_field)
             case ".parquet":
-                yield from _read_row_group(path, unit.start, text_field)
+                yield from read_row_group(path, unit.start, text_field)
             case _:
                 for path in unit.paths:
-                    yield _decode(path.read_bytes(), path)
+                    yield decode(path.read_bytes(), path)
     except OSError as error:
         raise SourceProblem(str(path), f"cannot be read ({error.strerror or error})", "") from error
 
@@ -136,9 +212,30 @@ def _named_file(source: Path) -> SourceFile:
         raise DataError(source, "no such file or folder")
     if not source.is_file():
         raise DataError(source, "is neither a file nor a folder")
-    if source.suffix.lower() not in SUFFIXES:
+    if _kind(source) not in SUFFIXES:
         raise DataError(source, f"unknown kind of file {source.suffix!r}", f"known are {' '.join(SUFFIXES)}")
-    return SourceFile(source, source.name, source.stat().st_size)
+    return _source_file(source, source.name)
+
+
+def _source_file(path: Path, name: str) -> SourceFile:
+    status = path.stat()
+    return SourceFile(path, name, status.st_size, status.st_mtime_ns)
+
+
+def _kind(path: Path) -> str:
+    """The suffix that tells how to read a file; of the compressed kinds, both suffixes."""
+    double = "".join(path.suffixes[-2:]).lower()
+    return double if double in COMPRESSED_SUFFIXES else path.suffix.lower()
+
+
+def _size(files: Sequence[SourceFile]) -> int:
+    return sum(file.size for file in files)
+
+
+def _unit_of(files: Sequence[SourceFile], start: int, stop: int, size: float) -> Unit:
+    identity = repr([(file.name, file.size, file.modified) for file in files] + [(start, stop)])
+    stamp = hashlib.sha256(identity.encode("utf-8", errors="surrogateescape")).hexdigest()
+    return Unit(tuple(file.path for file in files), start, stop, size, stamp)
 
 
 def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
@@ -150,10 +247,10 @@ def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
             path = Path(root, name)
             if name.startswith("."):
                 continue
-            if path.suffix.lower() not in SUFFIXES:
+            if _kind(path) not in SUFFIXES:
                 skipped[path.suffix.lower() or "no suffix"] += 1
             elif path.is_file():
-                found.append(SourceFile(path, path.relative_to(folder).as_posix(), path.stat().st_size))
+                found.append(_source_file(path, path.relative_to(folder).as_posix()))
             elif path.exists():
                 skipped["not a regular file"] += 1
             else:
@@ -163,108 +260,3 @@ def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _decode(contents: bytes, path: Path, offset: int = 0) -> str:
-    """Decode UTF-8; `offset` is the place of `contents` in the file, for the message."""
-    try:
-        return contents.decode("utf-8")
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 at byte {offset + error.start}"
-        raise SourceProblem(str(path), problem, "convert it, for example with iconv") from error
-
-
-def _read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[str]:
-    """Yield the documents of the lines whose first byte lies in [start, stop)."""
-    with path.open("rb") as file:
-        if start > 0:
-            file.seek(start - 1)
-            file.readline()  # the rest of a line that began before, or just the newline that ends it
-        while (position := file.tell()) < stop:
-            line = file.readline()
-            if line.isspace():
-                continue
-            text = _decode(line, path, position)
-            try:
-                yield _field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
-            except _LineProblem as error:
-                subject = f"{path}, line {_line_number(path, position)}"
-                raise SourceProblem(subject, error.problem, error.remedy) from error
-
-
-class _LineProblem(Exception):
-    def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.problem, self.remedy = problem, remedy
-
-
-def _field_of_line(line: str, text_field: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise _LineProblem(f"not JSON ({reason})", "each line must be one JSON object") from error
-    if not isinstance(record, dict):
-        raise _LineProblem(f"a JSON {type(record).__name__}, not an object", "each line must be one JSON object")
-    if text_field not in record:
-        raise _LineProblem(f"no field {text_field!r}; fields there: {_listed(record)}", "choose one with --text-field")
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise _LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
-        raise _LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}") from error
-    return text
-
-
-def _listed(names: Sequence[str] | dict[str, Any]) -> str:
-    shown = [str(name) for name in names]
-    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "") or "none"
-
-
-def _line_number(path: Path, position: int) -> int:
-    """The number of the line that begins at byte `position`, counted from 1."""
-    count, left = 1, position
-    with path.open("rb") as file:
-        while left > 0 and (block := file.read(min(left, UNIT_BYTES))):
-            count += block.count(b"\n")
-            left -= len(block)
-    return count
-
-
-def _open_parquet(path: Path) -> Any:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise SourceProblem(str(path), f"cannot be read as parquet ({reason})", "") from error
-
-
-def _read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
-    import pyarrow
-
-    with _open_parquet(path) as file:
-        schema = file.schema_arrow
-        if text_field not in schema.names:
-            problem = f"no column {text_field!r}; columns there: {_listed(schema.names)}"
-            raise SourceProblem(str(path), problem, "choose one with --text-field")
-        kind = schema.field(text_field).type
-        value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):
-            raise SourceProblem(str(path), f"column {text_field!r} holds {kind}, not text", "")
-        row = sum(file.metadata.row_group(index).num_rows for index in range(row_group))
-        try:
-            for batch in file.iter_batches(1024, row_groups=[row_group], columns=[text_field]):
-                for value in batch.column(0):
-                    yield value.as_py() or ""  # a missing value is an empty document
-                    row += 1
-        except UnicodeDecodeError as error:
-            problem = f"not UTF-8 at byte {error.start} of column {text_field!r}"
-            raise SourceProblem(f"{path}, row {row}", problem, "") from error
-        except pyarrow.ArrowException as error:
-            reason = " ".join(str(error).split())[:200]
-            raise SourceProblem(f"{path}, row group {row_group}", f"cannot be read ({reason})", "") from error

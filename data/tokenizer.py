@@ -1,9 +1,10 @@
-"""Tokenizers for preparing stores: bytes, or any local Hugging Face tokenizer."""
+"""Tokenizers for preparing stores: bytes, or any Hugging Face tokenizer, local or, at preparation only, of the hub."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from zeco_train.errors import DataError
 
 BYTES = "bytes"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
@@ -25,6 +27,14 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens], without an end-of-sequence id or any other addition."""
+        ...
+
+    def decode(self, ids: NDArray[np.integer]) -> str:
+        """The text of `ids`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `load_tokenizer` needs into `folder`; none for bytes."""
         ...
 
 
@@ -46,21 +56,38 @@ class ByteTokenizer:
         values = ids[ids >= self.offset] - self.offset
         return values.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
+    def save(self, folder: Path) -> None:
+        """See Tokenizer."""
+
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers, from a local folder or file; nothing is ever downloaded."""
+    """A tokenizer of transformers, from a local folder or file, or by its name on the hub.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        name: the path or the name.
+        local: do not ask the hub: `name` is a path, or a name that was downloaded before.
+        remedy: what to do where it cannot be loaded.
+
+    Raises:
+        DataError: it cannot be loaded, or has no end of sequence.
+    """
+
+    def __init__(self, name: str, local: bool = True, remedy: str = "") -> None:
+        import huggingface_hub.utils
+        import transformers
         from transformers import AutoTokenizer
 
+        # Problems are ours to report, in one line.
+        transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+        huggingface_hub.utils.logging.set_verbosity(huggingface_hub.utils.logging.CRITICAL)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=local)
         except Exception as error:  # transformers raises almost anything for files that it cannot use
             reason = " ".join(str(error).split())[:200]
-            raise DataError(path, f"transformers cannot load a tokenizer from it ({reason})") from error
+            raise DataError(name, f"transformers cannot load a tokenizer from it ({reason})", remedy) from error
         if self._tokenizer.eos_token_id is None:
             remedy = "set eos_token in its tokenizer_config.json: every document ends with it"
-            raise DataError(path, "the tokenizer has no end-of-sequence token", remedy)
+            raise DataError(name, "the tokenizer has no end-of-sequence token", remedy)
         vocabulary = self._tokenizer.get_vocab()
         self.eos_id = int(self._tokenizer.eos_token_id)
         # Added tokens can leave holes, so the number of tokens may be less than the largest id.
@@ -68,22 +95,37 @@ class HuggingFaceTokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
         digest = hashlib.sha256(contents.encode("utf-8", errors="surrogatepass")).hexdigest()
-        self.info = {"kind": "huggingface", "path": str(Path(path).resolve()), "sha256": digest}
+        place = str(Path(name).resolve()) if Path(name).exists() else name
+        self.info = {"kind": "huggingface", "path": place, "sha256": digest}
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens] int64."""
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
+    def decode(self, ids: NDArray[np.integer]) -> str:
+        """The text of `ids`, special tokens included."""
+        return str(self._tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for "bytes", else the Hugging Face tokenizer at the local path `name`.
+    def save(self, folder: Path) -> None:
+        """See Tokenizer."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
+    """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or of that name on the hub.
+
+    Args:
+        download: ask the hub for what is not on this machine; without, a name of the hub must be in its cache.
 
     Raises:
         DataError: no such path, nothing there that transformers can load, or a tokenizer without an end of sequence.
     """
     if name == BYTES:
         return ByteTokenizer()
-    if not Path(name).exists():
-        raise DataError(name, "no such tokenizer", "give 'bytes' or the folder of a tokenizer on this machine")
-    return HuggingFaceTokenizer(name)
+    if Path(name).exists():
+        return HuggingFaceTokenizer(name)
+    remedy = "give 'bytes', the folder of a tokenizer on this machine, or a name that the hub knows"
+    if not _HUB_NAME.fullmatch(name):
+        raise DataError(name, "no such tokenizer", remedy)
+    return HuggingFaceTokenizer(name, local=not download, remedy=remedy)

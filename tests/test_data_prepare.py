@@ -142,7 +142,11 @@ def test_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path) -> None:
 
 
 def test_unusable_tokenizers(hugging_face: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such tokenizer; give 'bytes' or the folder of a tokenizer"):
+    with pytest.raises(DataError, match="no such tokenizer; give 'bytes', the folder of a tokenizer on this"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(
+        DataError, match=r"gpt2: transformers cannot load a tokenizer from it \(.*\); give 'bytes', the"
+    ):
         load_tokenizer("gpt2")
     with pytest.raises(DataError, match="the tokenizer has no end-of-sequence token; set eos_token"):
         load_tokenizer(str(hugging_face / "endless"))
@@ -207,7 +211,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
 
         def is_writing() -> bool:
             assert process.poll() is None, process.communicate()
-            return any(path.stat().st_size for path in place.glob(".store.tmp-*/tokens-00000.bin"))
+            return any(path.stat().st_size for path in place.glob(".store.preparing/store/tokens-*.bin"))
 
         wait_until(is_writing, "nothing was written")
         workers = children(process.pid)

@@ -15,6 +15,8 @@ from data.prepare import PrepareOptions, main, prepare_store
 from tests.stores import write_lines
 from zeco_train.errors import DataError
 
+KINDS = ".txt .md .py .jsonl .jsonl.gz .jsonl.zst .parquet .arrow"
+
 
 def not_utf8(folder: Path) -> str:
     (folder / "a.txt").write_text("fine")
@@ -76,11 +78,11 @@ def not_parquet(folder: Path) -> str:
 
 def nothing_known(folder: Path) -> str:
     (folder / "a.csv").write_text("x")
-    return f"{folder}: no text found; read are files of .txt .md .py .jsonl .parquet; skipped: .csv 1"
+    return f"{folder}: no text found; read are files of {KINDS}; skipped: .csv 1"
 
 
 def empty_folder(folder: Path) -> str:
-    return f"{folder}: no text found; read are files of .txt .md .py .jsonl .parquet"
+    return f"{folder}: no text found; read are files of {KINDS}"
 
 
 def only_empty_files(folder: Path) -> str:
@@ -149,14 +151,14 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
         (
             ["a.csv", "--out", "s"],
             3,
-            "error: a.csv: unknown kind of file '.csv'; known are .txt .md .py .jsonl .parquet",
+            f"error: a.csv: unknown kind of file '.csv'; known are {KINDS}",
         ),
         (["/dev/null", "--out", "s"], 3, "error: /dev/null: is neither a file nor a folder"),
         (["a.txt", "--out", "a.txt/s"], 3, "a.txt is a file); choose another folder"),
         (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another --out"),
         (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another --out"),
         (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
-        (["a.txt", "--out", "s", "--tokenizer", "gpt2"], 3, "error: gpt2: no such tokenizer"),
+        (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "error: no/such/path: no such tokenizer"),
         (
             ["a.txt", "--out", "s", "--validation-fraction", "0.5"],
             3,

@@ -1,0 +1,76 @@
+"""How far a long preparation is: a bar on a terminal, else a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+_LINE_SECONDS = 10.0
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short_number(value: float, unit: str = "") -> str:
+    """A number with three digits and a metric prefix: "1.23M"."""
+    for factor, prefix in _PREFIXES:
+        if value >= factor:
+            return f"{value / factor:.3g}{prefix}{unit}"
+    return f"{value:.3g}{unit}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class Display:
+    """Shows progress on stderr.
+
+    Args:
+        total: how much there is to do, in `amount`s ("bytes", "documents", "shards").
+        done, tokens: what earlier runs have done.
+    """
+
+    def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
+        self._total, self._amount, self._done = total, amount, done
+        self._first_done, self._first_tokens = done, tokens
+        self._start = self._last = time.monotonic()
+        self._bar: tqdm[None] | None = None
+        if sys.stderr.isatty():
+            unit = {"bytes": "B"}.get(amount, f" {amount}")
+            self._bar = tqdm(total=total, initial=done, unit=unit, unit_scale=True, desc="prepare")
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, amount: float, tokens: int) -> None:
+        """Count `amount` more; there are `tokens` tokens by now."""
+        self._done += amount
+        now = time.monotonic()
+        rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
+        speed = f"{tokens:,} tokens, {short_number(rate)} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(speed, refresh=False)
+            self._bar.update(amount)
+        elif now - self._last >= _LINE_SECONDS:
+            self._last = now
+            print(f"prepare: {self._share(now - self._start)}, {speed}", file=sys.stderr, flush=True)
+
+    def _share(self, seconds: float) -> str:
+        """How much is done, and when the rest will be."""
+        done, total = (short_number(value) for value in (self._done, self._total))
+        unit = "B" if self._amount == "bytes" else f" {self._amount}"
+        share = f"{done} of {total}{unit} ({self._done / max(self._total, 1e-9):.1%})"
+        if self._done > self._first_done:
+            left = (self._total - self._done) * seconds / (self._done - self._first_done)
+            share += f", {clock(max(0.0, left))} left"
+        return share

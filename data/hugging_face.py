@@ -1,0 +1,246 @@
+"""Data sets of the `datasets` library as sources: from the hub, from a local folder, or written by `save_to_disk`.
+
+Without streaming the library makes an Arrow copy of the whole data set in its cache, and a unit is a range of rows of
+it. With streaming nothing is copied, and a unit is a shard of the library's: a row group of a parquet file, else a
+file. Only preparation comes here; training never touches a hub.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.readers import ROWS_AT_ONCE, SourceProblem, is_text, listed, texts_of_column
+from data.sources import UNIT_BYTES, Source, Unit
+from zeco_train.errors import DataError
+
+_SAVED_DATASET = ("dataset_info.json", "state.json")
+_SAVED_SPLITS = "dataset_dict.json"
+_HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
+_ROWS_OF_A_UNIT = 1 << 16
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """Which data set, in the words of `datasets.load_dataset`.
+
+    Attributes:
+        name: a name of the hub, or a local folder.
+        config, split, data_dir, data_files, revision: as there.
+        streaming: read it without making a copy first.
+    """
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    data_dir: str | None = None
+    data_files: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `datasets` has written this folder with `save_to_disk`."""
+    return (folder / _SAVED_SPLITS).is_file() or all((folder / name).is_file() for name in _SAVED_DATASET)
+
+
+def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTES) -> Source:
+    """Find the data set, here or on the hub, and make a source of its text.
+
+    Raises:
+        DataError: it cannot be found, reached or read, or has no such configuration, split or field.
+    """
+    library = _library()
+    if is_saved_dataset(Path(spec.name)):
+        return _open_saved(library, spec, text_field, unit_bytes)
+    options: dict[str, Any] = {
+        "name": spec.config,
+        "data_dir": spec.data_dir,
+        "data_files": spec.data_files,
+        "revision": spec.revision,
+    }
+    with _load_errors(spec):
+        builder = library.load_dataset_builder(spec.name, **options)
+        if spec.streaming and hasattr(builder.config, "columns"):  # parquet and its like read that column only
+            _check_features(spec, builder.info.features, text_field)
+            builder = library.load_dataset_builder(spec.name, **options, columns=[text_field])
+        files = {str(split): files for split, files in (builder.config.data_files or {}).items()}
+        origin = [(split, list(each), getattr(each, "origin_metadata", None)) for split, each in files.items()]
+        stamp = hashlib.sha256(repr((origin, builder.config.name, spec.split)).encode()).hexdigest()
+        revision = _HUB_REVISION.search(repr(origin))
+        commit = revision[1] if revision else None
+        if spec.streaming:
+            stream = builder.as_streaming_dataset(spec.split)
+            _check_features(spec, stream.features, text_field)
+            return StreamSource(spec.name, stream, text_field, stamp, commit)
+        builder.download_and_prepare()
+        rows = builder.as_dataset(spec.split)
+    _check_features(spec, rows.features, text_field)
+    return RowSource(spec.name, rows, text_field, stamp, unit_bytes, commit)
+
+
+class RowSource:
+    """A data set whose rows can be read in any order.
+
+    Attributes:
+        revision: the hub's commit, where it is from the hub.
+    """
+
+    amount = "documents"
+
+    def __init__(
+        self, name: str, rows: Any, text_field: str, stamp: str, unit_bytes: int, revision: str | None = None
+    ) -> None:
+        self.name, self.manifest_sha256, self.revision = name, stamp, revision
+        self._rows = rows.select_columns([text_field]).with_format("arrow")
+        self._text_field = text_field
+        self.total: float = len(rows)
+        size = max(1, self._rows.data.nbytes // max(1, len(self._rows.data)))
+        self._unit_rows = max(1, min(_ROWS_OF_A_UNIT, unit_bytes // size))
+
+    def units(self) -> Iterator[Unit]:
+        """Ranges of rows."""
+        for start in range(0, int(self.total), self._unit_rows):
+            stop = min(start + self._unit_rows, int(self.total))
+            yield Unit((), start, stop, stop - start, f"{self.manifest_sha256} {start} {stop}")
+
+    def read(self, unit: Unit, first: int) -> Iterator[str]:
+        """See Source."""
+        _library()
+        with _read_errors(self.name):
+            for start in range(unit.start + first, unit.stop, ROWS_AT_ONCE):
+                table = self._rows[start : min(start + ROWS_AT_ONCE, unit.stop)]
+                yield from texts_of_column(table.column(0), f"{self.name}, row", start, self._text_field)
+
+
+class StreamSource:
+    """A data set that is read from its files as it goes.
+
+    Attributes:
+        revision: the hub's commit, where it is from the hub.
+    """
+
+    amount = "shards"
+
+    def __init__(self, name: str, stream: Any, text_field: str, stamp: str, revision: str | None = None) -> None:
+        self.name, self.manifest_sha256, self.revision = name, stamp, revision
+        self._stream, self._text_field = stream, text_field
+        self.total: float = stream.num_shards
+
+    def units(self) -> Iterator[Unit]:
+        """Shards within shards: start is the number of a shard, stop that of a part of it."""
+        for shard in range(int(self.total)):
+            with _read_errors(self.name):
+                parts = self._parts(shard).num_shards
+            for part in range(parts):
+                yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
+
+    def read(self, unit: Unit, first: int) -> Iterator[str]:
+        """See Source."""
+        _library()
+        row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
+        with _read_errors(self.name):
+            parts = self._parts(unit.start)
+            stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
+            for table in stream.iter(batch_size=ROWS_AT_ONCE):
+                column = self._column(table)
+                yield from texts_of_column(column.slice(max(0, first - row)), place, max(first, row), self._text_field)
+                row += len(column)
+
+    def _parts(self, shard: int) -> Any:
+        """A shard, cut into smaller ones where the library can (parquet: row groups)."""
+        return _cut(self, shard)
+
+    def _column(self, table: Any) -> Any:
+        if self._text_field not in table.column_names:
+            problem = f"no column {self._text_field!r}; columns there: {listed(table.column_names)}"
+            raise SourceProblem(self.name, problem, "choose one with --text-field")
+        column = table.column(self._text_field)
+        if not is_text(column.type) and not column.null_count == len(column):
+            raise SourceProblem(self.name, f"column {self._text_field!r} holds {column.type}, not text", "")
+        return column
+
+
+# Cutting a parquet file opens it; the units of one file come one after another.
+@functools.lru_cache(maxsize=64)
+def _cut(source: StreamSource, shard: int) -> Any:
+    return source._stream.shard(source._stream.num_shards, shard).reshard()
+
+
+def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: int) -> RowSource:
+    """A folder of `save_to_disk`; it is read in place, so streaming makes no difference."""
+    with _load_errors(spec):
+        rows = library.load_from_disk(spec.name)
+    if isinstance(rows, library.DatasetDict):
+        if spec.split not in rows:
+            raise DataError(spec.name, f"no split {spec.split!r}", f"its splits: {', '.join(rows)} (--split)")
+        rows = rows[spec.split]
+    _check_features(spec, rows.features, text_field)
+    files = [Path(file["filename"]) for file in rows.cache_files]
+    origin = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files] + [len(rows)])
+    return RowSource(spec.name, rows, text_field, hashlib.sha256(origin.encode()).hexdigest(), unit_bytes)
+
+
+def _library() -> Any:
+    """`datasets`, told to be silent: problems are ours to report, in one line."""
+    try:
+        import datasets
+        import huggingface_hub.utils
+    except ImportError as error:
+        problem = f"the package `datasets` cannot be imported ({error})"
+        raise DataError("data.prepare", problem, "install it: pip install 'datasets==5.2.*'") from error
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    huggingface_hub.utils.logging.set_verbosity(huggingface_hub.utils.logging.CRITICAL)
+    return datasets
+
+
+def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
+    """Check the text field where the library knows the fields before reading."""
+    if features is None:
+        return
+    if text_field not in features:
+        problem = f"no field {text_field!r}; fields there: {listed(list(features))}"
+        raise DataError(spec.name, problem, "choose one with --text-field")
+    kind = getattr(features[text_field], "dtype", None)
+    if kind not in ("string", "large_string"):
+        raise DataError(spec.name, f"field {text_field!r} holds {kind or features[text_field]}, not text")
+
+
+@contextmanager
+def _load_errors(spec: DatasetSpec) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the library, its file systems and its readers raise almost anything
+        if isinstance(error, ConnectionError | TimeoutError) or "offline" in str(error).lower():
+            remedy = "check the name and the network (HF_TOKEN for gated data sets), or give a local folder"
+        else:
+            remedy = "check the name, --config, --split, --data-dir and --data-files"
+        raise DataError(spec.name, f"cannot be loaded ({_reason(error)})", remedy) from error
+
+
+@contextmanager
+def _read_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except SourceProblem:
+        raise
+    except Exception as error:  # see above
+        raise SourceProblem(name, f"cannot be read ({_reason(error)})", "") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The error in one line; of a chain, the first, which the library's own rarely repeats."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text if len(text) <= 240 else text[:240] + "…"

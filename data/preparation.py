@@ -1,0 +1,359 @@
+"""Text to a token store, over as many interrupted runs as it takes.
+
+All that a run does is a function of its arguments and of the text; the state that it saves every few seconds says how
+many documents of which unit the store holds, so the run after it writes the same bytes as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.display import Display
+from data.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
+from data.pipeline import PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize_units
+from data.readers import SourceProblem
+from data.sources import UNIT_BYTES, FileSource, Source, Unit
+from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
+from data.store_writer import SHARD_TOKENS, StoreWriter
+from data.tokenizer import BYTES, Tokenizer
+from data.work_folder import MOVING, READ, READING, SPLIT, State, WorkFolder, meta_sha256, start_anew, work_folder
+from zeco_train.errors import ConfigError, DataError, ZecoError
+
+_SMALL_CORPUS_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to prepare, and how.
+
+    Attributes:
+        sources: files and folders, or one folder of `datasets`' save_to_disk.
+        out: the store's folder.
+        dataset: in place of `sources`, a data set of the hub or a local one, loaded by `datasets`.
+        split: of a folder of save_to_disk.
+        tokenizer: "bytes", the local path of a Hugging Face tokenizer, or its name on the hub.
+        text_field: field of .jsonl lines, column of .parquet and .arrow files and of data sets.
+        validation_fraction: the last documents, up to this part of all tokens, go to `out`/validation; 0 for none.
+        workers: processes; None for one a CPU (one for a small corpus). The result does not depend on it.
+        min_tokens: shorter documents are left out.
+        max_tokens: stop with the document that reaches so many; None for all.
+        shard_tokens: tokens of a file of the store.
+        overwrite: replace an existing store, or what an interrupted preparation with other arguments left.
+        about: what the store's meta.json records besides (a recipe's name and licence).
+        unit_bytes, part_characters: how much text a worker takes, and hands over, at a time.
+        save_seconds: how often the state is saved: at most so much work is lost in an interruption.
+    """
+
+    sources: tuple[Path, ...]
+    out: Path
+    dataset: DatasetSpec | None = None
+    split: str = "train"
+    tokenizer: str = BYTES
+    text_field: str = "text"
+    validation_fraction: float = 0.0
+    workers: int | None = None
+    min_tokens: int = 1
+    max_tokens: int | None = None
+    shard_tokens: int = SHARD_TOKENS
+    overwrite: bool = False
+    about: tuple[tuple[str, str], ...] = ()
+    unit_bytes: int = UNIT_BYTES
+    part_characters: int = PART_CHARACTERS
+    save_seconds: float = 10.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was written: meta of the store and of its validation part, what was passed over, and how fast it went.
+
+    Attributes:
+        num_files: files that were read; None for a data set.
+        earlier_tokens: written by runs that were interrupted.
+        tokens, seconds, workers: written by this run, the time that tokenising took, and by how many processes.
+    """
+
+    meta: StoreMeta
+    validation: StoreMeta | None
+    num_files: int | None
+    skipped_files: Counter[str]
+    short_documents: int
+    earlier_tokens: int
+    tokens: int
+    seconds: float
+    workers: int
+
+
+def prepare_store(options: PrepareOptions) -> Prepared:
+    """Tokenise the sources into the store `options.out`, which appears whole or not at all.
+
+    Goes on where an interrupted run with the same arguments ended.
+
+    Raises:
+        ConfigError: an option out of its range.
+        DataError: sources, tokenizer or folder that cannot be used; sources that have changed in between.
+    """
+    _check_options(options)
+    out = options.out.resolve()
+    tokenizer = cached_tokenizer(options.tokenizer, download=True)
+    arguments = _arguments(options)
+    recorded = arguments | {"tokenizer": tokenizer.info}
+    recorded |= {"unit_bytes": options.unit_bytes, "shard_tokens": options.shard_tokens}
+    with work_folder(out, recorded, options.overwrite) as work:
+        if work.state.phase == MOVING:
+            return _place(options, work, out)
+        _check_out(out, options.overwrite)
+        preparation = _Preparation(options, work, tokenizer, arguments)
+        preparation.check_unchanged()
+        try:
+            preparation.run()
+            return _place(options, work, out, preparation)
+        except (ZecoError, OSError) as error:
+            if not work.state.is_new:
+                error.add_note(f"{work.state.writer.num_tokens:,} tokens are kept, the same command goes on from there")
+            raise
+
+
+class _Preparation:
+    def __init__(
+        self, options: PrepareOptions, work: WorkFolder, tokenizer: Tokenizer, arguments: dict[str, Any]
+    ) -> None:
+        self._options, self._work, self._tokenizer, self._arguments = options, work, tokenizer, arguments
+        self.source = self._open_source()
+        self._stamps: dict[int, str] = {-1: ""}
+        self.workers, self.earlier_tokens, self.tokens, self.seconds = 1, 0, 0, 0.0
+
+    def check_unchanged(self) -> None:
+        """Check that what an interrupted run has read is still the same. Raises DataError where it is not."""
+        state, work = self._work.state, self._work
+        count = state.unit + (state.first > 0)
+        units = list(itertools.islice(self.source.units(), count))
+        stamps = functools.reduce(_next_stamp, units, "")
+        if len(units) == count and stamps == state.stamps:
+            return
+        if not self._options.overwrite:
+            problem = "has changed since the interrupted preparation read it"
+            raise DataError(self.source.name, problem, "give --overwrite to start anew, or choose another --out")
+        start_anew(work)
+
+    def run(self) -> None:
+        """Go from whatever phase the state says to the whole store."""
+        work = self._work
+        self.earlier_tokens = work.state.writer.num_tokens
+        with StoreWriter.for_tokenizer(
+            work.store, self._tokenizer, self._options.shard_tokens, work.state.writer
+        ) as writer:
+            if work.state.phase == READING:
+                self._read_all(writer)
+            if work.state.phase == READ:
+                self._split(writer)
+            self._finish(writer)
+
+    def _open_source(self) -> Source:
+        options, spec = self._options, self._options.dataset
+        saved = [path for path in options.sources if is_saved_dataset(path)]
+        if saved and len(options.sources) > 1:
+            raise DataError(saved[0], "is a data set of save_to_disk, which stands alone", "give it as the only SOURCE")
+        if saved:
+            spec = DatasetSpec(str(saved[0]), split=options.split)
+        if spec is None:
+            return FileSource(options.sources, options.text_field, options.unit_bytes)
+        if self._work.state.commit:  # the hub may have moved on since the interruption
+            spec = replace(spec, revision=self._work.state.commit)
+        return open_dataset(spec, options.text_field, options.unit_bytes)
+
+    def _read_all(self, writer: StoreWriter) -> None:
+        """Tokenise what is left of the source."""
+        options, source, state = self._options, self.source, self._work.state
+        small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
+        self.workers = options.workers or (1 if small else _available_cpus())
+        self._made = {part.name: part for part in state.waiting}
+        self._position, self._short, self._amount = (state.unit, state.first), state.short_documents, state.amount
+        job = Job(source, options.tokenizer, options.min_tokens, self._work.parts, options.part_characters)
+        start = saved = time.monotonic()
+        try:
+            parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
+            display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
+            with closing(parts), display:
+                for part in parts:
+                    is_full = self._take(writer, part)
+                    display.advance(part.amount, writer.num_tokens)
+                    if time.monotonic() - saved >= options.save_seconds:
+                        self._save(writer)
+                        saved = time.monotonic()
+                    if is_full:
+                        break
+        except SourceProblem as problem:
+            raise DataError(*problem.args) from problem
+        if writer.num_documents == 0:
+            where = f"no text in {source.num_files} files" if isinstance(source, FileSource) else "no text"
+            remedy = f"left out {self._short} documents {too_short(options)}" if self._short else ""
+            raise DataError(source.name, where, remedy)
+        self.tokens, self.seconds = writer.num_tokens - self.earlier_tokens, time.monotonic() - start
+        if options.validation_fraction > 0:
+            writer.tail_state(options.validation_fraction)  # before the state says that all is well so far
+        self._made = {}
+        self._save(writer, READ)
+
+    def _units_left(self) -> Iterator[tuple[int, Unit]]:
+        """The numbered units from the state's on."""
+        for index, unit in enumerate(self.source.units()):
+            self._stamps[index] = _next_stamp(self._stamps[index - 1], unit)
+            if index >= self._work.state.unit:
+                yield index, unit
+
+    def _take(self, writer: StoreWriter, part: Part) -> bool:
+        """Move a part into the store. Returns whether that has all the tokens that are wanted."""
+        tokens_path, lengths_path = part.paths(self._work.parts)
+        lengths = np.load(lengths_path)
+        most = self._options.max_tokens
+        if most is not None:
+            lengths = lengths[: int(np.searchsorted(writer.num_tokens + np.cumsum(lengths), most)) + 1]
+        writer.append_blocks(_blocks(tokens_path, int(lengths.sum()) * writer.dtype.itemsize), lengths)
+        self._short += part.short_documents
+        self._amount += part.amount
+        self._position = (part.unit + 1, 0) if part.ended else (part.unit, part.first + part.documents)
+        del self._made[part.name]
+        if part not in self._work.state.waiting:  # those the saved state still counts on
+            tokens_path.unlink()
+            lengths_path.unlink()
+        return most is not None and writer.num_tokens >= most
+
+    def _save(self, writer: StoreWriter, phase: str = READING) -> None:
+        unit, first = self._position
+        before = self._work.state.waiting
+        self._work.save(
+            State(
+                phase=phase,
+                writer=writer.checkpoint(),
+                unit=unit,
+                first=first,
+                stamps=self._stamps[unit if first else unit - 1],
+                waiting=tuple(self._made.values()),
+                short_documents=self._short,
+                amount=self._amount,
+                commit=getattr(self.source, "revision", None),
+            )
+        )
+        for index in [index for index in self._stamps if index < unit - 1]:
+            del self._stamps[index]
+        for part in before:
+            if part.name not in self._made:
+                for path in part.paths(self._work.parts):
+                    path.unlink(missing_ok=True)
+
+    def _split(self, writer: StoreWriter) -> None:
+        """Copy the last documents into the validation part; only then does the store lose them."""
+        work = self._work
+        if self._options.validation_fraction > 0:
+            kept = writer.tail_state(self._options.validation_fraction)
+            folder = work.store / VALIDATION_FOLDER
+            shutil.rmtree(folder, ignore_errors=True)
+            with writer.copy_tail(kept, folder) as tail:
+                tail.finish(self.source.manifest_sha256, self._arguments)
+            work.save(replace(work.state, phase=SPLIT, writer=kept))
+            writer.resume(kept)
+
+    def _finish(self, writer: StoreWriter) -> None:
+        work = self._work
+        folder = work.store / TOKENIZER_FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
+        self._tokenizer.save(folder)
+        writer.finish(self.source.manifest_sha256, self._arguments)
+        work.save(replace(work.state, phase=MOVING, meta_sha256=meta_sha256(work.store)))
+
+
+def _place(options: PrepareOptions, work: WorkFolder, out: Path, preparation: _Preparation | None = None) -> Prepared:
+    """Move the whole store to its place, and say what it is; without a `preparation` there was no more to do."""
+    work.move_to(out, options.overwrite)
+    source = preparation.source if preparation else None
+    files = source if isinstance(source, FileSource) else None
+    held_out = out / VALIDATION_FOLDER
+    return Prepared(
+        meta=read_meta(out),
+        validation=read_meta(held_out) if held_out.exists() else None,
+        num_files=files.num_files if files else None,
+        skipped_files=files.skipped if files else Counter(),
+        short_documents=work.state.short_documents,
+        earlier_tokens=preparation.earlier_tokens if preparation else 0,
+        tokens=preparation.tokens if preparation else 0,
+        seconds=preparation.seconds if preparation else 0.0,
+        workers=preparation.workers if preparation else 1,
+    )
+
+
+def too_short(options: PrepareOptions) -> str:
+    """What the documents are that `min_tokens` leaves out."""
+    return "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens"
+
+
+def _check_options(options: PrepareOptions) -> None:
+    if not 0 <= options.validation_fraction < 1:
+        raise ConfigError("--validation-fraction", options.validation_fraction, "allowed: from 0 to less than 1")
+    for name in ("workers", "min_tokens", "max_tokens", "shard_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "allowed: 1 or more")
+    if bool(options.sources) == (options.dataset is not None):
+        allowed = "give either SOURCE (files and folders) or --dataset (or a --recipe, which names one)"
+        raise ConfigError("SOURCE", " ".join(map(str, options.sources)), allowed)
+
+
+def _arguments(options: PrepareOptions) -> dict[str, Any]:
+    """What the tokens depend on besides the tokenizer, as meta.json records it."""
+    source: dict[str, Any] = {"sources": [str(path) for path in options.sources]}
+    if any(is_saved_dataset(path) for path in options.sources):
+        source["split"] = options.split
+    if options.dataset is not None:
+        source = {key: value for key, value in asdict(options.dataset).items() if value is not None}
+    return {
+        **dict(options.about),
+        **source,
+        "text_field": options.text_field,
+        "min_tokens": options.min_tokens,
+        "max_tokens": options.max_tokens,
+        "validation_fraction": options.validation_fraction,
+    }
+
+
+def _next_stamp(before: str, unit: Unit) -> str:
+    return hashlib.sha256((before + unit.stamp).encode()).hexdigest()
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Refuse to touch anything that exists, unless it is a store (or an empty folder) and may be overwritten."""
+    try:
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+    except OSError as error:
+        raise DataError(out, f"cannot be read ({error.strerror})", "choose another --out") from error
+    if not is_store(out):
+        raise DataError(out, "exists and is not a token store", "choose another --out; nothing was changed")
+    if not overwrite:
+        raise DataError(out, "exists already", "give --overwrite to replace it; nothing was changed")
+
+
+def _available_cpus() -> int:
+    """CPUs that this process may use, where the system tells (Linux), else all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _blocks(path: Path, size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file."""
+    with path.open("rb") as file:
+        while size > 0 and (block := file.read(min(_BLOCK_BYTES, size))):
+            size -= len(block)
+            yield block

@@ -1,0 +1,188 @@
+"""The documents of one file, or of a part of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+READ_BYTES = 1 << 21
+ROWS_AT_ONCE = 1024
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+class SourceProblem(Exception):
+    """A problem of a source file: (subject, problem, remedy), the arguments of the DataError that it becomes.
+
+    It crosses from a worker process to the parent, which needs an exception that is rebuilt from its arguments.
+    """
+
+
+def decode(contents: bytes, path: Path, offset: int = 0) -> str:
+    """Decode UTF-8; `offset` is the place of `contents` in the file, for the message."""
+    try:
+        return contents.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 at byte {offset + error.start}"
+        raise SourceProblem(str(path), problem, "convert it, for example with iconv") from error
+
+
+def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[str]:
+    """Yield the documents of the lines whose first byte lies in [start, stop)."""
+    with path.open("rb") as file:
+        if start > 0:
+            file.seek(start - 1)
+            file.readline()  # the rest of a line that began before, or just the newline that ends it
+        while (position := file.tell()) < stop:
+            line = file.readline()
+            if line.isspace():
+                continue
+            text = decode(line, path, position)
+            try:
+                yield field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
+            except LineProblem as error:
+                subject = f"{path}, line {_line_number(path, position)}"
+                raise SourceProblem(subject, error.problem, error.remedy) from error
+
+
+def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
+    import pyarrow
+
+    position = 0
+    try:
+        with pyarrow.input_stream(str(path), compression=_COMPRESSIONS[path.suffix.lower()]) as stream:
+            for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), 1):
+                if not line.isspace():
+                    text = decode(line, path, position)
+                    try:
+                        yield field_of_line(text.removeprefix("\ufeff") if number == 1 else text, text_field)
+                    except LineProblem as error:
+                        raise SourceProblem(f"{path}, line {number}", error.problem, error.remedy) from error
+                position += len(line)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SourceProblem(str(path), f"cannot be decompressed ({reason})", "") from error
+
+
+class LineProblem(Exception):
+    """What is wrong with a line of JSON."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.problem, self.remedy = problem, remedy
+
+
+def field_of_line(line: str, text_field: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise LineProblem(f"not JSON ({reason})", "each line must be one JSON object") from error
+    if not isinstance(record, dict):
+        raise LineProblem(f"a JSON {type(record).__name__}, not an object", "each line must be one JSON object")
+    if text_field not in record:
+        raise LineProblem(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
+        raise LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}") from error
+    return text
+
+
+def listed(names: Sequence[str] | dict[str, Any]) -> str:
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "") or "none"
+
+
+def _line_number(path: Path, position: int) -> int:
+    """The number of the line that begins at byte `position`, counted from 1."""
+    count, left = 1, position
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, READ_BYTES))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
+
+
+def open_parquet(path: Path) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SourceProblem(str(path), f"cannot be read as parquet ({reason})", "") from error
+
+
+def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
+    import pyarrow
+
+    with open_parquet(path) as file:
+        _check_column(path, file.schema_arrow, text_field)
+        row = sum(file.metadata.row_group(index).num_rows for index in range(row_group))
+        try:
+            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=[text_field]):
+                yield from texts_of_column(batch.column(0), f"{path}, row", row, text_field)
+                row += len(batch)
+        except pyarrow.ArrowException as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SourceProblem(f"{path}, row group {row_group}", f"cannot be read ({reason})", "") from error
+
+
+def read_arrow(path: Path, text_field: str) -> Iterator[str]:
+    """Yield the documents of a file of Arrow's streaming or file format."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as mapped:
+            magic = mapped.read(6)
+            mapped.seek(0)
+            reader = pyarrow.ipc.open_file(mapped) if magic == b"ARROW1" else pyarrow.ipc.open_stream(mapped)
+            _check_column(path, reader.schema, text_field)
+            is_file = isinstance(reader, pyarrow.ipc.RecordBatchFileReader)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            row = 0
+            for batch in batches:
+                yield from texts_of_column(batch.column(text_field), f"{path}, row", row, text_field)
+                row += len(batch)
+    except pyarrow.ArrowException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SourceProblem(str(path), f"cannot be read as arrow ({reason})", "") from error
+
+
+def _check_column(path: Path, schema: Any, text_field: str) -> None:
+    if text_field not in schema.names:
+        problem = f"no column {text_field!r}; columns there: {listed(schema.names)}"
+        raise SourceProblem(str(path), problem, "choose one with --text-field")
+    if not is_text(schema.field(text_field).type):
+        raise SourceProblem(str(path), f"column {text_field!r} holds {schema.field(text_field).type}, not text", "")
+
+
+def is_text(kind: Any) -> bool:
+    """Whether an Arrow type is text, dictionaries of it included."""
+    import pyarrow
+
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    types = pyarrow.types
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[str]:
+    """Yield the values of an Arrow column of text; a missing one is an empty document.
+
+    Args:
+        place, row: how messages name the first value: "FILE, row" and its number.
+    """
+    for value in column:
+        try:
+            yield value.as_py() or ""
+        except UnicodeDecodeError as error:
+            problem = f"not UTF-8 at byte {error.start} of column {text_field!r}"
+            raise SourceProblem(f"{place} {row}", problem, "") from error
+        row += 1
