@@ -61,8 +61,10 @@ run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}"
 [[ " $*" = *" name="* ]] || settings+=("name=$(basename "$run_dir")")
 settings+=("run_dir='$run_dir'")
 
-ranks="${RANKS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}}"
-ranks="${ranks##*:}"
+# Either is set, by --gpus-per-node or by --gres; the first may have the kind of GPU before the number.
+gpus="${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}"
+gpus="${gpus##*:}"
+ranks="${RANKS_PER_NODE:-$gpus}"
 [ "$ranks" -gt 0 ] 2>/dev/null || fail "RANKS_PER_NODE=$ranks: the job has no GPUs; say how many ranks a node runs"
 nodes="${TRAIN_NODES:-$SLURM_JOB_NUM_NODES}"
 [ "$nodes" -gt 0 ] 2>/dev/null && [ "$nodes" -le "$SLURM_JOB_NUM_NODES" ] ||
@@ -113,7 +115,7 @@ check() {
   local report code=0
   report="$output/checks.json"
   on_nodes "$SLURM_JOB_NUM_NODES" "$PYTHON" "$root/launch/slurm_checks.py" --ranks "$ranks" --need "$nodes" \
-    --run-dir "$run_dir" --report "$report" || code=$?
+    --run-dir "$run_dir" --report "$report" $([ "$gpus" = 0 ] || echo --gpus) || code=$?
   [ -z "$warned$ended" ] || return 0
   excluded="$("$PYTHON" -c 'import json, sys; print(",".join(json.load(open(sys.argv[1]))["bad"]))' "$report" 2>/dev/null)" || true
   [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ] || excluded=""

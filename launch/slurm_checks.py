@@ -40,6 +40,14 @@ _QUERY = (
     "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
     "clocks_throttle_reasons.sw_thermal_slowdown",
 )  # fmt: skip
+# What a finding calls it, what nvidia-smi calls it, and whether nobody should train on a node that differs.
+_COMPARED = (
+    ("GPU", "name", True),
+    ("GPU memory, MiB,", "memory.total", True),
+    ("driver", "driver_version", True),
+    ("power limit", "power.limit", False),
+    ("max SM clock", "clocks.max.sm", False),
+)
 _MEMORY_IN_USE_MIB = 2000.0
 _MATRIX = 8192
 
@@ -103,15 +111,13 @@ def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list
             findings.append(Finding(node, False, text))
         if uses_gpus:
             findings += _judge_gpus(node, fact)
-    findings += _differences(sound, "versions", "", fatal=True)
-    findings += _differences(sound, "variables", "", fatal=False)
+    for section, fatal in (("versions", True), ("variables", False)):
+        for name in sorted({name for fact in sound.values() for name in fact[section]}):
+            findings += _differences(name, {node: fact[section].get(name) for node, fact in sound.items()}, fatal)
     if uses_gpus:
-        described = {node: {"GPUs": _describe(fact["gpus"])} for node, fact in sound.items() if fact["gpus"]}
-        drivers = {node: {"driver": fact["gpus"][0]["driver_version"]} for node, fact in sound.items() if fact["gpus"]}
-        limits = {n: {"power limit": _value_of_all(f["gpus"], "power.limit")} for n, f in sound.items() if f["gpus"]}
-        clocks = {n: {"max SM clock": _value_of_all(f["gpus"], "clocks.max.sm")} for n, f in sound.items() if f["gpus"]}
-        for values, fatal in ((described, True), (drivers, True), (limits, False), (clocks, False)):
-            findings += _differences({node: {"x": value} for node, value in values.items()}, "x", "", fatal=fatal)
+        for name, key, fatal in _COMPARED:
+            values = {node: _value_of_all(fact["gpus"], key) for node, fact in sound.items() if fact["gpus"]}
+            findings += _differences(name, values, fatal)
         findings += _slow_gpus(sound)
     return findings
 
@@ -141,17 +147,12 @@ def _judge_gpus(node: str, fact: Facts) -> Iterable[Finding]:
             yield Finding(node, True, f"GPU {number}: MIG is on")
 
 
-def _differences(facts: dict[str, Facts], section: str, prefix: str, fatal: bool) -> Iterable[Finding]:
-    """Nodes that have another value than most have; one line for each key and value."""
-    names = sorted({name for fact in facts.values() for name in fact[section]})
-    for name in names:
-        values = {node: fact[section].get(name) for node, fact in facts.items()}
-        (common, count), *others = Counter(values.values()).most_common()
-        for value, _ in others:
-            nodes = [node for node, own in values.items() if own == value]
-            text = f"{prefix}{name} {value}, {count} nodes have {common}"
-            for node in nodes:
-                yield Finding(node, fatal, text)
+def _differences(name: str, values: dict[str, Any], fatal: bool) -> Iterable[Finding]:
+    """A finding for each node that has another value than most have."""
+    counts = Counter(values.values()).most_common(1)
+    for node, value in values.items():
+        if value != counts[0][0]:
+            yield Finding(node, fatal, f"{name} {value}, {counts[0][1]} nodes have {counts[0][0]}")
 
 
 def _slow_gpus(facts: dict[str, Facts]) -> Iterable[Finding]:
@@ -310,8 +311,7 @@ def _collect(options: argparse.Namespace) -> Facts:
 def _judge_job(options: argparse.Namespace, own: Facts, port: int, deadline: float) -> int:
     expected = os.environ["NODE_NAMES"].split()
     facts = {own["node"]: own} | gather(port, own["token"], len(expected) - 1, deadline)
-    uses_gpus = bool(os.environ.get("SLURM_GPUS_ON_NODE")) and os.environ.get("SLURM_GPUS_PER_NODE") != "0"
-    findings = judge(facts, expected, uses_gpus and any(fact.get("gpus") for fact in facts.values()))
+    findings = judge(facts, expected, options.gpus)
     for finding in findings:
         print(finding.line, flush=True)
     bad = sorted({finding.node for finding in findings if finding.fatal})
@@ -326,6 +326,7 @@ def main() -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(description="is every node of a Slurm job fit to train?")
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--gpus", action="store_true", help="each rank needs one")
     parser.add_argument("--need", type=int, required=True, help="nodes to train on")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True, help="what was found, as JSON")

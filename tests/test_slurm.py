@@ -29,13 +29,15 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class SlurmJob:
-    """A job of four nodes and what it leaves."""
+    """A job, of four nodes unless told otherwise, and what it leaves."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, options: list[str], settings: list[str]) -> None:
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, *options: str, settings: list[str] = SETTINGS, **variables: str
+    ) -> None:
         self.cluster, self.folder = cluster, folder
-        variables = {"PYTHON": sys.executable, "RANKS_PER_NODE": "1", "CACHE_DIR": str(folder / "cache")}
-        cluster.environment |= {**variables, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        sizes = ["--nodes=4", "--gpus-per-node=0", *options]
+        variables = {"RANKS_PER_NODE": "1", "CACHE_DIR": str(folder / "cache"), **variables}
+        exported = ",".join(f"{name}={value}" for name, value in variables.items())
+        sizes = ["--nodes=4", "--gpus-per-node=0", f"--export=ALL,{exported}", *options]
         self.number = cluster.submit(*sizes, str(SCRIPT), "--", *settings, cwd=folder)
         self.run_dir = folder / "runs" / f"zeco-{self.number}"
 
@@ -78,6 +80,7 @@ class SlurmJob:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
     with SlurmCluster() as cluster:
+        cluster.environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         yield cluster
         # By their environment, so that nothing that a job has started is overlooked.
         cluster.wait(lambda: not cluster.processes_of_jobs(), "end of all processes of jobs", 20)
@@ -109,7 +112,7 @@ def resumed_at(output: str) -> list[int]:
 def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
     cluster: SlurmCluster, unbroken: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    job = SlurmJob(cluster, tmp_path, [], SETTINGS)
+    job = SlurmJob(cluster, tmp_path)
     job.wait_for_step(6, "0.0")
     os.kill(cluster.ranks(job.number)[2], signal.SIGKILL)
 
@@ -137,6 +140,52 @@ def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
     assert done[done.index(second + 1, second + 1) :] == list(range(second + 1, STEPS + 1))
     check_curve(job, unbroken)
     check_folder(job)
+
+
+def test_what_another_start_would_not_change_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = SlurmJob(cluster, tmp_path, "--nodes=2", settings=[*SETTINGS, "data.global_batch=3", "sp=dp"], CHECKS="off")
+    output = job.finish()
+    assert job.state == "FAILED"
+    assert cluster.job(job.number)["ExitCode"] == "2:0"
+    (line,) = re.findall("^error: .*", output, re.M)
+    assert line.startswith("error: data.global_batch=3: must be a multiple of dp × data.micro_batch = 2 × 1 = 2")
+    assert output.count(", start ") == 1
+
+
+def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
+    # Slurm counts two GPUs on each node, and there are none.
+    job = SlurmJob(cluster, tmp_path, "--nodes=2", "--gpus-per-node=2")
+    output = job.finish()
+    assert job.state == "FAILED"
+    for node in ("n0", "n1"):
+        assert f"check: {node}: error: 0 GPUs, 1 needed" in output
+    assert "error: the checks above found faults (CHECKS=warn starts all the same)" in output
+    assert "step " not in output
+    assert not (job.run_dir / "logs").exists()
+
+
+def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Path) -> None:
+    def sweep(*options: str) -> list[str]:
+        grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=sweep"]
+        settings = [s for s in SMALL if not s.startswith("data.seq_len")]
+        command = [sys.executable, str(REPOSITORY / "launch" / "sweep.py"), *grid, *options, "--", *settings]
+        output = cluster.run(*command, "train.steps=2", "train.device=cpu", cwd=tmp_path)
+        return [line.split(maxsplit=4)[4] for line in output.splitlines()[1:]]
+
+    cluster.environment |= {"CHECKS": "off", "CACHE_DIR": str(tmp_path / "cache")}
+    held = ["--sbatch=--hold"]
+    first = sweep(*held)
+    numbers = [re.fullmatch(r"submitted as job (\d+), from the start", state) for state in first]
+    dp, lasp2 = (match[1] for match in numbers if match is not None)
+    cluster.run("scontrol", "release", dp)
+    cluster.wait(lambda: cluster.job(dp)["JobState"] in ENDED, "end of the job", START)
+    assert cluster.job(dp)["JobState"] == "COMPLETED", (tmp_path / "sweep" / f"dp-1k-1n-{dp}.out").read_text()
+    assert sweep(*held) == ["finished", f"pending as job {lasp2}"]
+    cluster.run("scancel", lasp2)
+    (again,) = sweep(*held)[1:]
+    assert again.startswith("submitted as job ")
+    assert again != first[1]
+    cluster.run("scancel", "--state=PENDING", f"--user={os.getuid()}")
 
 
 def check_folder(job: SlurmJob) -> None:

@@ -1,0 +1,238 @@
+"""Train with several backends, at several lengths of a sequence, on several numbers of nodes, each as a job of its own.
+
+    python launch/sweep.py --backends dp lasp1 lasp2 zeco --lengths 64k 256k 1M --nodes 1 4 \\
+        --sbatch "--partition h100 --time 2:00:00" -- +experiment=gla_1b_16k train.steps=100 data.global_batch=32
+
+submits launch/slurm_256gpu.sh once for each combination, after all of them have been checked. Started again, it leaves
+finished runs and queued jobs alone, and submits the rest; a run that was broken off goes on. Each run's folder is
+FOLDER/BACKEND-LENGTH-NODESn, and what was submitted is in FOLDER/sweep.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.config import check_batch, check_seq_len
+from zeco_train.checkpoint import write_durably
+from zeco_train.config import Config, load_config
+from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.mesh import resolve_sp_size
+from zeco_train.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"
+# What the sweep itself sets.
+_OWN_KEYS = ("sp", "data.seq_len", "run_dir", "name")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: `backend` is dp, lasp1, lasp2, zeco, or zeco:ALGORITHM."""
+
+    backend: str
+    length: str
+    nodes: int
+    ranks: int
+    folder: Path
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder and of the job."""
+        return f"{self.backend.replace(':', '_')}-{self.length}-{self.nodes}n"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings of train.py."""
+        backend, _, algorithm = self.backend.partition(":")
+        # Whole sequences on a rank are what sp=dp is; a size for the others is not meant for it.
+        shared = [s for s in self.settings if not (backend == "dp" and s.startswith("sp.size="))]
+        own = [f"sp={backend}", f"data.seq_len={tokens(self.length)}", f"name={self.name}"]
+        own.append(f"run_dir='{self.run_dir}'")
+        return [*shared, *own, *([f"sp.all_scan.algorithm={algorithm}"] if algorithm else [])]
+
+    def check(self) -> Config:
+        """The run's configuration.
+
+        Raises:
+            ConfigError: what the run itself would refuse before it starts, as far as that can be known without data.
+        """
+        config = load_config(self.overrides)
+        world_size = self.nodes * self.ranks
+        sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
+        check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
+        check_batch(config.data.global_batch, config.data.micro_batch, world_size // sp_size)
+        return config
+
+
+def tokens(length: str) -> int:
+    """`16k` → 16384, `1M` → 1048576, `3000` → 3000.
+
+    Raises:
+        ConfigError: it is not a length.
+    """
+    match = re.fullmatch(r"(\d+)([kKmM]?)", length)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError("--lengths", length, "must be a number of tokens, such as 16384, 16k or 1M (powers of two)")
+    return int(match[1]) * _UNITS[match[2].lower()]
+
+
+class Sweep:
+    """All cases of a grid, and what has become of them (`sweep.json`: job ids by name)."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, options.folder.resolve()
+        for setting in options.settings:
+            key = setting.lstrip("+").partition("=")[0]
+            if key in _OWN_KEYS:
+                raise ConfigError(key, setting.partition("=")[2], "is what the sweep sets, differently for each run")
+        for length in options.lengths:
+            tokens(length)
+        grid = product(options.backends, options.lengths, options.nodes)
+        settings = tuple(options.settings)
+        self.cases = [Case(b, length, n, options.ranks_per_node, self.folder, settings) for b, length, n in grid]
+        self._record = self.folder / "sweep.json"
+        self.jobs: dict[str, str] = json.loads(self._record.read_text())["jobs"] if self._record.exists() else {}
+
+    def run(self) -> int:
+        """Check all, then submit or run what is to be done; returns the exit code."""
+        steps = {case.name: _check(case).train.steps for case in self.cases}
+        queued = {} if self.options.local or not self.jobs else _queued(self.jobs)
+        rows, previous, failed = [], [], False
+        for case in self.cases:
+            done = _steps_done(case)
+            if done >= steps[case.name]:
+                state = "finished"
+            elif case.name in queued:
+                state = f"{queued[case.name].lower()} as job {self.jobs[case.name]}"
+                previous.append(self.jobs[case.name])
+            else:
+                before = f"from step {done}" if done else "from the start"
+                state, ok = self._start(case, before, previous)
+                failed |= not ok
+            rows.append((case.backend, case.length, str(case.nodes * case.ranks), str(case.run_dir), state))
+        print(_table(("backend", "length", "ranks", "run", "state"), rows))
+        return 1 if failed else 0
+
+    def _start(self, case: Case, before: str, previous: list[str]) -> tuple[str, bool]:
+        """Start one; what to say of it, and whether that went well. `previous` are the jobs of the others so far."""
+        command = self._local(case) if self.options.local else self._submission(case, previous)
+        if self.options.dry_run:
+            print(shlex.join(command))
+            if not self.options.local:
+                previous.append(f"JOB{len(previous) + 1}")
+            return f"would go {before}", True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.options.local:
+            print(f"== {case.name}", flush=True)
+            code = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+            return ("finished", True) if code == 0 else (f"failed with exit code {code}", False)
+        # Jobs run where they are submitted; their output belongs to the sweep.
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode != 0:
+            return f"not submitted: {' '.join(done.stderr.split())}", False
+        number = done.stdout.strip().partition(";")[0]
+        self.jobs[case.name] = number
+        previous.append(number)
+        # After each, so that a sweep that is broken off does not submit twice.
+        write_durably(self._record, json.dumps({"jobs": self.jobs}, indent=2))
+        return f"submitted as job {number}, {before}", True
+
+    def _submission(self, case: Case, previous: list[str]) -> list[str]:
+        gpus = 0 if self.options.cpu else case.ranks
+        after = []
+        if self.options.at_once and len(previous) >= self.options.at_once:
+            after = [f"--dependency=afterany:{previous[-self.options.at_once]}"]
+        own = [f"--job-name={case.name}", f"--nodes={case.nodes}", f"--gpus-per-node={gpus}", *after]
+        own.append(f"--export=ALL,RANKS_PER_NODE={case.ranks}")
+        return [
+            *("sbatch", "--parsable", f"--output={self.folder}/%x-%j.out", *own, *shlex.split(self.options.sbatch)),
+            *(str(SCRIPT), "--", *case.overrides),
+        ]
+
+    def _local(self, case: Case) -> list[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        return [*launcher, str(ROOT / "train.py"), *case.overrides]
+
+
+def _check(case: Case) -> Config:
+    try:
+        return case.check()
+    except ConfigError as error:
+        # The same kind of error, for the one run that it is about.
+        error.args = (f"{case.name}: {error}",)
+        raise
+
+
+def _steps_done(case: Case) -> int:
+    rows = read_metrics(case.run_dir / METRICS_FILE)
+    return rows[-1]["step"] if rows else 0
+
+
+def _queued(jobs: dict[str, str]) -> dict[str, str]:
+    """States of those jobs that Slurm has yet to finish, by name of the case."""
+    command = ["squeue", "--me", "--noheader", "--format=%i %T"]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError("squeue", "", f"which jobs are still queued cannot be found out ({error})") from error
+    states = dict(line.split() for line in done.stdout.splitlines())
+    return {name: states[number] for name, number in jobs.items() if number in states}
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="launch/sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backends", nargs="+", default=["dp", "lasp1", "lasp2", "zeco"], metavar="BACKEND")
+    parser.add_argument("--lengths", nargs="+", required=True, metavar="TOKENS", help="whole sequences: 16k, 1M, …")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1], metavar="N", help="default 1")
+    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="R", help="and GPUs; default 8")
+    parser.add_argument("--folder", type=Path, default=Path("runs/sweep"), help="of all runs; default runs/sweep")
+    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="more of sbatch's options, in one argument")
+    parser.add_argument("--at-once", type=int, default=0, metavar="J", help="let at most J of the jobs run at a time")
+    parser.add_argument("--cpu", action="store_true", help="nodes without GPUs")
+    parser.add_argument("--local", action="store_true", help="here, one after the other, without Slurm")
+    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of train.py, for all runs; after --")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns the exit code."""
+    options = parse(arguments)
+    try:
+        if options.local and options.nodes != [1]:
+            raise ConfigError("--nodes", " ".join(map(str, options.nodes)), "must be 1 with --local")
+        return Sweep(options).run()
+    except ZecoError as error:
+        print(error.line, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
