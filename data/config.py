@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -15,10 +16,42 @@ LARGEST_COUNT = 10**9
 
 
 class DataKind(Enum):
-    """Where tokens come from: the corpus that every machine has, or a prepared token store."""
+    """Where tokens come from: the corpus that every machine has, a prepared token store, or several of them."""
 
     embedded = "embedded"
     tokens = "tokens"
+    mixture = "mixture"
+
+
+class Shuffle(Enum):
+    """What an epoch's random order is of.
+
+    `none`: everything comes as it is stored. `sequences`: documents are packed as they are stored, the sequences come
+    in random order. `documents`: documents are packed in random order, and so do the sequences come.
+    """
+
+    none = "none"
+    sequences = "sequences"
+    documents = "documents"
+
+
+@dataclass
+class StoreConfig:
+    """One store of a mixture.
+
+    Attributes:
+        path: folder of the token store.
+        weight: its share of the sequences, and so of the tokens, relative to the other stores' weights.
+        name: what figures about it are called; None for the folder's name.
+        validation_path: store to validate on; None takes `path`/validation where that exists.
+        min_document_tokens: in place of `data.min_document_tokens`; None for that.
+    """
+
+    path: str = ""
+    weight: float = 1.0
+    name: str | None = None
+    validation_path: str | None = None
+    min_document_tokens: int | None = None
 
 
 @dataclass
@@ -26,52 +59,97 @@ class DataConfig:
     """What to read, and how it is cut into batches.
 
     Attributes:
-        kind: `embedded` (the running Python's standard library, as bytes) or `tokens` (a store at `path`).
+        kind: `embedded` (the running Python's standard library, as bytes), `tokens` (a store at `path`) or `mixture`
+            (`stores`).
         path: folder of the token store; for `tokens` only.
         validation_path: store to validate on; for `tokens` only; None takes `path`/validation where that exists.
+        stores: what to mix; for `mixture` only.
         seq_len: tokens of a whole sequence, over all ranks that share it and all segments in time.
         global_batch: sequences of an optimizer step, over all ranks.
         micro_batch: sequences of a data-parallel rank in one forward and backward.
+        shuffle: what every epoch has a new random order of.
+        min_document_tokens: leave out documents with fewer tokens, their end of sequence counted; 0 for none.
         reset_state_at_document: start every document with a zero state; needs micro_batch 1.
         validation_fraction: part of the files held out; for `embedded` only; 0 for none.
-        cache_dir: folder for the prepared corpus; for `embedded` only; None for the user's cache.
+        cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
+        verify: before the first step, read all token files and compare them with the digests of when they were made.
     """
 
     kind: DataKind = DataKind.embedded
     path: str | None = None
     validation_path: str | None = None
+    stores: list[StoreConfig] = field(default_factory=list)
     seq_len: int = 4096
     global_batch: int = 8
     micro_batch: int = 1
+    shuffle: Shuffle = Shuffle.sequences
+    min_document_tokens: int = 0
     reset_state_at_document: bool = False
     validation_fraction: float = 0.05
     cache_dir: str | None = None
+    verify: bool = False
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether documents are read in another order than the stored one, or not all of them."""
+        shortest = [store.min_document_tokens or 0 for store in self.stores]
+        return self.shuffle is Shuffle.documents or max(self.min_document_tokens, *shortest, 0) > 1
 
 
 @dataclass(frozen=True)
 class StorePaths:
-    """The folders of the training store and, where there is one, of the validation store."""
+    """The folders of a training store and, where there is one, of its validation store.
+
+    Attributes:
+        name: what figures about the store are called; empty where there is one store only.
+        weight: of its sequences among those of all stores.
+        min_document_tokens: shorter documents are left out.
+    """
 
     train: Path
     validation: Path | None
+    name: str = ""
+    weight: float = 1.0
+    min_document_tokens: int = 0
 
 
-def locate_stores(config: DataConfig) -> StorePaths:
+def locate_stores(config: DataConfig) -> list[StorePaths]:
     """Find the stores, preparing the embedded corpus on its first use. Ranks may do this at the same time.
 
     Raises:
         ConfigError: `tokens` without a path.
         DataError: no corpus, or a cache folder that cannot be written.
     """
-    if config.kind is DataKind.tokens:
-        train = Path(_required_path(config))
-        if config.validation_path is not None:
-            return StorePaths(train, Path(config.validation_path))
-    else:
+    shortest = config.min_document_tokens
+    if config.kind is DataKind.embedded:
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
         train = prepare_embedded(cache_dir, validation_fraction=config.validation_fraction)
-    held_out = train / VALIDATION_FOLDER
-    return StorePaths(train, held_out if held_out.is_dir() else None)
+        return [StorePaths(train, _held_out(train), min_document_tokens=shortest)]
+    if config.kind is DataKind.tokens:
+        train = Path(_required_path(config))
+        return [StorePaths(train, _held_out(train, config.validation_path), min_document_tokens=shortest)]
+    return [
+        StorePaths(
+            Path(store.path),
+            _held_out(Path(store.path), store.validation_path),
+            store_name(store),
+            store.weight,
+            shortest if store.min_document_tokens is None else store.min_document_tokens,
+        )
+        for store in config.stores
+    ]
+
+
+def store_name(store: StoreConfig) -> str:
+    """What figures about a store of a mixture are called."""
+    return store.name if store.name is not None else Path(store.path).name
+
+
+def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
+    if validation_path is not None:
+        return Path(validation_path)
+    folder = train / VALIDATION_FOLDER
+    return folder if folder.is_dir() else None
 
 
 def check_config(config: DataConfig) -> None:
@@ -79,9 +157,16 @@ def check_config(config: DataConfig) -> None:
     if config.kind is DataKind.tokens:
         _required_path(config)
     else:
-        for field, value in (("data.path", config.path), ("data.validation_path", config.validation_path)):
+        for name, value in (("data.path", config.path), ("data.validation_path", config.validation_path)):
             if value is not None:
-                raise ConfigError(field, value, "data=embedded takes none; use data=tokens")
+                raise ConfigError(name, value, f"data={config.kind.value} takes none; use data=tokens")
+    if config.kind is DataKind.mixture:
+        _check_stores(config.stores)
+    elif config.stores:
+        paths = ", ".join(store.path for store in config.stores)
+        raise ConfigError("data.stores", paths, f"data={config.kind.value} takes none; use data=mixture")
+    if config.min_document_tokens < 0:
+        raise ConfigError("data.min_document_tokens", config.min_document_tokens, "must be ≥ 0")
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
     check_seq_len(config.seq_len)
@@ -89,13 +174,16 @@ def check_config(config: DataConfig) -> None:
     check_reset(config.reset_state_at_document, config.micro_batch)
 
 
-def check_seq_len(seq_len: int, sp_size: int = 1, num_tokens: int | None = None, segments: int = 1) -> None:
+def check_seq_len(
+    seq_len: int, sp_size: int = 1, num_tokens: int | None = None, segments: int = 1, corpus: str = "the corpus"
+) -> None:
     """Check the length of a sequence against its shards and, where given, the size of the corpus.
 
     Args:
         sp_size: ranks that share the sequence.
         num_tokens: tokens of the corpus; a sequence needs one more than its length, the label of its last token.
         segments: parts of the sequence in time, each shared by all those ranks.
+        corpus: what messages call it.
 
     Raises:
         ConfigError: names the nearest legal values.
@@ -104,12 +192,12 @@ def check_seq_len(seq_len: int, sp_size: int = 1, num_tokens: int | None = None,
     shards = f"sp.size={sp_size}" if segments == 1 else f"sp.size × train.segments = {sp_size} × {segments} = {unit}"
     largest = (num_tokens - 1) // unit * unit if num_tokens is not None else None
     if largest is not None and largest < unit:
-        allowed = f"the corpus has only {num_tokens} tokens, too few for any sequence with {shards}"
+        allowed = f"{corpus} has only {num_tokens} tokens, too few for any sequence with {shards}"
         raise ConfigError("data.seq_len", seq_len, allowed)
     if seq_len <= 0:
         raise ConfigError("data.seq_len", seq_len, f"must be positive; nearest legal value: {unit}")
     if largest is not None and num_tokens is not None and seq_len > num_tokens - 1:
-        allowed = f"longer than the corpus of {num_tokens} tokens; largest legal value: {largest}"
+        allowed = f"longer than {corpus} of {num_tokens} tokens; largest legal value: {largest}"
         raise ConfigError("data.seq_len", seq_len, f"{allowed}; for longer sequences {PREPARE_HINT}")
     if seq_len % unit != 0:
         nearest = _nearest_multiples(seq_len, unit, largest)
@@ -135,6 +223,28 @@ def check_reset(reset_state_at_document: bool, micro_batch: int) -> None:
     """Check that documents are fed one sequence at a time: their borders differ from sequence to sequence."""
     if reset_state_at_document and micro_batch > 1:
         raise ConfigError("data.micro_batch", micro_batch, "must be 1 with data.reset_state_at_document=true")
+
+
+def _check_stores(stores: list[StoreConfig]) -> None:
+    """Check all that can be said of a mixture without opening its stores."""
+    if not stores:
+        example = "'data.stores=[{path:STORE,weight:2},{path:OTHER,weight:1}]'"
+        raise ConfigError("data.stores", "[]", f"data=mixture needs token stores, as in {example}")
+    names: dict[str, int] = {}
+    for number, store in enumerate(stores):
+        field = f"data.stores.{number}"
+        if not store.path:
+            raise ConfigError(f"{field}.path", store.path, f"needs the folder of a token store; {PREPARE_HINT}")
+        if not (store.weight > 0 and math.isfinite(store.weight)):
+            raise ConfigError(f"{field}.weight", store.weight, "must be > 0; leave out a store that nothing is read of")
+        if store.min_document_tokens is not None and store.min_document_tokens < 0:
+            raise ConfigError(f"{field}.min_document_tokens", store.min_document_tokens, "must be ≥ 0")
+        name = store_name(store)
+        if not name:
+            raise ConfigError(f"{field}.name", name, "must not be empty")
+        if name in names:
+            raise ConfigError(f"{field}.name", name, f"store {names[name]} has it, too; give each a name of its own")
+        names[name] = number
 
 
 def _required_path(config: DataConfig) -> str:

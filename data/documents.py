@@ -1,11 +1,154 @@
-"""Where documents begin and end on one shard of a sequence."""
+"""Documents of a store one after another, in stored or in random order, and where they lie on a shard of a sequence."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from data.corpora import default_cache_dir
+from data.index import DocumentIndex, block_sums, cached, long_documents
+from data.permutation import Permutation
+from data.store import TokenStore
+
+# Stores with fewer documents are indexed in less time than it takes to find, check and read a file.
+SMALLEST_CACHED = 1 << 20
+_INDEX_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The k documents that a range of a stream touches, in the stream's order.
+
+    Attributes:
+        documents: [k] their numbers in the store.
+        offsets: [k + 1] int64, where they begin in the stream, and the end of the last.
+        starts: [k] int64, where they begin among the store's tokens.
+    """
+
+    documents: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+class DocumentStream:
+    """The documents of a store as one stream of tokens.
+
+    Args:
+        store: of the documents.
+        index: which of them, and in which order; None for all of them as they are stored.
+    """
+
+    def __init__(self, store: TokenStore, index: DocumentIndex | None = None) -> None:
+        self.store, self._index = store, index
+        self.num_tokens = store.num_tokens if index is None else index.num_tokens
+
+    def pieces(self, start: int, stop: int) -> Pieces:
+        """The documents that tokens [start, stop) of the stream belong to."""
+        assert 0 <= start < stop <= self.num_tokens, (start, stop, self.num_tokens)
+        borders = self.store.doc_offsets
+        if self._index is None:
+            first, beyond = _touched(borders, start, stop)
+            offsets = np.asarray(borders[first : beyond + 1])
+            return Pieces(np.arange(first, beyond), offsets, offsets[:-1])
+        documents, before = self._index.around(start, stop)
+        starts = borders[documents]
+        offsets = before + np.concatenate(([0], np.cumsum(borders[documents + 1] - starts)))
+        first, beyond = _touched(offsets, start, stop)
+        return Pieces(documents[first:beyond], offsets[first : beyond + 1], starts[first:beyond])
+
+    def read(self, pieces: Pieces, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the stream, [stop − start] int64, of which `pieces` are the documents.
+
+        Nothing else is read; documents that are neighbours in the store, too, are read at once.
+
+        Raises:
+            DataError: see `TokenStore.read`.
+        """
+        begins = np.maximum(pieces.offsets[:-1], start)
+        ends = np.minimum(pieces.offsets[1:], stop)
+        froms = pieces.starts + (begins - pieces.offsets[:-1])
+        tos = froms + (ends - begins)
+        apart = np.flatnonzero(froms[1:] != tos[:-1])
+        runs = zip(froms[np.append(0, apart + 1)].tolist(), tos[np.append(apart, len(tos) - 1)].tolist(), strict=True)
+        if len(apart) == 0:
+            return self.store.read(*next(runs))
+        tokens, filled = np.empty(stop - start, dtype=np.int64), 0
+        for first, beyond in runs:
+            tokens[filled : filled + beyond - first] = self.store.read(first, beyond)
+            filled += beyond - first
+        assert filled == stop - start, (filled, start, stop)
+        return tokens
+
+
+class Documents:
+    """The documents of a store that are long enough, and the streams that they make.
+
+    Args:
+        store: of the documents.
+        min_tokens: shorter ones, their end of sequence counted, are left out.
+        cache_dir: folder for the indices of large stores; None for the user's cache.
+        smallest_cached: documents of a store from which on its indices are kept as files.
+
+    Attributes:
+        num_documents, num_tokens: what is left, which may be nothing.
+
+    Raises:
+        DataError: an index cannot be written.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        min_tokens: int = 0,
+        cache_dir: Path | None = None,
+        smallest_cached: int = SMALLEST_CACHED,
+    ) -> None:
+        self.store, self.min_tokens = store, min_tokens
+        self._folder = (cache_dir or default_cache_dir()) / "indices"
+        self._is_small = store.meta.num_documents < smallest_cached
+        self._stored: DocumentIndex | None = None
+        self._kept: NDArray[np.integer] | None = None
+        self.num_documents, self.num_tokens = store.meta.num_documents, store.num_tokens
+        if min_tokens > 1:
+            self._kept = self._load("documents", lambda: long_documents(store.doc_offsets, min_tokens))
+            self.num_documents = len(self._kept)
+            self._stored = self._index(None)
+            self.num_tokens = self._stored.num_tokens
+
+    @property
+    def description(self) -> str:
+        """What messages call them."""
+        left = f" (its documents of {self.min_tokens} tokens or more)" if self.min_tokens > 1 else ""
+        return f"the corpus {self.store.path}{left}"
+
+    def stream(self, order: Permutation | None = None) -> DocumentStream:
+        """One after another, as they are stored or in an order of all `num_documents`."""
+        return DocumentStream(self.store, self._stored if order is None else self._index(order))
+
+    def _index(self, order: Permutation | None) -> DocumentIndex:
+        index = DocumentIndex(self._kept, order, np.zeros(1, np.int64), self.num_documents)
+        name = "stored order" if order is None else order.name
+        return replace(index, sums=self._load(name, lambda: block_sums(self.store.doc_offsets, index)))
+
+    def _load(self, name: str, make: Callable[[], NDArray]) -> NDArray:
+        if self._is_small:
+            return make()
+        key = f"{_INDEX_FORMAT} {self.store.meta.doc_offsets_sha256} {self.min_tokens} {name}"
+        path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
+        return cached(path, make, f"index of {self.store.path} ({name})")
+
+
+def _touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
+    """First and one past the last of the documents, bordered by `offsets`, that [start, stop) touches."""
+    first = int(np.searchsorted(offsets, start, side="right")) - 1
+    return first, int(np.searchsorted(offsets, stop, side="left"))
 
 
 def shard_cu_seqlens(
@@ -16,7 +159,8 @@ def shard_cu_seqlens(
     A sequence begins with a fresh state: a document that began before `sequence_start` begins again there.
 
     Args:
-        doc_offsets: [documents + 1] int64, strictly increasing, the borders of the documents in the token stream.
+        doc_offsets: [documents + 1] int64, strictly increasing, the borders of the documents in the token stream; those
+            of the documents on the shard suffice.
         sequence_start: position of the sequence's first token in the stream.
         seq_len: tokens of the sequence.
         offset: position of the shard's first token in the sequence.

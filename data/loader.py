@@ -1,30 +1,36 @@
 """Batches of one rank's slices of sequences, as a pure function of one integer.
 
-Sequence i is tokens [i · seq_len, (i + 1) · seq_len) of the stream; its labels are the tokens one further, so the last
-label of one sequence is the first token of the next. A sequence may be cut in time into segments (DESIGN, section 3);
-each segment is spread over the ranks that share the sequence, and is read as a batch of its own. The endless stream of
-sequences runs through one random order of all sequences an epoch; a step takes the next `global_batch` of it (and may
-cross the border of an epoch). All that a run must remember is `consumed`, the number of sequences taken before,
-whatever the number of ranks and of segments.
+The documents of a store follow one another in a stream (data.documents), stored or shuffled anew every epoch. Sequence
+i of an epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are the tokens one further, so the
+last label of one sequence is the first token of the next. What is left behind the last whole sequence, and is not its
+label, is left out of that epoch: a sequence never goes on in the next one, which may have the same documents.
+
+The sequences of an epoch come in a random order, those of several stores in proportion to their weights
+(data.mixture), and all make one endless stream of which a step takes the next `global_batch` (and may cross the border
+of an epoch). A sequence may be cut in time into segments (DESIGN, section 3); each segment is spread over the ranks
+that share the sequence, and is read as a batch of its own. All that a run must remember is `consumed`, the number of
+sequences taken before, whatever the number of ranks and of segments.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from data.config import check_batch, check_reset, check_seq_len
-from data.documents import shard_cu_seqlens
+from data.config import Shuffle, check_batch, check_reset, check_seq_len
+from data.documents import Documents, DocumentStream, shard_cu_seqlens
+from data.mixture import Mixture
 from data.permutation import Permutation
-from data.store import TokenStore
-from zeco_train.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Batch:
         continues: the first piece continues a document (without documents: the sequence) from an earlier shard, which
             for the first rank is the last rank's shard of the segment before.
         offset: position of the first token in the whole sequence.
-        sequence_ids: which sequences these are; empty for padding.
+        sequence_ids: which sequences these are, within their epochs; those of a second store are counted on from those
+            of the first. Empty for padding.
         is_padding: in validation only: run it so that all ranks do the same, and count nothing of it.
         segment: which segment of the sequences, from 0.
     """
@@ -97,39 +104,122 @@ class DataSplit:
         return (segment * self.sp_size + self.sp_rank) * self.length
 
 
+@dataclass(frozen=True)
+class Source:
+    """One of the stores of a run.
+
+    Attributes:
+        documents: what is read of it.
+        weight: of its sequences, relative to the other stores' weights.
+        name: what figures about it are called.
+    """
+
+    documents: Documents
+    weight: int = 1
+    name: str = ""
+
+
+class Shard(NamedTuple):
+    """One rank's part of a segment of a sequence, see `Batch`; `tokens` is [L + 1], with the label of the last."""
+
+    tokens: NDArray[np.int64]
+    cu_seqlens: Tensor | None
+    continues: bool
+
+
 class SequenceReader:
-    """Reads one sequence-parallel rank's slices of sequences from a store.
+    """Reads one sequence-parallel rank's slices of the sequences of a store.
+
+    Args:
+        documents: of the store.
+        split: which slices.
+        shuffle, seed: the order of documents and sequences in each epoch.
+        number: of the store in a mixture: stores of the same size have different orders.
+
+    Attributes:
+        num_sequences: of an epoch.
 
     Raises:
         ConfigError: sequences longer than the store.
     """
 
-    def __init__(self, store: TokenStore, split: DataSplit) -> None:
-        check_seq_len(split.seq_len, split.sp_size, store.num_tokens, split.segments)
-        self.store, self.split = store, split
-        self.num_sequences = (store.num_tokens - 1) // split.seq_len
+    def __init__(
+        self,
+        documents: Documents,
+        split: DataSplit,
+        *,
+        shuffle: Shuffle = Shuffle.none,
+        seed: int = 0,
+        number: int = 0,
+    ) -> None:
+        num_tokens = documents.num_tokens
+        check_seq_len(split.seq_len, split.sp_size, num_tokens, split.segments, documents.description)
+        self.documents, self.split = documents, split
+        self.num_sequences = (num_tokens - 1) // split.seq_len
+        self._shuffle, self._seed, self._suffix = shuffle, seed, f" of store {number}" if number else ""
+        self._lock = threading.Lock()
+        self._streams: dict[int, DocumentStream] = {}
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Epoch and sequence of the `index`-th of the endless stream of this store's sequences."""
+        epoch, place = divmod(index, self.num_sequences)
+        if self._shuffle is Shuffle.none:
+            return epoch, place
+        return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)
 
     def read(self, sequence_ids: list[int], segment: int = 0) -> Batch:
-        """Read this rank's tokens of a segment of the sequences, and one more of each: the label of the last."""
-        split, length, offset = self.split, self.split.length, self.split.offset(segment)
-        tokens = np.empty((len(sequence_ids), length + 1), dtype=np.int64)
-        for row, sequence_id in zip(tokens, sequence_ids, strict=True):
-            start = sequence_id * split.seq_len + offset
-            row[:] = self.store.read(start, start + length + 1)
-        cu_seqlens, continues = None, offset > 0
-        if split.reset_state_at_document:
-            assert len(sequence_ids) == 1, sequence_ids
-            start, doc_offsets = sequence_ids[0] * split.seq_len, self.store.doc_offsets
-            cu_seqlens, continues = shard_cu_seqlens(doc_offsets, start, split.seq_len, offset, length)
+        """This rank's part of a segment of sequences of the first epoch."""
+        return self.batch([self.shard(0, i, segment) for i in sequence_ids], sequence_ids, segment)
+
+    def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
+        """Read this rank's tokens of a segment of a sequence, and one more: the label of the last.
+
+        Raises:
+            DataError: the store has changed or cannot be read.
+        """
+        split, stream = self.split, self._stream(epoch)
+        first, offset = sequence * split.seq_len, split.offset(segment)
+        start, stop = first + offset, first + offset + split.length + 1
+        pieces = stream.pieces(start, stop)
+        tokens = stream.read(pieces, start, stop)
+        if not split.reset_state_at_document:
+            return Shard(tokens, None, offset > 0)
+        return Shard(tokens, *shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length))
+
+    def batch(self, shards: Sequence[Shard], sequence_ids: list[int], segment: int) -> Batch:
+        """The batch of some shards, which may be of several stores."""
+        assert not self.split.reset_state_at_document or len(shards) == 1, sequence_ids
+        tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
         return Batch(
-            input_ids=torch.from_numpy(tokens[:, :-1].copy()),
-            labels=torch.from_numpy(tokens[:, 1:].copy()),
-            cu_seqlens=cu_seqlens,
-            continues=continues,
-            offset=offset,
+            input_ids=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            cu_seqlens=shards[0].cu_seqlens,
+            continues=shards[0].continues,
+            offset=self.split.offset(segment),
             sequence_ids=sequence_ids,
             segment=segment,
         )
+
+    def _stream(self, epoch: int) -> DocumentStream:
+        key = epoch if self._shuffle is Shuffle.documents else 0
+        with self._lock:  # the first to ask makes it; another thread may read out of turn
+            if key not in self._streams:
+                order = None
+                if self._shuffle is Shuffle.documents:
+                    of = f"documents{self._suffix}"
+                    order = Permutation(self.documents.num_documents, self._seed, epoch, of)
+                # At the border of two epochs both are read.
+                self._streams = {k: v for k, v in self._streams.items() if abs(k - key) <= 1}
+                self._streams[key] = self.documents.stream(order)
+            return self._streams[key]
+
+
+class Place(NamedTuple):
+    """What lies at a place of a run's endless stream: the store, its epoch, and a sequence of that."""
+
+    source: int
+    epoch: int
+    sequence: int
 
 
 class SequenceLoader:
@@ -139,42 +229,72 @@ class SequenceLoader:
     Data-parallel rank d takes the d-th contiguous part of them, and a micro-step the next `micro_batch` of that part.
     The segments of a micro-batch are the same sequences, read one part after another.
 
+    Attributes:
+        readers: one for each store.
+        mixture: how places are dealt out to the stores.
+        num_sequences: of an epoch of each store, together.
+
     Raises:
         ConfigError: as `check_seq_len` and `check_batch` of data.config.
     """
 
-    def __init__(self, store: TokenStore, split: DataSplit, *, seed: int, global_batch: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        split: DataSplit,
+        *,
+        seed: int,
+        global_batch: int,
+        shuffle: Shuffle = Shuffle.sequences,
+    ) -> None:
         check_batch(global_batch, split.micro_batch, split.dp_size)
-        self.reader = SequenceReader(store, split)
+        self.readers = [
+            SequenceReader(source.documents, split, shuffle=shuffle, seed=seed, number=number)
+            for number, source in enumerate(sources)
+        ]
+        self.mixture = Mixture([source.weight for source in sources], seed)
+        counts = [reader.num_sequences for reader in self.readers]
+        self._first_ids = [0, *itertools.accumulate(counts)]
+        self.num_sequences = self._first_ids[-1]
         self.global_batch, self.micro_batch, self.segments = global_batch, split.micro_batch, split.segments
         self.micro_steps = global_batch // (split.dp_size * split.micro_batch)
         self._first = split.dp_rank * (global_batch // split.dp_size)
-        self._seed = seed
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of an epoch."""
-        return self.reader.num_sequences
+    def place(self, position: int) -> Place:
+        """What lies at a place of the endless stream."""
+        source, index = self.mixture.place(position)
+        return Place(source, *self.readers[source].find(index))
 
     def sequence_id(self, position: int) -> int:
-        """The sequence at a place of the endless stream; epoch = position // num_sequences."""
-        epoch, index = divmod(position, self.num_sequences)
-        return Permutation(self.num_sequences, self._seed, epoch)(index)
+        """The sequence at a place of the endless stream: one number over all stores, without its epoch."""
+        return self._id(self.place(position))
 
     def sequence_ids(self, consumed: int, micro_step: int) -> list[int]:
         """The sequences of this rank's micro-batch."""
-        assert consumed >= 0, consumed
-        assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
-        start = consumed + self._first + micro_step * self.micro_batch
-        return [self.sequence_id(start + i) for i in range(self.micro_batch)]
+        return [self._id(place) for place in self._places(consumed, micro_step)]
 
     def batch(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
         """A segment of this rank's micro-batch `micro_step` of the step that begins after `consumed` sequences.
 
         Raises:
-            DataError: the store has changed or cannot be read.
+            DataError: a store has changed or cannot be read.
         """
-        return self.reader.read(self.sequence_ids(consumed, micro_step), segment)
+        places = self._places(consumed, micro_step)
+        shards = [self.readers[place.source].shard(place.epoch, place.sequence, segment) for place in places]
+        return self.readers[0].batch(shards, [self._id(place) for place in places], segment)
+
+    def reader_of(self, sequence_id: int) -> SequenceReader:
+        """Which store's sequence that is."""
+        return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
+
+    def _places(self, consumed: int, micro_step: int) -> list[Place]:
+        assert consumed >= 0, consumed
+        assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
+        start = consumed + self._first + micro_step * self.micro_batch
+        return [self.place(start + i) for i in range(self.micro_batch)]
+
+    def _id(self, place: Place) -> int:
+        return self._first_ids[place.source] + place.sequence
 
 
 class PrefetchingLoader:
@@ -238,22 +358,17 @@ class PrefetchingLoader:
         return False
 
 
-def validation_batches(store: TokenStore, split: DataSplit, *, max_sequences: int | None = None) -> Iterator[Batch]:
+def validation_batches(reader: SequenceReader, *, max_sequences: int | None = None) -> Iterator[Batch]:
     """One rank's validation batches: every sequence once over all data-parallel ranks, in fixed order.
 
     All ranks give the same number of batches, as collectives need; what is too much is padding (`Batch.is_padding`).
     The segments of the same sequences come one after another, then those of the next.
 
     Args:
+        reader: of the held-out store.
         max_sequences: take only the first so many sequences.
-
-    Raises:
-        DataError: the store is shorter than a sequence.
     """
-    if store.num_tokens - 1 < split.seq_len:
-        problem = f"its {store.num_tokens} tokens are too few for validation with data.seq_len={split.seq_len}"
-        raise DataError(store.path, problem, "use a larger validation part or shorter sequences")
-    reader = SequenceReader(store, split)
+    split = reader.split
     count = reader.num_sequences if max_sequences is None else min(reader.num_sequences, max_sequences)
     for start in range(0, count, split.dp_size * split.micro_batch):
         first = start + split.dp_rank * split.micro_batch

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+from numpy.typing import NDArray
+
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
+_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# Places that `map` computes at once: their temporaries stay in a core's cache.
+_BLOCK = 1 << 14
 
 
 class Permutation:
-    """A bijection of 0 … n−1 determined by (n, seed, epoch), in constant time and memory.
+    """A bijection of 0 … n−1 determined by (n, seed, epoch, of), in constant time and memory.
 
     A balanced Feistel network is a bijection of the pairs of `half`-bit numbers whatever its round function is: each
     round maps (left, right) to (right, left XOR f(right)), which can be undone. Its domain is the smallest even power
@@ -18,14 +24,22 @@ class Permutation:
     (4 at least), so fewer than 4 turns are expected.
 
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), sections 4 (cycle walking) and 5 (Feistel).
+
+    Args:
+        n: how many things.
+        seed, epoch: which order.
+        of: what is ordered; things of different kinds have orders that are unrelated.
+
+    Attributes:
+        name: of the order; with n it says all.
     """
 
-    def __init__(self, n: int, seed: int, epoch: int) -> None:
+    def __init__(self, n: int, seed: int, epoch: int, of: str = "sequences") -> None:
         assert n > 0, n
         self.n = n
         self._half = max(1, ((n - 1).bit_length() + 1) // 2)
-        digest = hashlib.blake2b(f"order of sequences, seed {seed}, epoch {epoch}".encode(), digest_size=8 * _ROUNDS)
-        words = digest.digest()
+        self.name = f"order of {of}, seed {seed}, epoch {epoch}"
+        words = hashlib.blake2b(self.name.encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = [int.from_bytes(words[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
@@ -36,6 +50,18 @@ class Permutation:
             place = self._encrypt(place)
         return place
 
+    def map(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The things at the places `indices`, any shape [...] of one dimension: as `__call__` on each, much faster."""
+        result = indices.astype(np.uint64)
+        for start in range(0, len(result), _BLOCK):
+            places = result[start : start + _BLOCK]
+            self._encrypt_all(places)
+            while (outside := np.flatnonzero(places >= self.n)).size:
+                again = places[outside]
+                self._encrypt_all(again)
+                places[outside] = again
+        return result.view(np.int64)
+
     def _encrypt(self, value: int) -> int:
         low = (1 << self._half) - 1
         left, right = value >> self._half, value & low
@@ -43,10 +69,29 @@ class Permutation:
             left, right = right, left ^ (_mix(right ^ key) & low)
         return left << self._half | right
 
+    def _encrypt_all(self, values: NDArray[np.uint64]) -> None:
+        """`_encrypt` of each, in place."""
+        half, low = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = values >> half, values & low
+        mixed, shifted = np.empty_like(values), np.empty_like(values)
+        for key in self._keys:
+            np.bitwise_xor(right, np.uint64(key), out=mixed)
+            for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+                np.right_shift(mixed, np.uint64(shift), out=shifted)
+                np.bitwise_xor(mixed, shifted, out=mixed)
+                np.multiply(mixed, np.uint64(multiplier), out=mixed)
+            np.right_shift(mixed, np.uint64(31), out=shifted)
+            np.bitwise_xor(mixed, shifted, out=mixed)
+            np.bitwise_and(mixed, low, out=mixed)
+            np.bitwise_xor(left, mixed, out=left)
+            left, right = right, left
+        np.left_shift(left, half, out=left)
+        np.bitwise_or(left, right, out=values)
+
 
 def _mix(x: int) -> int:
     """A 64-bit mixer in which every bit of the input moves every bit of the result (the finalizer of splitmix64)."""
     x &= _MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    x = (x ^ x >> 30) * _MULTIPLIERS[0] & _MASK
+    x = (x ^ x >> 27) * _MULTIPLIERS[1] & _MASK
     return x ^ x >> 31

@@ -117,8 +117,11 @@ class TokenStore:
         doc_offsets: [documents + 1] int64, mapped from the file.
     """
 
-    def __init__(self, path: Path, meta: StoreMeta, doc_offsets: NDArray[np.int64]) -> None:
+    def __init__(
+        self, path: Path, meta: StoreMeta, doc_offsets: NDArray[np.int64], stats: list[os.stat_result]
+    ) -> None:
         self.path, self.meta, self.doc_offsets = path, meta, doc_offsets
+        self._versions = [_version(stat) for stat in stats]
         self._dtype = token_dtype(meta.vocab_size)
         self._shard_stops = np.cumsum([shard.num_tokens for shard in meta.shards], dtype=np.int64)
         self._descriptors: dict[int, int] = {}
@@ -136,16 +139,17 @@ class TokenStore:
         folder = Path(path)
         meta = read_meta(folder)
         itemsize = token_dtype(meta.vocab_size).itemsize
+        stats = []
         for shard in meta.shards:
             file = folder / shard.name
             try:
-                size = file.stat().st_size
+                stats.append(file.stat())
             except OSError as error:
                 raise DataError(file, f"cannot be read ({error.strerror})", _COPY_AGAIN) from error
-            if size != (expected := shard.num_tokens * itemsize):
+            if (size := stats[-1].st_size) != (expected := shard.num_tokens * itemsize):
                 problem = f"{'truncated' if size < expected else 'too long'}: {size} bytes, meta.json says {expected}"
                 raise DataError(file, problem, _COPY_AGAIN)
-        return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta))
+        return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta), stats)
 
     @property
     def num_tokens(self) -> int:
@@ -188,8 +192,8 @@ class TokenStore:
         """Return tokens [start, stop) as [stop − start] int64; nothing else of the files is touched.
 
         Raises:
-            DataError: a shard is gone, has become shorter since the store was opened, cannot be read, or has an id that
-                meta.json's vocabulary has not.
+            DataError: a shard is gone, has changed since the store was opened, cannot be read, or has an id that
+                meta.json's vocabulary has not; names the shard and the bytes.
         """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         tokens = np.empty(stop - start, dtype=self._dtype)
@@ -202,7 +206,7 @@ class TokenStore:
                 wrong = int(np.argmax(part >= self.vocab_size))
                 position = first - shard_start + wrong
                 problem = f"token {position} is {part[wrong]}, meta.json has ids below {self.vocab_size}"
-                raise DataError(self._shard_path(index), problem, _COPY_AGAIN)
+                raise DataError(self._where(index, first - shard_start, part), problem, _COPY_AGAIN)
         with self._lock:
             self._bytes_requested += tokens.nbytes
         return tokens.astype(np.int64)
@@ -236,18 +240,31 @@ class TokenStore:
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:
         """Fill `tokens` from token `first` of a shard on."""
         view = tokens.view(np.uint8).data
-        offset, done = first * self.itemsize, 0
+        offset, done, problem, remedy = first * self.itemsize, 0, "", "leave a store alone while a run uses it"
         try:
             with self._shard(index) as descriptor:
                 while done < len(view):  # one call gives at most 2 GiB, and may give less
                     count = os.preadv(descriptor, [view[done:]], offset + done)
                     if count == 0:
-                        problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
-                        remedy = "leave a store alone while a run uses it"
-                        raise DataError(self._shard_path(index), problem, remedy)
+                        break
                     done += count
+                # Last, so that what changed in the course of the read is noticed, too.
+                now = os.fstat(descriptor)
+            if done < len(view):
+                problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
+            elif now.st_nlink == 0:
+                problem = "was removed or replaced since it was opened"
+            elif _version(now) != self._versions[index]:
+                problem = "was changed or replaced since it was opened"
         except OSError as error:
-            raise DataError(self._shard_path(index), f"cannot be read ({error.strerror})", _COPY_AGAIN) from error
+            problem, remedy = f"cannot be read ({error.strerror})", _COPY_AGAIN
+        if problem:
+            raise DataError(self._where(index, first, tokens), problem, remedy)
+
+    def _where(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> str:
+        """What messages call the bytes that hold `tokens`, of which the first is token `first` of a shard."""
+        start = first * self.itemsize
+        return f"{self._shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
 
     @contextlib.contextmanager
     def _shard(self, index: int) -> Iterator[int]:
@@ -265,6 +282,11 @@ class TokenStore:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def _version(stat: os.stat_result) -> tuple[int, int, int]:
+    """What of a file changes when it is replaced or written to."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_vocabulary(store: TokenStore, model_vocab_size: int) -> None:

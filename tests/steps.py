@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import DataSplit, SequenceLoader
+from data.documents import Documents
+from data.loader import DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
 from models.gla import GLAConfig, GLAForCausalLM
@@ -139,7 +140,7 @@ def make_loader(case: Case, mesh: ProcessMesh, store: str | Path) -> SequenceLoa
         case.documents,
         case.segments,
     )
-    return SequenceLoader(TokenStore.open(Path(store)), split, seed=3, global_batch=GLOBAL_BATCH)
+    return SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=GLOBAL_BATCH)
 
 
 def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | Path) -> Result:
@@ -164,7 +165,7 @@ def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | P
         loss_value, norm = step.update(loss).read()
         result.losses.append(loss_value)
         result.norms.append(norm)
-    val_loss = step.loss([loader.reader.read([0], segment) for segment in range(case.segments)])
+    val_loss = step.loss([loader.readers[0].read([0], segment) for segment in range(case.segments)])
     dist.all_reduce(val_loss)
     result.val_loss = val_loss.item() / mesh.dp_size
     result.parameters = {name: full(p).clone() for name, p in model.named_parameters()}

@@ -16,9 +16,9 @@ OPTIONS = [(group, option) for group, options in group_options().items() for opt
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
-    needs = ["data.path=store"] if (group, option) == ("data", "tokens") else []
+    needs = {"data=tokens": ["data.path=store"], "data=mixture": ["data.stores=[{path:store}]"]}
     prefix = "+" if group == "experiment" else ""
-    config = to_plain(load_config([f"{prefix}{group}={option}", *needs]))
+    config = to_plain(load_config([f"{prefix}{group}={option}", *needs.get(f"{group}={option}", [])]))
     if group == "experiment":
         assert config["name"] == option
         return
@@ -27,7 +27,7 @@ def test_every_option_composes(group: str, option: str) -> None:
     assert isinstance(written, dict)
     arrived = config[group]
     for key, value in written.items():
-        assert arrived[key] == value or key == "path", (key, arrived[key], value)
+        assert arrived[key] == value or key in ("path", "stores"), (key, arrived[key], value)
 
 
 def test_all_yaml_files_are_options() -> None:
@@ -69,7 +69,8 @@ def test_identity_does_not_depend_on_the_split() -> None:
     may_change = ["sp=lasp1", "sp.size=1", "parallel=zero3", "train.steps=5", "train.log_every=3", "checkpoint.every=1"]
     how = ["train.segments=4", "train.recompute=full", "train.compile=always", "train.profile='1:2'"]
     assert load_config([*may_change, *how, "logger=wandb", "data.micro_batch=2", "name=x"]).identity() == base
-    for change in ("seed=1", "train.dtype=fp64", "model.num_layers=2", "data.seq_len=64", "data.global_batch=4"):
+    data = ("data.seq_len=64", "data.global_batch=4", "data.shuffle=documents")
+    for change in ("seed=1", "train.dtype=fp64", "model.num_layers=2", *data):
         assert load_config([change]).identity() != base, change
 
 
@@ -77,7 +78,10 @@ def test_identity_does_not_depend_on_the_split() -> None:
     ("overrides", "expected"),
     [
         (["data=tokens", "data.path=x", "data.validation_fraction=0.1"], "it needs data=embedded"),
-        (["data=tokens", "data.path=x", "data.cache_dir=y"], "it needs data=embedded"),
+        (
+            ["data=tokens", "data.path=x", "data.cache_dir=y"],
+            "it needs data=embedded, data.shuffle=documents or data.min_document_tokens",
+        ),
         (["sp=lasp2", "sp.all_scan.algorithm=two_shot"], "it needs sp=zeco"),
         (["sp=lasp1", "sp={all_scan:{blocks:2}}"], "it needs sp=zeco"),
         (["sp.backend=dp", "sp.all_scan.blocks=2"], "it needs sp=zeco"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from data.config import check_seq_len
-from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, validation_batches
+from data.documents import Documents
+from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
 from tests.stores import write_numbered_store
 from zeco_train.errors import ConfigError, DataError
@@ -31,7 +32,9 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 def loader(store: TokenStore, **split: Any) -> SequenceLoader:
-    return SequenceLoader(store, DataSplit(**({"seq_len": SEQ_LEN} | split)), seed=7, global_batch=GLOBAL_BATCH)
+    return SequenceLoader(
+        [Source(Documents(store))], DataSplit(**({"seq_len": SEQ_LEN} | split)), seed=7, global_batch=GLOBAL_BATCH
+    )
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -101,7 +104,7 @@ def test_documents_at_the_edges_of_segments(store: TokenStore, sp_size: int) -> 
             split = DataSplit(
                 SEQ_LEN, sp_rank=rank, sp_size=sp_size, segments=4 // sp_size, reset_state_at_document=True
             )
-            batch = SequenceReader(store, split).read([sequence], segment)
+            batch = SequenceReader(Documents(store), split).read([sequence], segment)
             assert batch.cu_seqlens is not None
             pieces.append((batch.cu_seqlens.tolist(), batch.continues))
     assert found == {
@@ -162,7 +165,7 @@ def test_validation_gives_every_sequence_segment_by_segment(store: TokenStore, s
         groups_of_ranks = []
         for dp_rank, sp_rank in itertools.product(range(dp_size), range(sp_size)):
             split = DataSplit(SEQ_LEN, micro_batch, dp_rank, dp_size, sp_rank, sp_size, segments=segments)
-            batches = list(validation_batches(store, split, max_sequences=most))
+            batches = list(validation_batches(SequenceReader(Documents(store), split), max_sequences=most))
             assert [batch.segment for batch in batches] == [*range(segments)] * (len(batches) // segments)
             for batch in batches:
                 first = torch.tensor(batch.sequence_ids or [0])[:, None] * SEQ_LEN + split.offset(batch.segment)
@@ -198,6 +201,6 @@ def test_seq_len(seq_len: int, num_tokens: int | None, expected: str) -> None:
 def test_the_loader_refuses_what_the_checks_refuse(store: TokenStore) -> None:
     with pytest.raises(ConfigError, match=r"data\.seq_len=24: must divide by .* = 2 × 5 = 10; .*: 20, 30$"):
         DataSplit(SEQ_LEN, sp_size=2, segments=5)
-    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus of 240 tokens; .*: 232; "):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 232; "):
         loader(store, seq_len=240, sp_size=2, segments=4)
     assert loader(store, seq_len=232, sp_size=2, segments=4).num_sequences == 1

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from data import store as store_module
-from data.loader import DataSplit, SequenceLoader
+from data.documents import Documents
+from data.loader import DataSplit, SequenceLoader, Source
 from data.store import META_FILE, TokenStore, shard_name
 from data.store_writer import StoreWriter, WriterState
 from zeco_train.errors import DataError
@@ -85,7 +86,8 @@ def test_a_sequence_parallel_rank_reads_its_slice_only(
     for rank in range(4):
         asked.clear()
         store = TokenStore.open(path)
-        loader = SequenceLoader(store, DataSplit(48, sp_rank=rank, sp_size=4), seed=0, global_batch=1)
+        split = DataSplit(48, sp_rank=rank, sp_size=4)
+        loader = SequenceLoader([Source(Documents(store))], split, seed=0, global_batch=1)
         batch = loader.batch(0, 0)
         assert asked == list(range(2 * 12 * rank, 2 * (12 * (rank + 1) + 1)))
         assert store.bytes_requested == len(asked)
@@ -120,10 +122,12 @@ def test_the_damaged_shard_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"tokens-00003\.bin: its contents differ from what was prepared; copy the"):
             verify()
     (folder / shard_name(5)).unlink()
-    with pytest.raises(DataError, match=r"tokens-00005\.bin: cannot be read \(No such file or directory\); copy the"):
+    with pytest.raises(DataError, match=r"tokens-00005\.bin.*: cannot be read \(No such file or directory\); copy the"):
         TokenStore.open(folder)
-    np.testing.assert_array_equal(opened.read(0, 35), TOKENS[:35] ^ (np.arange(35) == 23))
-    with pytest.raises(DataError, match=r"tokens-00005\.bin: cannot be read \(No such file or directory\); copy the"):
+    np.testing.assert_array_equal(opened.read(0, 21), TOKENS[:21])
+    with pytest.raises(DataError, match=r"tokens-00003\.bin, bytes 8 to 14: was changed or replaced since"):
+        opened.read(25, 35)
+    with pytest.raises(DataError, match=r"tokens-00005\.bin.*: cannot be read \(No such file or directory\); copy the"):
         opened.read(30, 40)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -180,16 +182,68 @@ def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab_size", [1000, 65537])
 def test_ids_beyond_the_vocabulary(tmp_path: Path, vocab_size: int) -> None:
     write_store(tmp_path / "store", [100], vocab_size)
-    opened = TokenStore.open(tmp_path / "store")
+    itemsize = TokenStore.open(tmp_path / "store").itemsize
     with (tmp_path / "store" / shard_name(0)).open("r+b") as file:
         for position, token in [(40, vocab_size), (60, vocab_size + 5), (20, vocab_size - 1)]:
-            file.seek(position * opened.itemsize)
-            file.write(token.to_bytes(opened.itemsize, "little"))
+            file.seek(position * itemsize)
+            file.write(token.to_bytes(itemsize, "little"))
+    opened = TokenStore.open(tmp_path / "store")
     problem = f"token 40 is {vocab_size}, meta.json has ids below {vocab_size}; copy the store again or"
-    with pytest.raises(DataError, match=f"tokens-00000.bin: {problem}"):
+    with pytest.raises(DataError, match=f"tokens-00000.bin, bytes {10 * itemsize} to {90 * itemsize}: {problem}"):
         opened.read(10, 90)
     assert opened.read(10, 40)[10] == vocab_size - 1
     assert opened.read(41, 60).shape == (19,)
+
+
+def _append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def _rewrite(path: Path) -> None:
+    """In place, as it was: only the time tells."""
+    with path.open("r+b") as file:
+        file.write(file.read(1))
+
+
+def _replace(path: Path) -> None:
+    """Another file under the same name, with the same times."""
+    other = path.with_name("other")
+    shutil.copy2(path, other)
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (Path.unlink, "was removed or replaced since it was opened"),
+        (_replace, "was removed or replaced since it was opened"),
+        (_rewrite, "was changed or replaced since it was opened"),
+        (_append, "was changed or replaced since it was opened"),
+        (lambda path: os.truncate(path, 100), "has become shorter since it was opened: nothing at byte 100"),
+        (lambda path: os.truncate(path, 190), "was changed or replaced since it was opened"),
+    ],
+)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_shard_that_changes_in_mid_run(
+    change: Callable[[Path], None], problem: str, is_open: bool, tmp_path: Path
+) -> None:
+    """Whether it was read before, and stays open, or not."""
+    write_store(tmp_path / "store", [100])
+    opened = TokenStore.open(tmp_path / "store")
+    if is_open:
+        opened.read(0, 100)
+    change(tmp_path / "store" / shard_name(0))
+    if not is_open:
+        problem = {
+            Path.unlink: "cannot be read (No such file or directory)",
+            _replace: "was changed or replaced since it was opened",
+        }.get(change, problem)
+    with pytest.raises(DataError) as caught:
+        opened.read(30, 90)
+    remedy = "copy the store again or prepare it again" if "cannot" in problem else "leave a store alone while a run"
+    where = f"{tmp_path / 'store' / shard_name(0)}, bytes 60 to 180"
+    assert str(caught.value).startswith(f"{where}: {problem}; {remedy}")
 
 
 def test_check_vocabulary(tmp_path: Path) -> None:

@@ -80,7 +80,12 @@ def _half(store: Path) -> None:
         (_half, [], DATA, ["not a token store (no meta.json)"]),
         (_truncate, [], DATA, ["tokens-00000.bin: truncated: 7999 bytes, meta.json says 8000"]),
         (_keep, ["model.vocab_size=100"], CONFIG, ["model.vocab_size=100: ", "259 or more"]),
-        (_keep, ["data.seq_len=4000"], CONFIG, ["data.seq_len=4000: longer than the corpus of 4000", "value: 3999"]),
+        (
+            _keep,
+            ["data.seq_len=4000"],
+            CONFIG,
+            ["data.seq_len=4000: longer than", " of 4000 tokens; largest legal value: 3999"],
+        ),
         (_keep, ["data.validation_path=/nope", "train.eval_sequences=1"], DATA, ["/nope: no such token store"]),
     ],
 )

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.config import check_batch, check_seq_len, locate_stores
+from data.config import check_batch, check_seq_len
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
-from data.store import TokenStore, check_vocabulary
+from data.opening import OpenedData, describe, open_data
 from models.gla import GLAConfig, GLAForCausalLM, num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.agreement import check_same, setup
@@ -35,6 +35,7 @@ from zeco_train.run_folder import RunFolder, check_shared
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.step import TrainingStep
+from zeco_train.validation import Validation
 from zeco_train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     split: DataSplit
     loader: PrefetchingLoader
-    validation: TokenStore | None
+    validation: Validation
     checkpointer: Checkpointer
     recorder: Recorder
     profiler: StepProfiler
@@ -64,13 +65,11 @@ class OpenedRun:
     """The data and the folder of a run.
 
     Attributes:
-        train: store to train on.
-        validation: store to validate on; None where nothing, or too little for a sequence, is held out.
+        data: the stores.
         path: the folder; `folder` holds it on rank 0.
     """
 
-    train: TokenStore
-    validation: TokenStore | None
+    data: OpenedData
     path: Path
     folder: RunFolder | None
 
@@ -128,11 +127,12 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     Raises:
         ZecoError: on every rank, the first one's mistake: data, folder, or a run that cannot go on like this.
     """
-    train, validation = main_first(mesh, lambda: _open_stores(config, mesh))
-    tokens = {"data.tokens_sha256": train.meta.tokens_sha256, "data.tokenizer": train.meta.tokenizer}
+    data = main_first(mesh, lambda: _open_data(config, mesh))
     # Nodes may hold different files under the same path.
-    check_same(tokens, mesh.world_size, "copy the token store to all nodes again")
-    identity = config.identity() | tokens
+    check_same(data.identity(), mesh.world_size, "copy the token store to all nodes again")
+    if config.data.verify:
+        agree(mesh, lambda: data.verify(mesh.rank, mesh.world_size))
+    identity = config.identity() | data.identity()
     path = Path(config.run_dir)
     load = config.checkpoint.load
     if load is not None:
@@ -148,8 +148,8 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
             folder.release()
         raise
     if folder is not None:
-        _warn(config, validation, folder)
-    return OpenedRun(train, validation, path, folder)
+        _warn(config, data, folder)
+    return OpenedRun(data, path, folder)
 
 
 def resolve(config: Config, mesh: ProcessMesh) -> Config:
@@ -165,7 +165,7 @@ def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh
     agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
 
 
-def _warn(config: Config, validation: TokenStore | None, folder: RunFolder) -> None:
+def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
     """Say, on rank 0, what the user may miss."""
     if folder.lock_problem is not None:
         logger.warning(
@@ -173,10 +173,19 @@ def _warn(config: Config, validation: TokenStore | None, folder: RunFolder) -> N
             folder.path,
             folder.lock_problem,
         )
-    if validation is None and config.train.eval_sequences:
+    if data.unvalidated:
+        of = f" of {', '.join(data.unvalidated)}" if len(data.train) > 1 else ""
         logger.warning(
-            "no validation loss: too little is held out for a sequence of data.seq_len=%d", config.data.seq_len
+            "no validation loss%s: too little is held out for a sequence of data.seq_len=%d", of, config.data.seq_len
         )
+
+
+def _log_data(loader: SequenceLoader, data: OpenedData, config: Config) -> None:
+    total = config.train.steps * config.data.global_batch
+    for source, share in zip(data.train, loader.mixture.shares, strict=True):
+        named = f"{source.name}, {float(share):.4g} of the sequences, " if source.name else ""
+        line = describe(source, config.data.shuffle, config.data.seq_len, float(total * share))
+        logger.info("data: %s%s", named, line)
 
 
 def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Parts:
@@ -212,7 +221,14 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         config.data.reset_state_at_document,
         config.train.segments,
     )
-    loader = SequenceLoader(run.train, split, seed=config.seed, global_batch=config.data.global_batch)
+    loader = SequenceLoader(
+        run.data.train,
+        split,
+        seed=config.seed,
+        global_batch=config.data.global_batch,
+        shuffle=config.data.shuffle,
+    )
+    _log_data(loader, run.data, config)
     _check_shards_fit(loader, progress.sequences, mesh)
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
     step = _build_step(config, model, optimizer, scan, mesh)
@@ -226,7 +242,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         optimizer=optimizer,
         split=split,
         loader=PrefetchingLoader(loader, progress.sequences, ahead=train.segments),
-        validation=run.validation,
+        validation=Validation(run.data.validation, split, config.train.eval_sequences),
         checkpointer=checkpointer,
         recorder=recorder,
         profiler=agree(
@@ -306,17 +322,16 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
             raise DataError("data", problem, "start all ranks with the same command line")
         if labels != tokens:
             problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
-            raise DataError(loader.reader.store.path, problem, "copy the token store to all nodes again")
+            raise DataError(
+                loader.reader_of(ids[0]).documents.store.path, problem, "copy the token store to all nodes again"
+            )
 
 
-def _open_stores(config: Config, mesh: ProcessMesh) -> tuple[TokenStore, TokenStore | None]:
-    paths = locate_stores(config.data)
-    train = TokenStore.open(paths.train)
-    check_seq_len(config.data.seq_len, mesh.sp_size, train.num_tokens, config.train.segments)
-    check_vocabulary(train, config.model.vocab_size)
-    validation = TokenStore.open(paths.validation) if paths.validation and config.train.eval_sequences else None
-    if validation is not None:
-        check_vocabulary(validation, config.model.vocab_size)
-        if validation.num_tokens <= config.data.seq_len:
-            validation = None
-    return train, validation
+def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:
+    return open_data(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        sp_size=mesh.sp_size,
+        segments=config.train.segments,
+        validate=config.train.eval_sequences > 0,
+    )

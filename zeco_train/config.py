@@ -150,13 +150,16 @@ class Config:
             raise ConfigError("logger.timeout_seconds", self.logger.timeout_seconds, allowed)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is trained on what; a run's folder holds one identity for ever."""
+        """The settings that decide what is trained on what; a run's folder holds one identity for ever.
+
+        What the opened stores add to it is `data.opening.OpenedData.identity`.
+        """
         data = to_plain(self.data)
         return {
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
             **{f"model.{key}": value for key, value in to_plain(self.model).items()},
-            **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "reset_state_at_document")},
+            **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
         }
 
 
@@ -189,7 +192,11 @@ def load_config(overrides: list[str]) -> Config:
 # Keys (with all below them), what they need, and whether a configuration has it.
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("data.validation_fraction", "data=embedded", lambda config: config.data.kind is DataKind.embedded),
-    ("data.cache_dir", "data=embedded", lambda config: config.data.kind is DataKind.embedded),
+    (
+        "data.cache_dir",
+        "data=embedded, data.shuffle=documents or data.min_document_tokens",
+        lambda config: config.data.kind is DataKind.embedded or config.data.needs_index,
+    ),
     ("sp.all_scan", "sp=zeco", lambda config: config.sp.backend is Backend.zeco),
     (
         "sp.all_scan.blocks",

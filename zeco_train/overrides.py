@@ -162,6 +162,10 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mappin
         raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)]))
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, shown, f"is a section; set its keys, such as {key}.{dataclasses.fields(kind)[0].name}")
+    if section := _section_of(kind):
+        _check_sections(key, value, shown, section, settings)
+        return
+    _make_room(key, settings, schema)
     if str in (kind, *typing.get_args(kind)) and isinstance(value, int | float) and isinstance(shown, str):
         # A commit such as 1234e56 is no number.
         value = shown
@@ -177,6 +181,37 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mappin
             raise ConfigError(key, shown, "must fit into 64 bits")
         if isinstance(number, float) and not math.isfinite(number):
             raise ConfigError(key, shown, "must be finite")
+
+
+def _section_of(kind: Any) -> type | None:
+    """The dataclass that the elements of a list are; None for everything else."""
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
+
+
+def _check_sections(key: str, value: Any, shown: Any, section: type, settings: Any) -> None:
+    """Check the value of a list of sections, key by key of each."""
+    kinds = typing.get_type_hints(section)
+    names = ", ".join(kinds)
+    if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
+        raise ConfigError(key, shown, f"must be a list [{{{next(iter(kinds))}:…}}, …] of sections with {names}")
+    OmegaConf.update(settings, key, [{} for _ in value])
+    for number, element in enumerate(value):
+        for name, part in element.items():
+            field = f"{key}.{number}.{name}"
+            if name not in kinds:
+                raise ConfigError(field, part, f"unknown key; allowed: {names}")
+            if isinstance(part, float) and str in (kinds[name], *typing.get_args(kinds[name])):
+                raise ConfigError(field, part, "is a number; text that looks like one needs quotes of its own")
+            _check_value(field, part, part, settings, {})
+
+
+def _make_room(key: str, settings: Any, schema: Any) -> None:
+    """Let a list of sections have the one that `key` goes through; files may give it, which are not judged here."""
+    match = re.match(r"(.+?)\.(\d{1,3})\.", key)
+    if match and (section := _section_of(_type_of(match[1], schema))):
+        sections = OmegaConf.select(settings, match[1])
+        sections.extend([section()] * (int(match[2]) + 1 - len(sections)))
 
 
 def _type_of(key: str, schema: Any) -> Any:

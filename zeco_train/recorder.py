@@ -21,6 +21,7 @@ from zeco_train.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_me
 from zeco_train.plot import plot_run
 from zeco_train.progress import ProgressDisplay, summary_line
 from zeco_train.starts import Start, append_start, layout_of
+from zeco_train.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Recorder:
         if self._display is not None:
             self._display.advance(progress.step)
 
-    def write(self, progress: Progress, val_loss: float | None) -> None:
+    def write(self, progress: Progress, validation: ValidationLoss | None) -> None:
         """Write a row for the last step that was added. Collective, between hosts: it waits for no device."""
         steps, self._since_row = self._since_row, []
         if not steps:
@@ -161,12 +162,12 @@ class Recorder:
             tokens_per_second_per_device=per_device,
             step_seconds=seconds,
             data_seconds=data_seconds or 0.0,
-            val_loss=val_loss,
+            val_loss=None if validation is None else validation.mean,
             memory_gb=memory_gb,
             mfu=self._utilisation(per_device, self._flops),
             hfu=self._utilisation(per_device, self._hardware_flops),
             comm_exposed_seconds=exposed,
-            extra=_skipped(steps[-1], progress),
+            extra=_skipped(steps[-1], progress) | _by_store(validation),
         )
         self._writer.write(row)
         assert self._display is not None
@@ -214,6 +215,10 @@ def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
     """Columns of a run that has left out steps, and of a row whose step is one."""
     columns: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
     return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
+
+
+def _by_store(validation: ValidationLoss | None) -> dict[str, float]:
+    return {f"val_loss/{name}": loss for name, loss in validation.by_store.items()} if validation else {}
 
 
 def _mean(values: list[float | None]) -> float | None:

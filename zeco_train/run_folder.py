@@ -27,6 +27,8 @@ _JOBS = "slurm"
 _SECONDS_TO_APPEAR = 10.0
 # The part of an identity that no configuration key shows: a digest of all tokens.
 _TOKENS_KEY = "data.tokens_sha256"
+# What identities from before there were such keys stand for.
+_ALWAYS_BEFORE = {"data.shuffle": "sequences", "data.weights": [1], "data.min_document_tokens": 0}
 
 
 class RunFolder:
@@ -186,7 +188,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return stored
+    return _ALWAYS_BEFORE | stored
 
 
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

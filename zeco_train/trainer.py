@@ -6,14 +6,12 @@ import logging
 import math
 import time
 from functools import partial
-from itertools import islice
 from signal import Signals
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import validation_batches
 from zeco_train.build import Parts
 from zeco_train.config import Config
 from zeco_train.errors import NonFiniteError
@@ -22,6 +20,7 @@ from zeco_train.optim import learning_rate, set_learning_rate
 from zeco_train.parallelize import reshard
 from zeco_train.recorder import StepResult
 from zeco_train.signals import StopRequest
+from zeco_train.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
 
@@ -146,25 +145,15 @@ class Trainer:
         segments = range(self.config.train.segments)
         return self.parts.step.loss([loader.again(consumed, micro_step, segment) for segment in segments])
 
-    @torch.no_grad()
-    def evaluate(self, stop: StopRequest) -> float | None:
-        """Mean token loss over the held-out sequences; None if there are none, or a stop signal came meanwhile."""
-        parts, mesh = self.parts, self.parts.mesh
-        if parts.validation is None:
+    def evaluate(self, stop: StopRequest) -> ValidationLoss | None:
+        """The loss over the held-out sequences; None if there are none, or a stop signal came meanwhile."""
+        parts = self.parts
+        if parts.validation.is_empty:
             return None
         parts.watchdog.enter(f"validation after step {self.progress.step}")
-        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        batches = validation_batches(parts.validation, parts.split, max_sequences=self.config.train.eval_sequences)
-        while segments := list(islice(batches, self.config.train.segments)):
-            if self._agreed_signal(stop) is not None:
-                reshard(parts.model)
-                return None
-            loss = parts.step.loss(segments)
-            if not segments[0].is_padding:
-                total += torch.stack([loss, loss.new_tensor(sum(batch.labels.numel() for batch in segments))])
+        loss = parts.validation.loss(parts.step, proceed=lambda: self._agreed_signal(stop) is None)
         reshard(parts.model)
-        dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        return loss
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless there is one."""

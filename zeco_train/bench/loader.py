@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.loader import Batch, DataSplit, SequenceLoader
+from data.documents import Documents
+from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
 
@@ -70,7 +71,8 @@ def make_store(folder: Path, tokens: NDArray[np.uint16]) -> None:
 def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
     """Read the slice of `rank` of the first sequence, cold and warm."""
     store = TokenStore.open(path)
-    loader = SequenceLoader(store, DataSplit(seq_len, sp_rank=rank, sp_size=sp_size), seed=0, global_batch=1)
+    split = DataSplit(seq_len, sp_rank=rank, sp_size=sp_size)
+    loader = SequenceLoader([Source(Documents(store))], split, seed=0, global_batch=1)
     for shard in store.meta.shards:
         descriptor = os.open(path / shard.name, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

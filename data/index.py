@@ -1,0 +1,163 @@
+"""Where documents lie in an order that is not the stored one: small enough for stores of any size.
+
+A random order of the documents is a `Permutation`, which takes no memory. What it lacks is where in the stream of
+tokens its documents begin, and that is kept for every 128th place only: 0.06 bytes a document. A look-up finds the
+block, computes the documents at its places, and adds their lengths up. A filter keeps a list of the documents that are
+left, 4 bytes each, once for all epochs.
+
+Making an index reads all document offsets once (10^8 documents: some 15 s). For large stores it is therefore kept as a
+file that all processes of a machine map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.permutation import Permutation
+from zeco_train.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+# Documents between two places whose position in the stream is kept.
+BLOCK = 128
+_CHUNK = BLOCK << 11
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class DocumentIndex:
+    """Documents in an order of their own.
+
+    Attributes:
+        kept: [n] their numbers in the store, increasing; None: all n documents of the store.
+        order: at place i of the stream is kept[order(i)]; None: kept[i].
+        sums: [⌈n / BLOCK⌉ + 1] int64, tokens before place 0, BLOCK, 2·BLOCK, …, and of all.
+        num_documents: n.
+    """
+
+    kept: NDArray[np.integer] | None
+    order: Permutation | None
+    sums: NDArray[np.int64]
+    num_documents: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents of the index."""
+        return int(self.sums[-1])
+
+    def documents(self, first: int, beyond: int) -> NDArray[np.int64]:
+        """The documents at places [first, beyond) of the stream, as numbers in the store."""
+        places = np.arange(first, beyond)
+        chosen = places if self.order is None else self.order.map(places)
+        return chosen if self.kept is None else self.kept[chosen].astype(np.int64)
+
+    def around(self, start: int, stop: int) -> tuple[NDArray[np.int64], int]:
+        """Documents whose part of the stream includes tokens [start, stop), and how many tokens are before them."""
+        first = int(np.searchsorted(self.sums, start, side="right")) - 1
+        beyond = int(np.searchsorted(self.sums, stop, side="left"))
+        return self.documents(first * BLOCK, min(beyond * BLOCK, self.num_documents)), int(self.sums[first])
+
+
+def long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.integer]:
+    """The numbers of the documents of at least `min_tokens` tokens, increasing, uint32 where they fit."""
+    count = len(offsets) - 1
+    dtype = np.uint32 if count <= 1 << 32 else np.int64
+    found = [np.empty(0, dtype)]
+    for start in range(0, count, _CHUNK):
+        lengths = np.diff(offsets[start : start + _CHUNK + 1])
+        found.append((start + np.flatnonzero(lengths >= min_tokens)).astype(dtype))
+    return np.concatenate(found)
+
+
+def block_sums(offsets: NDArray[np.int64], index: DocumentIndex) -> NDArray[np.int64]:
+    """The `sums` of an index, whose other fields are set, of a store whose documents have these borders."""
+    sums = [np.zeros(1, np.int64)]
+    for first in range(0, index.num_documents, _CHUNK):
+        documents = index.documents(first, min(first + _CHUNK, index.num_documents))
+        lengths = offsets[documents + 1] - offsets[documents]
+        sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK)))
+    return np.cumsum(np.concatenate(sums))
+
+
+def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
+    """The array in the file `path`, mapped; the first process that asks for it makes it, the others wait for that.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            array = _read(path)
+            if array is None:
+                started = time.perf_counter()
+                _write(path, make())
+                logger.info("%s made in %.1f s: %s", what, time.perf_counter() - started, path)
+                array = _read(path)
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror or error})"
+        remedy = "choose another folder with data.cache_dir=FOLDER or ZECO_CACHE=FOLDER"
+        raise DataError(path, problem, remedy) from error
+    if array is None:
+        raise DataError(path, "does not hold what was just written there", "check the disk, or set data.cache_dir")
+    return array
+
+
+def _read(path: Path) -> NDArray | None:
+    """The array, if the file is there and is as it was written: an .npy file, and then a digest of it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+            digest, left = hashlib.sha256(), size
+            while left > 0 and (part := file.read(min(left, 1 << 22))):
+                digest.update(part)
+                left -= len(part)
+            intact = file.read() == digest.digest()
+        if intact:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        pass
+    logger.warning("%s is damaged; making it again", path)
+    return None
+
+
+def _write(path: Path, array: NDArray) -> None:
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("w+b") as file:
+            np.save(file, array, allow_pickle=False)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").digest()
+            file.seek(0, os.SEEK_END)
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        # Without locks (some network file systems) several processes make the same file; the last one's stays.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,132 @@
+"""Opens what a run reads, and checks all that needs the stores themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.config import DataConfig, Shuffle, check_seq_len, locate_stores
+from data.documents import Documents
+from data.loader import Source
+from data.mixture import as_integers
+from data.store import TokenStore, check_vocabulary
+from zeco_train.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """What a run trains and validates on.
+
+    Attributes:
+        train: every store of the run.
+        validation: the held-out stores that have a sequence, with the weights of their training stores.
+        unvalidated: the names of the training stores without one of those.
+    """
+
+    train: list[Source]
+    validation: list[Source]
+    unvalidated: list[str]
+
+    def identity(self) -> dict[str, Any]:
+        """What of the stores and their mixture decides which tokens come when."""
+        digests = [source.documents.store.meta.tokens_sha256 for source in self.train]
+        shortest = [source.documents.min_tokens for source in self.train]
+        is_one = len(self.train) == 1
+        return {
+            "data.tokens_sha256": digests[0] if is_one else digests,
+            "data.tokenizer": self.train[0].documents.store.meta.tokenizer,
+            "data.weights": [source.weight for source in self.train],
+            "data.min_document_tokens": shortest[0] if is_one else shortest,
+        }
+
+    def verify(self, rank: int, world_size: int) -> None:
+        """Read this rank's part of all files whole, and compare their digests with those of when they were made.
+
+        Raises:
+            DataError: names the first file that differs.
+        """
+        stores = [source.documents.store for source in (*self.train, *self.validation)]
+        parts = [(store, shard) for store in stores for shard in range(store.num_shards)]
+        for store, shard in parts[rank::world_size]:
+            store.verify_shard(shard)
+        for store in stores[rank::world_size]:
+            store.verify_offsets()
+
+
+def open_data(
+    config: DataConfig, *, vocab_size: int, sp_size: int = 1, segments: int = 1, validate: bool = True
+) -> OpenedData:
+    """Open the stores of a configuration.
+
+    Args:
+        config: of data.
+        vocab_size: of the model.
+        sp_size: ranks that share a sequence.
+        segments: parts of a sequence in time.
+        validate: open the validation stores, too.
+
+    Raises:
+        ConfigError: a `seq_len` or a filter that leaves no sequence, or a vocabulary beyond the model's.
+        DataError: stores that cannot be used, or not together.
+    """
+    located = locate_stores(config)
+    weights = as_integers([paths.weight for paths in located])
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    data = OpenedData([], [], [])
+    for paths, weight in zip(located, weights, strict=True):
+        documents = Documents(_open(paths.train, vocab_size, data), paths.min_document_tokens, cache_dir)
+        _check_filter(documents)
+        check_seq_len(config.seq_len, sp_size, documents.num_tokens, segments, documents.description)
+        data.train.append(Source(documents, weight, paths.name))
+        if not validate:
+            continue
+        if paths.validation is not None:
+            held_out = Documents(_open(paths.validation, vocab_size, data), paths.min_document_tokens, cache_dir)
+            if held_out.num_tokens > config.seq_len:
+                data.validation.append(Source(held_out, weight, paths.name))
+                continue
+        data.unvalidated.append(paths.name)
+    return data
+
+
+def describe(source: Source, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
+    """What a run that takes `num_sequences` sequences of a store reads of it, in a line."""
+    documents, store = source.documents, source.documents.store
+    epoch = (documents.num_tokens - 1) // seq_len
+    found = f"{documents.num_documents:,} of {store.meta.num_documents:,} documents, {documents.num_tokens:,} tokens"
+    left = f"{epoch:,} sequences, {documents.num_tokens - epoch * seq_len:,} tokens behind the last one left out"
+    epochs = num_sequences / epoch
+    return f"{store.path}: {found}; epoch (shuffle={shuffle.value}): {left}; epochs in this run: {epochs:.4g}"
+
+
+def _open(path: Path, vocab_size: int, data: OpenedData) -> TokenStore:
+    store = TokenStore.open(path)
+    check_vocabulary(store, vocab_size)
+    if data.train:
+        _check_same_ids(store, data.train[0].documents.store)
+    return store
+
+
+def _check_filter(documents: Documents) -> None:
+    if documents.num_documents == 0:
+        store = documents.store
+        problem = f"leaves none of the {store.meta.num_documents} documents of {store.path}"
+        longest = int(np.diff(store.doc_offsets).max())
+        raise ConfigError("data.min_document_tokens", documents.min_tokens, f"{problem}; the longest has {longest}")
+
+
+def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
+    """An id has to mean the same in all stores of a run."""
+    for what in ("tokenizer", "vocab_size", "eos_id"):
+        own, expected = (_comparable(getattr(one.meta, what)) for one in (store, first))
+        if own != expected:
+            problem = f"its {what} is {own}, that of {first.path} is {expected}"
+            raise DataError(store.path, problem, "prepare both with the same tokenizer")
+
+
+def _comparable(value: Any) -> Any:
+    """A tokenizer is what its digest says, wherever it lay."""
+    return {key: part for key, part in value.items() if key != "path"} if isinstance(value, dict) else value
