@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.training import SMALL
-from zeco_train.checkpoint import complete_checkpoints
+from zeco_train.checkpoint_files import complete_checkpoints
 from zeco_train.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parent.parent

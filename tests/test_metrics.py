@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from zeco_train.checkpoint import Progress
+from zeco_train.checkpoint_files import Progress
 from zeco_train.config import load_config, to_plain
 from zeco_train.errors import DataError
 from zeco_train.loggers import NoLogger

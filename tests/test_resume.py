@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands import snapshot
 from tests.distributed import run_distributed
 from tests.training import largest_difference, train
-from zeco_train.checkpoint import complete_checkpoints
+from zeco_train.checkpoint_files import complete_checkpoints
 from zeco_train.errors import CheckpointError
 
 SIX_STEPS = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=0", "data.global_batch=4"]
@@ -98,18 +99,30 @@ def test_resume_on_another_split(
 
 
 def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    short = ["train.steps=4", "checkpoint.every=2", "train.eval_sequences=0"]
-    train(rank, world_size, folder, *short)
+    short = ["train.steps=4", "checkpoint.every=2", "checkpoint.keep=0", "train.eval_sequences=0"]
+    checkpoints = Path(folder, "checkpoints")
+    first = train(rank, world_size, folder, *short)
     if rank == 0:
-        _forget(Path(folder), 2)
-        (Path(folder) / "checkpoints" / "step_00000002" / "run.json").unlink()
+        # One byte of the newest, as a disk changes it: the size is right, and no reader of tensors would notice.
+        with (checkpoints / "step_00000004" / "__1_0.distcp").open("r+b") as file:
+            file.seek(2000)
+            byte = file.read(1)
+            file.seek(2000)
+            file.write(bytes([byte[0] ^ 1]))
     torch.distributed.barrier()
-    # No complete checkpoint: from the start again, with other settings of the optimizer.
-    train(rank, world_size, folder, *short)
+    again = train(rank, world_size, folder, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
+    assert again["sequence_ids"] == first["sequence_ids"][2:]
+    torch.distributed.barrier()
     if rank == 0:
-        _forget(Path(folder), 2)
+        (checkpoints / "step_00000004" / "run.json").unlink()
+        (checkpoints / "step_00000002" / "__0_0.distcp").unlink()
+        before = snapshot(checkpoints)
     torch.distributed.barrier()
-    train(rank, world_size, folder, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
+    # Not from the start again: that would be to throw the run away without a word.
+    with pytest.raises(CheckpointError, match=r"step_00000004: damaged: run.json is missing; there is no sound one"):
+        train(rank, world_size, folder, *short, "train.steps=6")
+    if rank == 0:
+        assert snapshot(checkpoints) == before
     checkpoint = complete_checkpoints(Path(folder))[-1]
     groups = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {key: None for key in groups if key.endswith((".weight_decay", ".betas"))}
@@ -120,7 +133,13 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
 def test_damaged_checkpoints_stay_and_settings_are_the_configurations(tmp_path: Path) -> None:
     settings = run_distributed(_meddle, 2, str(tmp_path / "run"), timeout=120)[0]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step_00000002", "step_00000002.damaged", "step_00000004"]
+    assert names == ["latest", "step_00000002", "step_00000004", "step_00000004.damaged"]
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert (
+        "step_00000004: damaged: __1_0.distcp is not what was written (SHA-256); it is step_00000004.damaged now, "
+        in log
+    )
+    assert "and the run goes on from step_00000002: 2 steps are done again" in log
     assert {value["weight_decay"] for value in settings if "weight_decay" in value} == {0.7, 0.0}
     assert all(list(value["betas"]) == [0.5, 0.6] for value in settings if "betas" in value)
 
@@ -139,7 +158,8 @@ def test_keep_and_load_weights(tmp_path: Path) -> None:
     runs = run_distributed(_keep_and_load, 2, str(tmp_path), timeout=120)[0]
     names = [path.name for path in complete_checkpoints(tmp_path / "first")]
     assert names == ["step_00000005", "step_00000006"]
-    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == names
+    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", *names]
+    assert (tmp_path / "first" / "checkpoints" / "latest").readlink() == Path(names[-1])
     for parameter, value in runs["first"]["parameters"].items():
         # The one step with a negligible learning rate changes nothing that fp32 can hold.
         assert torch.equal(runs["loaded"]["parameters"][parameter], value), parameter

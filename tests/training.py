@@ -50,6 +50,7 @@ def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> d
 
     parts.recorder.add = remember  # type: ignore[method-assign]
     Trainer(config, parts).train()
+    parts.checkpointer.close()
     parts.loader.close()
     parts.recorder.close()
     close_logging()

@@ -19,7 +19,8 @@ from data.opening import OpenedData, describe, open_data
 from models.gla import GLAConfig, GLAForCausalLM, num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.agreement import check_same, setup
-from zeco_train.checkpoint import Checkpointer, Progress, complete_checkpoints, find_weights
+from zeco_train.checkpoint import Checkpointer
+from zeco_train.checkpoint_files import Progress, complete_checkpoints, find_weights
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
 from zeco_train.environment import environment
@@ -196,7 +197,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     """
     torch.manual_seed(config.seed)
     checkpointer = Checkpointer(run.path, config.checkpoint, mesh)
-    latest = checkpointer.latest()
+    latest = checkpointer.latest_sound()
 
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
     optimizer = build_optimizer(model, config.optim, has_weight_decay)

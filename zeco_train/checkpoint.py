@@ -1,15 +1,19 @@
-"""Checkpoints that a kill at any moment cannot damage, and that load on any number of ranks.
+"""Checkpoints: written while training goes on, sound after a kill at any moment, loadable on any number of ranks.
 
-A checkpoint is written with `torch.distributed.checkpoint` into `step_XXXXXXXX.tmp` and renamed once everything,
-`run.json` included, is on disk. A folder without the suffix is therefore complete.
+An asynchronous save copies the state to host memory beside the next step's passes, which do not change it, and writes
+it from a thread of `torch.distributed.checkpoint`, over a process group of its own. What is written, and when it
+counts, is in `zeco_train.checkpoint_files`.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import logging
 import shutil
-from dataclasses import asdict, dataclass, fields
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,93 +30,185 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from zeco_train.checkpoint_files import (
+    Progress,
+    complete_checkpoints,
+    find_damage,
+    read_checksums,
+    read_progress,
+    set_aside,
+    step_of,
+)
+from zeco_train.checkpoint_writer import CheckpointWriter, retried
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.mesh import ProcessMesh, agree
+from zeco_train.mesh import ProcessMesh, agree, host_group
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+logger = logging.getLogger(__name__)
+
+# `async` is a word of Python's own, so not in the form of a class. See `CheckpointConfig`.
+CheckpointMode = Enum("CheckpointMode", ["async", "sync"])
 
 
 @dataclass
 class CheckpointConfig:
     """Attributes:
-    every: steps between two checkpoints; 0 saves at the end, and when the run is told to stop, only.
-    keep: how many of the newest checkpoints stay; 0 keeps all.
+    every: steps between two checkpoints; 0: none by count.
+    minutes: time after which one is due, since the last; 0: none by time. Whichever of both comes first; with neither,
+        there is one at the end, and when the run is told to stop, only.
+    keep: how many of the newest checkpoints stay; 0 keeps all. There has to be room for one more.
+    mode: async: training goes on while a checkpoint is written; takes host memory for what a rank holds of weights
+        and optimizer. sync: it waits. The last one is always waited for.
     load: a run's folder or one of its checkpoints, whose weights a *new* run starts from.
     """
 
     every: int = 100
+    minutes: float = 0.0
     keep: int = 2
+    mode: CheckpointMode = CheckpointMode["async"]
     load: str | None = None
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name in ("every", "keep"):
+        for name in ("every", "minutes", "keep"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be ≥ 0")
 
 
 @dataclass
-class Progress:
-    """What a run has done so far; with weights, optimizer and RNG it is the run's whole state.
+class _Save:
+    """A save under way.
 
     Attributes:
-        step: optimizer steps done.
-        sequences: sequences consumed, which is the whole state of the data.
-        tokens: tokens consumed.
-        logger_run_id: the run's id in W&B.
-        skipped: steps left out for a loss or gradient that was not finite, over the whole run; they count as done.
-        skipped_in_row: of these, those since the last step that was not left out.
+        step: after which it was begun.
+        partial: the folder that it fills.
+        written: ends when the checkpoint is complete, on all ranks, or has failed.
+        staged: ends when weights and optimizer may change again.
+        began: when, by the monotonic clock.
     """
 
-    step: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    logger_run_id: str | None = None
-    skipped: int = 0
-    skipped_in_row: int = 0
-
-    def advance(self, sequences: int, tokens: int, skipped: bool = False) -> None:
-        """Count one more optimizer step; `skipped` if it was left out."""
-        self.step, self.sequences, self.tokens = self.step + 1, self.sequences + sequences, self.tokens + tokens
-        self.skipped, self.skipped_in_row = self.skipped + skipped, self.skipped_in_row + 1 if skipped else 0
-
-
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    folders = (path.parent for path in (run_dir / "checkpoints").glob("step_*[0-9]/run.json"))
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step_")))
+    step: int
+    partial: Path
+    written: Future[Any]
+    staged: Future[Any]
+    began: float
 
 
 class Checkpointer:
-    """Saves and loads a run's state; every method but `latest` is collective."""
+    """Saves and loads a run's state; every method is collective.
+
+    Args:
+        run_dir: the run's folder.
+        config: when, how, and how many.
+        mesh: of all ranks.
+
+    Attributes:
+        folder: where the checkpoints are.
+    """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, mesh: ProcessMesh) -> None:
         self.folder, self._run_dir, self._config, self._mesh = run_dir / "checkpoints", run_dir, config, mesh
+        # Its own, since the thread of a save talks while this one trains.
+        self._group = host_group(mesh)
+        self._stager: DefaultStager | None = None
+        self._save: _Save | None = None
+        # None after a failure.
+        self._saved_at: int | None = 0
+        self._last = time.monotonic()
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint, as rank 0 sees it."""
-        found = [complete_checkpoints(self._run_dir)[-1:] if self._mesh.is_main else []]
-        dist.broadcast_object_list(found, src=0)
-        return found[0][0] if found[0] else None
+    def due(self, progress: Progress) -> bool:
+        """Whether it is time for a checkpoint. To be asked once after each step: it also tells how a save has ended."""
+        if self._save is not None and self._save.written.done():
+            self._settle()
+        if self._config.every and progress.step % self._config.every == 0:
+            return True
+        if not self._config.minutes:
+            return False
+        # One clock decides: those of the ranks drift, and a save takes all of them.
+        late = torch.tensor(int(time.monotonic() - self._last >= 60 * self._config.minutes))
+        dist.broadcast(late, src=0)
+        return bool(late.item())
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
-        """Write `step_XXXXXXXX` in full or not at all; then drop checkpoints beyond `keep`.
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Begin to save this step, in `async` mode; returns before weights and optimizer may change, see `wait_staged`.
+
+        A save that is still under way is waited for. If the storage fails, that is said, the checkpoints before are
+        untouched, and the next save is another try.
+        """
+        if self._save is not None:
+            waited = time.monotonic()
+            self._settle()
+            logger.info("waited %.2f s for the checkpoint before", time.monotonic() - waited)
+        wait = self._config.mode is CheckpointMode["sync"]
+        self._save = self._begin(model, optimizer, progress, wait=wait)
+        self._saved_at, self._last = progress.step, time.monotonic()
+        if wait:
+            self._settle()
+
+    def save_last(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Save this step, unless it is, and return when it is on disk.
+
+        A save that is under way comes to its end first: it is nearest to being something to go on from, should the
+        launcher's patience not suffice for both.
 
         Raises:
             CheckpointError: the storage failed; the checkpoints before are untouched.
         """
-        final = self.folder / f"step_{progress.step:08d}"
-        partial = final.with_suffix(".tmp")
-        agree(self._mesh, lambda: self._prepare(partial))
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-        state = {"model": model_state, "optim": optimizer_state, "rng": torch.get_rng_state()}
-        try:
-            dcp.save(state, checkpoint_id=str(partial))
-        except CheckpointException as error:
-            raise CheckpointError(f"{partial}: saving failed: {_cause(error)}") from error
-        agree(self._mesh, lambda: self._publish(partial, final, progress))
-        return final
+        self._settle()
+        if self._saved_at == progress.step:
+            return
+        self._save = self._begin(model, optimizer, progress, wait=True)
+        error = self._end_save()
+        if error is not None:
+            raise error
+        self._saved_at = progress.step
+
+    def wait_staged(self) -> None:
+        """Return when weights and optimizer may change: what a save under way needs of them is in host memory."""
+        if self._save is not None:
+            self._save.staged.result()
+
+    def close(self) -> None:
+        """Let the save under way come to its end, within the time that a peer has to answer."""
+        save, self._save = self._save, None
+        if save is not None:
+            try:
+                failure = save.written.exception(self._mesh.timeout.total_seconds())
+            except TimeoutError as error:
+                failure = error
+            if failure is not None:
+                logger.warning("checkpoint of step %d was not completed: %s", save.step, failure or "no answer in time")
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def latest_sound(self) -> Path | None:
+        """The newest checkpoint that is still what was written; None if there is no checkpoint at all.
+
+        Damaged ones that are newer are said to be so, and renamed.
+
+        Raises:
+            CheckpointError: none is sound, and then nothing is changed; or the storage cannot be read.
+        """
+        found = [complete_checkpoints(self._run_dir) if self._mesh.is_main else []]
+        dist.broadcast_object_list(found, src=0)
+        damage: dict[Path, str] = {}
+        for path in reversed(found[0]):
+            problem = self._damage(path)
+            if problem is None:
+                agree(self._mesh, lambda: self._set_aside(damage, path) if self._mesh.is_main else None)  # noqa: B023
+                return path
+            damage[path] = problem
+        if damage:
+            path, problem = next(iter(damage.items()))
+            raise CheckpointError(
+                f"{path}: damaged: {problem}; there is no sound one to go on from: restore the file, or take another "
+                f"name for a new run"
+            )
+        return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Restore weights, optimizer and RNG in place, whatever the split they were saved from.
@@ -130,97 +227,131 @@ class Checkpointer:
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         torch.set_rng_state(rng_state)
-        return agree(self._mesh, lambda: read_progress(path))
+        progress = agree(self._mesh, lambda: read_progress(path))
+        self._saved_at = progress.step
+        return progress
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
-        """Restore the weights only, for a new run that starts from another one's."""
+        """Restore the weights only, for a new run that starts from another one's.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another model.
+        """
+        problem = self._damage(path)
+        if problem is not None:
+            raise CheckpointError(f"{path}: damaged: {problem}; name another checkpoint")
         model_state = get_model_state_dict(model)
         self._read({"model": model_state}, path)
         set_model_state_dict(model, model_state)
 
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
+        """Begin a save, or do all of it with `wait`; how that ended is in the future."""
+        began = time.monotonic()
+        final = self.folder / f"step_{progress.step:08d}"
+        text = json.dumps(asdict(progress), indent=2)
+        writer = CheckpointWriter(final, text, self._config.keep, is_staged=not wait)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+        state = {"model": model_state, "optim": optimizer_state, "rng": torch.get_rng_state()}
+        staged: Future[Any] = Future()
+        written: Future[Any] = Future()
+        if wait:
+            staged.set_result(None)
+            try:
+                written.set_result(dcp.save(state, storage_writer=writer, process_group=self._group))
+            except CheckpointException as error:
+                written.set_exception(error)
+        else:
+            if self._mesh.device.type == "cuda":
+                # The stager copies on a stream of its own, which knows nothing of the optimizer's kernels.
+                torch.cuda.current_stream().synchronize()
+            response = dcp.async_save(
+                state, storage_writer=writer, process_group=self._group, async_stager=self._get_stager()
+            )
+            assert isinstance(response, AsyncSaveResponse)
+            staged, written = response.staging_completion, response.upload_completion
+        return _Save(progress.step, writer.partial, written, staged, began)
+
+    def _get_stager(self) -> DefaultStager:
+        """Copies to host memory that is kept from save to save: to make it, and to pin it for GPUs, takes long."""
+        if self._stager is None:
+            cuda = self._mesh.device.type == "cuda"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
+                )
+            )
+        return self._stager
+
+    def _settle(self) -> None:
+        """Wait for the save under way, if there is one; a failure of the storage is said, and training may go on."""
+        if self._save is not None and (error := self._end_save()) is not None:
+            self._saved_at = None
+            logger.warning("%s; the run goes on", error)
+
+    def _end_save(self) -> CheckpointError | None:
+        """Wait for the save under way.
+
+        Returns:
+            What the storage failed with, the same on all ranks.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        save, self._save = self._save, None
+        assert save is not None
+        try:
+            save.written.result()
+        except CheckpointException as failure:
+            if self._mesh.is_main:
+                # Half a checkpoint serves nobody, and the disk may be full.
+                shutil.rmtree(save.partial, ignore_errors=True)
+            return CheckpointError(f"{save.partial.with_suffix('')}: saving failed: {_cause(failure)}; {self._left()}")
+        logger.info("checkpoint of step %d complete, %.2f s after it began", save.step, time.monotonic() - save.began)
+        return None
+
+    def _left(self) -> str:
+        complete = complete_checkpoints(self._run_dir)
+        return f"the last complete checkpoint is {complete[-1].name}" if complete else "there is no checkpoint yet"
+
+    def _damage(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, each rank having read its share of the files; the same on all ranks."""
+
+        def check() -> str | None:
+            try:
+                files = retried(f"{path}: cannot be read", lambda: read_checksums(path))
+                own = dict(list(files.items())[self._mesh.rank :: self._mesh.world_size])
+                return retried(f"{path}: cannot be read", lambda: find_damage(path, own))
+            except ValueError as error:
+                return str(error)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+        own = agree(self._mesh, check)
+        everyone: list[str | None] = [None] * self._mesh.world_size
+        dist.all_gather_object(everyone, own)
+        return next((problem for problem in everyone if problem is not None), None)
+
+    def _set_aside(self, damage: dict[Path, str], sound: Path) -> None:
+        for path, problem in damage.items():
+            try:
+                aside = set_aside(path)
+            except OSError as error:
+                raise CheckpointError(f"{path}: damaged: {problem}; and cannot be renamed: {error.strerror}") from error
+            lost = step_of(path) - step_of(sound)
+            logger.warning(
+                "%s: damaged: %s; it is %s now, and the run goes on from %s: %d steps are done again",
+                path,
+                problem,
+                aside.name,
+                sound.name,
+                lost,
+            )
+
     def _read(self, state: dict[str, Any], path: Path) -> None:
         try:
-            dcp.load(state, checkpoint_id=str(path))
+            dcp.load(state, checkpoint_id=str(path), process_group=self._group)
         except CheckpointException as error:
             raise CheckpointError(f"{path}: loading failed: {_cause(error)}") from error
-
-    def _prepare(self, partial: Path) -> None:
-        if not self._mesh.is_main:
-            return
-        try:
-            # What an earlier kill left behind is of no use to anybody.
-            for leftover in self.folder.glob("step_*.tmp"):
-                shutil.rmtree(leftover)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"{partial}: cannot be written: {error.strerror}") from error
-
-    def _publish(self, partial: Path, final: Path, progress: Progress) -> None:
-        if not self._mesh.is_main:
-            return
-        try:
-            write_durably(partial / "run.json", json.dumps(asdict(progress), indent=2))
-            if final.exists():
-                # Somebody's hand was in it, or it would have been loaded; nothing is deleted that a user may want.
-                final.rename(final.with_name(f"{final.name}.damaged"))
-            partial.rename(final)
-            _sync_folder(self.folder)
-            if self._config.keep:
-                for old in complete_checkpoints(self._run_dir)[: -self._config.keep]:
-                    # Renamed first, so that a kill in the middle cannot leave half of it under a complete one's name.
-                    shutil.rmtree(old.rename(old.with_suffix(".tmp")))
-        except OSError as error:
-            raise CheckpointError(f"{final}: cannot be written: {error.strerror}") from error
-
-
-def read_progress(path: Path) -> Progress:
-    """The progress stored in a checkpoint.
-
-    Raises:
-        CheckpointError: `run.json` is missing or is not ours.
-    """
-    try:
-        # Those from before steps could be skipped have no count of them.
-        stored = {"skipped": 0, "skipped_in_row": 0} | json.loads((path / "run.json").read_text())
-        return Progress(**{f.name: stored[f.name] for f in fields(Progress)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: run.json cannot be read: {error}") from error
-
-
-def find_weights(load: str) -> Path:
-    """The checkpoint that `checkpoint.load` names: a checkpoint itself, or the newest one of a run's folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    path = Path(load)
-    candidates = (
-        [path] if (path / "run.json").is_file() and (path / ".metadata").is_file() else complete_checkpoints(path)
-    )
-    if not candidates:
-        raise ConfigError(
-            "checkpoint.load", load, "holds no complete checkpoint; name a run's folder or a step_… folder"
-        )
-    return candidates[-1]
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file in full or not at all, and have it on disk when this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cause(error: CheckpointException) -> str:

@@ -52,6 +52,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     job.closing.callback(recorder.close)
     job.closing.callback(parts.profiler.close)
     job.closing.callback(parts.loader.close)
+    job.closing.callback(parts.checkpointer.close)
     if progress.step >= config.train.steps:
         recorder.exit_code = 0
         recorder.note(f"the run in {run.path} has finished its {progress.step} steps; nothing to do")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -34,7 +35,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
     path = Path(run_dir) / "logs" / f"rank_{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _LogFile(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"cannot be written ({error.strerror}); name another folder") from error
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
@@ -75,6 +76,18 @@ def _redirect_torch() -> None:
             if type(handler) is logging.StreamHandler:
                 logger.removeHandler(handler)
                 logger.propagate = True
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk cuts short, and nothing else."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _TerminalHandler(logging.Handler):

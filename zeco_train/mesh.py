@@ -142,6 +142,15 @@ def _group(members: list[list[int]], timeout: timedelta, urgent: bool = False) -
     return group
 
 
+def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
+    """A group of all ranks between hosts, for a thread that waits for storage beside the training. Collective.
+
+    Its waits are bounded by an hour: one that writes its part more slowly than the rest is no lost peer, and a peer
+    that is lost closes its connections.
+    """
+    return dist.new_group(backend="gloo", timeout=max(mesh.timeout, timedelta(hours=1)))
+
+
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
     """Run `action`; if it ends in a user's error on any rank, raise the first such error on every rank.
 

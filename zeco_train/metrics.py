@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,8 @@ from zeco_train.errors import DataError
 from zeco_train.jsonable import jsonable
 
 METRICS_FILE = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,13 @@ class LineWriter:
     Floats are written with all their digits (`float(text)` gives back the same value). NaN and infinities, which JSON
     has not, are written as `null`.
 
+    Rows that the disk does not take, since it is full, are kept and written later; the first time, that is said.
+
     Args:
         path: the file; made, with its folder, if it is not there.
 
     Raises:
-        DataError: it cannot be written, here or in `append`.
+        DataError: it cannot be written, here or in `flush`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -94,25 +99,41 @@ class LineWriter:
             self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise self._unwritable(error) from error
+        self._pending = b""
         self._repair()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row. What another process reads from now on has it."""
-        assert self._descriptor is not None, "append after close"
         line = json.dumps(jsonable(row, lambda value: None), allow_nan=False, separators=(", ", ": ")) + "\n"
-        try:
-            pending = line.encode()
-            # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
-            while pending:
-                pending = pending[os.write(self._descriptor, pending) :]
-        except OSError as error:
+        was_pending = bool(self._pending)
+        self._pending += line.encode()
+        error = self._try_to_write()
+        if error is not None and not was_pending:
+            logger.warning("%s; the run goes on, its rows are kept until then", self._unwritable(error))
+
+    def flush(self) -> None:
+        """Write what the disk has not taken yet, or raise `DataError`."""
+        error = self._try_to_write()
+        if error is not None:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
         """Close the file. May be called again."""
         if self._descriptor is not None:
+            if self._try_to_write() is not None:
+                logger.warning("%s: %d bytes of rows are lost", self.path, len(self._pending))
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _try_to_write(self) -> OSError | None:
+        assert self._descriptor is not None, "write after close"
+        try:
+            # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
+            while self._pending:
+                self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+        except OSError as error:
+            return error
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +141,11 @@ class LineWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is None:
+                self.flush()
+        finally:
+            self.close()
 
     def _repair(self) -> None:
         """Truncate the file behind its last newline."""

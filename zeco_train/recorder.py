@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeco_train.checkpoint import Progress
+from zeco_train.checkpoint_files import Progress
 from zeco_train.loggers import ExperimentLogger
 from zeco_train.mesh import ProcessMesh
 from zeco_train.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
@@ -183,7 +183,13 @@ class Recorder:
         self._tracker.finish(self.exit_code)
 
     def summarise(self) -> str | None:
-        """End a run that went as it should: draw its plot and return its last line, on rank 0."""
+        """End a run that went as it should: draw its plot and return its last line, on rank 0.
+
+        Raises:
+            DataError: the run's folder does not take its last rows, or the plot.
+        """
+        if self._writer is not None:
+            self._writer.flush()
         self.exit_code = 0
         if self._display is None:
             return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from zeco_train.checkpoint import write_durably
+from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 
 IDENTITY_FILE = "identity.json"

@@ -36,7 +36,6 @@ class Trainer:
         self.tokens_per_step = config.data.global_batch * config.data.seq_len
         self.micro_steps = config.data.global_batch // (config.data.micro_batch * parts.mesh.dp_size)
         self._skip_limit = skip_limit(config.train.nonfinite)
-        self._saved_at = parts.progress.step
         self._told: Signals | None = None
 
     def train(self) -> Signals | None:
@@ -46,14 +45,13 @@ class Trainer:
             The signal that ended the run before its time, or None.
         """
         config, progress, recorder = self.config.train, self.progress, self.parts.recorder
-        every = self.config.checkpoint.every
         with StopRequest() as stop:
             while progress.step < config.steps:
                 self.parts.profiler.begin(progress.step + 1)
                 result = self.train_step(stop)
                 if isinstance(result, Signals):
                     recorder.write(progress, None)
-                    self.save()
+                    self.save(last=True)
                     return result
                 self.parts.profiler.end(progress.step)
                 recorder.add(result, progress)
@@ -63,8 +61,9 @@ class Trainer:
                 due = finished or validate or progress.step == 1 or progress.step % config.log_every == 0
                 if due or result.nonfinite is not None:
                     recorder.write(progress, val_loss)
-                if finished or (every and progress.step % every == 0):
-                    self.save()
+                # Asked at the end, too: it tells how the save before has ended.
+                if self.parts.checkpointer.due(progress) or finished:
+                    self.save(last=finished)
         return None
 
     def train_step(self, stop: StopRequest) -> StepResult | Signals:
@@ -99,6 +98,7 @@ class Trainer:
             sequence_ids += segments[0].sequence_ids
 
         parts.watchdog.enter(f"step {step}, optimizer")
+        parts.checkpointer.wait_staged()
         values = parts.step.update(loss).read()
         nonfinite = self._judge(step, dict(zip(("loss", "gradient norm"), values, strict=True)))
         self.progress.advance(config.data.global_batch, self.tokens_per_step, skipped=nonfinite is not None)
@@ -155,11 +155,9 @@ class Trainer:
         reshard(parts.model)
         return loss
 
-    def save(self) -> None:
-        """Save a checkpoint of this step, unless there is one."""
-        if self._saved_at == self.progress.step:
-            return
-        self.parts.watchdog.enter(f"checkpoint of step {self.progress.step}")
-        self.parts.checkpointer.save(self.parts.model, self.parts.optimizer, self.progress)
-        self._saved_at = self.progress.step
-        logger.info("checkpoint of step %d saved", self.progress.step)
+    def save(self, *, last: bool = False) -> None:
+        """Save a checkpoint of this step; with `last`, return when it is on disk, or raise `CheckpointError`."""
+        parts = self.parts
+        parts.watchdog.enter(f"checkpoint of step {self.progress.step}")
+        save = parts.checkpointer.save_last if last else parts.checkpointer.save
+        save(parts.model, parts.optimizer, self.progress)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeco_train.checkpoint import write_durably
+from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerMode
 from zeco_train.starts import Start

@@ -1,0 +1,290 @@
+"""Saving beside the training: what is saved, when, what becomes of a storage that fails, and of a signal meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.commands import check_line, snapshot, torchrun, train_here
+from tests.distributed import run_distributed
+from tests.training import train
+from zeco_train import checkpoint, checkpoint_writer
+from zeco_train.checkpoint import Checkpointer
+from zeco_train.checkpoint_files import complete_checkpoints
+from zeco_train.checkpoint_writer import CheckpointWriter
+from zeco_train.errors import CheckpointError
+from zeco_train.metrics import read_metrics
+from zeco_train.signals import REQUEUE_EXIT_CODE
+
+CHECKPOINT = CheckpointError.exit_code
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name != "latest")
+
+
+@contextmanager
+def slowly(owner: type, method: str, seconds: float) -> Iterator[None]:
+    """Let a method begin with a pause."""
+    whole = getattr(owner, method)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return whole(*args, **kwargs)
+
+    with mock.patch.object(owner, method, late):
+        yield
+
+
+def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[float]:
+    settings = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=0", "parallel=zero3", "train.eval_sequences=0"]
+    train(rank, world_size, f"{folder}/sync", *settings, "checkpoint.mode=sync")
+    moments: list[float] = []
+    save = Checkpointer.save
+
+    def timed(*args: Any) -> None:
+        begun = time.monotonic()
+        save(*args)
+        moments.append(time.monotonic() - begun)
+
+    # A copy that comes late takes what the next step has made of the weights, unless that waits for it.
+    with (
+        slowly(StateDictStager, "stage", 0.3),
+        slowly(CheckpointWriter, "write_data", 1.0),
+        mock.patch.object(Checkpointer, "save", timed),
+    ):
+        train(rank, world_size, f"{folder}/async", *settings)
+    return moments
+
+
+def _save_and_leave(rank: int, world_size: int, folder: str) -> None:
+    """Join, save twice and leave at once, time and again."""
+    dist.destroy_process_group()
+    for attempt in range(10):
+        store = dist.FileStore(f"{folder}/store{attempt}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        settings = ["train.steps=2", "checkpoint.every=1", "train.eval_sequences=0", "data.seq_len=192"]
+        train(rank, world_size, f"{folder}/run{attempt}", *settings)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
+    now, due = 0.0, Checkpointer.due
+
+    def later(self: Checkpointer, progress: Any) -> bool:
+        nonlocal now
+        now += (25.0, 61.0)[rank]
+        return due(self, progress)
+
+    clock = mock.Mock(monotonic=lambda: now)
+    with mock.patch.object(checkpoint, "time", clock), mock.patch.object(Checkpointer, "due", later):
+        train(rank, world_size, folder, "train.steps=7", "checkpoint.every=0", "checkpoint.minutes=1")
+
+
+def _run_on_two_ranks(rank: int, world_size: int, folder: str) -> list[float]:
+    moments = _train_in_both_modes(rank, world_size, folder)
+    _train_by_two_clocks(rank, world_size, f"{folder}/clocks")
+    _save_and_leave(rank, world_size, folder)
+    return moments
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The runs of two ranks, and how long asynchronous saves held up rank 0."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, run_distributed(_run_on_two_ranks, 2, str(folder), timeout=240)[0]
+
+
+def test_an_asynchronous_save_is_that_of_its_step(two_ranks: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder, moments = two_ranks
+    # The second waits for the first to be on disk; the last one is another method's.
+    assert len(moments) == 2
+    assert moments[0] < 0.3
+    log = (folder / "async" / "logs" / "rank_0.log").read_text()
+    assert log.index("step 3: sequences") < log.index("checkpoint of step 2 complete")
+    assert names(folder / "async") == [f"step_{step:08d}" for step in (2, 4, 5)]
+    for path in complete_checkpoints(folder / "async"):
+        states = []
+        for mode in ("sync", "async"):
+            dcp_to_torch_save(folder / mode / "checkpoints" / path.name, tmp_path / "whole.pt")
+            state = torch.load(tmp_path / "whole.pt")
+            states.append({**state["model"], **state["optim"], "rng": state["rng"]})
+        expected, found = states
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            same = torch.equal(value, found[key]) if torch.is_tensor(value) else value == found[key]
+            assert same, (path.name, key)
+
+
+def test_groups_end_after_asynchronous_saves(two_ranks: tuple[Path, list[float]]) -> None:
+    assert len(list(two_ranks[0].glob("run*/checkpoints/step_00000002"))) == 10
+
+
+def test_minutes_are_of_one_clock(two_ranks: tuple[Path, list[float]]) -> None:
+    # 75 s and 150 s by rank 0's clock; the other rank's would have one after each step.
+    log = (two_ranks[0] / "clocks" / "logs" / "rank_1.log").read_text()
+    assert [step for step in range(8) if f"checkpoint of step {step} complete" in log] == [3, 6, 7]
+    assert names(two_ranks[0] / "clocks") == ["step_00000006", "step_00000007"]
+
+
+@contextmanager
+def failing(refuse: Callable[[str], bool]) -> Iterator[None]:
+    """A storage that refuses to open files for writing, by their path."""
+    create = checkpoint_writer._HashingFileSystem.create_stream
+
+    @contextmanager
+    def create_stream(self: Any, path: Path, mode: str) -> Iterator[Any]:
+        if refuse(str(path)):
+            raise FULL
+        with create(self, path, mode) as stream:
+            yield stream
+
+    with (
+        mock.patch.object(checkpoint_writer._HashingFileSystem, "create_stream", create_stream),
+        mock.patch.object(checkpoint_writer, "_RETRY_AFTER_SECONDS", (0.01, 0.02)),
+    ):
+        yield
+
+
+def test_a_storage_that_fails_for_a_moment(tmp_path: Path) -> None:
+    left = {".distcp": 2, ".metadata": 1}
+
+    def refuse(path: str) -> bool:
+        for part, count in left.items():
+            if part in path and count:
+                left[part] -= 1
+                return True
+        return False
+
+    with failing(refuse):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=2", "checkpoint.every=1")
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("trying again in") == 3
+    assert names(tmp_path / "run") == ["step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
+def test_a_storage_that_fails_for_long(mode: str, file: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [f"run_dir={run}", "checkpoint.every=1", f"checkpoint.mode={mode}", "checkpoint.keep=0"]
+    with failing(lambda path: path.endswith((f"step_00000002.tmp/{file}", f"step_00000003.tmp/{file}"))):
+        outcome = train_here(*settings, "train.steps=4")
+    assert outcome.code == 0, outcome.err
+    for step in (2, 3):
+        text = (
+            f"step_{step:08d}: saving failed: rank 0: OSError: [Errno 28] No space left on device; the last complete "
+        )
+        assert f"{text}checkpoint is step_00000001; the run goes on" in outcome.err
+    assert names(run) == ["step_00000001", "step_00000004"]
+    assert len(read_metrics(run / "metrics.jsonl")) == 4
+    before = snapshot(run / "checkpoints")
+    with failing(lambda path: True):
+        outcome = train_here(*settings, "train.steps=6")
+    assert outcome.code == CHECKPOINT
+    assert len(outcome.errors) == 1
+    assert "step_00000006: saving failed: rank 0: OSError: " in outcome.errors[0]
+    assert outcome.errors[0].endswith("the last complete checkpoint is step_00000004")
+    assert snapshot(run / "checkpoints") == before
+
+
+@pytest.mark.parametrize(("at", "expected"), [(2, [2]), (3, [2, 3])], ids=["of its step", "of an earlier step"])
+def test_a_signal_while_a_save_is_under_way(at: int, expected: list[int], tmp_path: Path) -> None:
+    due = Checkpointer.due
+
+    def told(self: Checkpointer, progress: Any) -> bool:
+        answer = due(self, progress)
+        if progress.step == at:
+            assert (self._save is None) == (at == 2)
+            signal.raise_signal(signal.SIGTERM)
+        return answer
+
+    with mock.patch.object(Checkpointer, "due", told), slowly(CheckpointWriter, "write_data", 1.0):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=9", "checkpoint.every=2")
+    assert outcome.code == REQUEUE_EXIT_CODE, outcome
+    assert f"SIGTERM after step {at}: saved" in outcome.out
+    assert names(tmp_path / "run") == [f"step_{step:08d}" for step in expected]
+
+
+def test_a_mistake_ends_a_save_under_way(tmp_path: Path) -> None:
+    """What is not finite, in the step after a save has begun, does not take that save along."""
+    settings = ["optim.lr=1e30", "optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
+    with slowly(CheckpointWriter, "write_data", 1.0):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=9", *settings)
+    steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert f"step {steps + 1}: " in outcome.errors[0]
+    assert complete_checkpoints(tmp_path / "run")[-1].name == f"step_{steps:08d}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB, which only root can make."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _fill(path: Path, leave: int) -> None:
+    """Take all the space of a disk, but for some bytes."""
+    disk = os.statvfs(path.parent)
+    path.write_bytes(bytes(disk.f_bavail * disk.f_frsize - leave))
+
+
+def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    run, filler = small_disk / "run", small_disk / "filler"
+    settings = [f"run_dir={run}", "checkpoint.every=3"]
+    assert train_here(*settings, "train.steps=3").code == 0
+    _fill(filler, leave=100_000)
+    before = snapshot(run / "checkpoints")
+    with torchrun(2, tmp_path, *settings, "train.steps=2000") as job:
+        job.wait_until(lambda: "; the run goes on" in job.err, "failed save", 90)
+        filler.unlink()
+        later = len(read_metrics(run / "metrics.jsonl"))
+        job.wait_until(lambda: len(complete_checkpoints(run)) == 2, "checkpoint", 90)
+        for name, content in before.items():
+            assert name == "latest" or content is None or (run / "checkpoints" / name).read_bytes() == content, name
+        job.signal(signal.SIGTERM)
+        outcome = job.wait(60)
+    assert "No space left on device; the last complete checkpoint is step_00000003; the run goes on" in outcome.err
+    assert outcome.errors == []
+    last = len(read_metrics(run / "metrics.jsonl"))
+    assert last >= later > 3
+    assert f"SIGTERM after step {last}: saved" in outcome.out
+    _fill(filler, leave=100_000)
+    before, further = snapshot(run / "checkpoints"), [*settings, f"train.steps={last + 2}"]
+    check_last = train_here(*further, "checkpoint.every=0")
+    assert check_last.code == CHECKPOINT
+    assert "saving failed" in check_last.errors[0]
+    assert snapshot(run / "checkpoints") == before
+    filler.unlink()
+    outcome = train_here(*further)
+    assert outcome.code == 0, outcome.err
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, last + 3))
+
+
+def test_settings(tmp_path: Path) -> None:
+    for setting, part in (
+        ("checkpoint.minutes=-1", "checkpoint.minutes=-1.0: must be ≥ 0"),
+        ("checkpoint.mode=fast", "checkpoint.mode=fast: must be one of async, sync"),
+    ):
+        check_line(train_here(setting), 2, part)

@@ -1,0 +1,226 @@
+"""Writes a checkpoint's files with their checksums, and makes them one checkpoint by a rename.
+
+All goes into `step_XXXXXXXX.tmp`. What a kill leaves of it is removed by the next save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar, cast
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from zeco_train.checkpoint_files import (
+    CHECKSUMS_FILE,
+    LATEST,
+    PROGRESS_FILE,
+    complete_checkpoints,
+    set_aside,
+    sync_folder,
+    write_durably,
+)
+
+T = TypeVar("T")
+# A server that restarts, a quota that somebody raises. All of it fits into the 30 s of a launcher that ends a run.
+_RETRY_AFTER_SECONDS = (1.0, 3.0, 6.0)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _HashedWrite(WriteResult):
+    """What `WriteResult` says of a tensor, and the SHA-256 of the whole file that it is in."""
+
+    sha256: str = ""
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes one checkpoint; its last act, on the coordinator, makes it visible.
+
+    Errors of the storage are retried where they happen, for a bounded time. What is left of them reaches every rank as
+    torch's `CheckpointException`.
+
+    Args:
+        final: the folder that the checkpoint becomes.
+        progress: the text of `run.json`.
+        keep: how many checkpoints stay; 0: all.
+        is_staged: what is written lies in host memory already.
+    """
+
+    def __init__(self, final: Path, progress: str, keep: int, *, is_staged: bool) -> None:
+        # Copying ahead from a device would, in the thread of an asynchronous save, open a context on the first GPU.
+        super().__init__(final.with_suffix(".tmp"), per_thread_copy_ahead=0 if is_staged else 10_000_000)
+        self.fs: _HashingFileSystem = _HashingFileSystem()
+        self._final, self._progress, self._keep = final, progress, keep
+        self._is_coordinator = False
+
+    @property
+    def partial(self) -> Path:
+        """The folder until it is complete."""
+        return Path(self.path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, on the coordinator: nobody writes before all ranks have planned."""
+        if self._is_coordinator:
+            retried(f"{self.partial}: cannot be made", self._make_folder)
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        write = super().write_data
+        results = retried(f"{self.partial}: cannot be written", lambda: self._write(lambda: write(plan, planner)))
+        hashed: list[WriteResult] = [
+            _HashedWrite(r.index, r.size_in_bytes, r.storage_data, self.fs.sha256[r.storage_data.relative_path])
+            for r in results
+        ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(hashed)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint, once every rank has written its part."""
+        finish = super().finish
+        retried(f"{self.partial}: cannot be completed", lambda: self._seal(lambda: finish(metadata, results), results))
+        retried(f"{self._final}: cannot be made", self._publish)
+        for act in (self._sync, self._link_latest, self._drop_old):
+            try:
+                act()
+            except OSError as error:
+                # The checkpoint is there and will be found.
+                logger.warning("%s is complete, but %s: %s", self._final, act.__doc__, error)
+
+    def _make_folder(self) -> None:
+        # What an earlier kill left behind is of no use to anybody.
+        for leftover in self._final.parent.glob("step_*.tmp"):
+            shutil.rmtree(leftover)
+        self.partial.mkdir(parents=True)
+
+    def _write(self, write: Callable[[], Future[list[WriteResult]]]) -> list[WriteResult]:
+        self.fs.error = None
+        try:
+            return write().value()
+        except RuntimeError as error:
+            if self.fs.error is None:
+                raise
+            # The C++ writer of tensors replaces the system's error by one of its own.
+            raise self.fs.error from error
+
+    def _seal(self, finish: Callable[[], None], results: list[list[WriteResult]]) -> None:
+        """Write what goes with the tensors: torch's metadata, the run's progress and the checksums of it all."""
+        finish()
+        written = (r for rank in results for r in rank if isinstance(r, _HashedWrite))
+        sha256 = {r.storage_data.relative_path: r.sha256 for r in written} | {".metadata": self.fs.sha256[".metadata"]}
+        table = {name: (self.partial.joinpath(name).stat().st_size, digest) for name, digest in sha256.items()}
+        progress = self._progress.encode()
+        table[PROGRESS_FILE] = len(progress), hashlib.sha256(progress).hexdigest()
+        write_durably(self.partial / PROGRESS_FILE, self._progress)
+        rows = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(table.items())}
+        write_durably(self.partial / CHECKSUMS_FILE, json.dumps(rows, indent=1))
+
+    def _publish(self) -> None:
+        if self._final.exists():
+            # Somebody's hand was in it, or it would have been loaded; nothing is deleted that a user may want.
+            set_aside(self._final)
+        self.partial.rename(self._final)
+
+    def _sync(self) -> None:
+        """its name may not be on disk yet"""
+        sync_folder(self._final.parent)
+
+    def _link_latest(self) -> None:
+        """the link to the latest one is not set"""
+        link = self._final.parent / LATEST
+        temporary = link.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self._final.name)
+        temporary.replace(link)
+
+    def _drop_old(self) -> None:
+        """older ones than checkpoint.keep could not be removed"""
+        if self._keep:
+            for old in complete_checkpoints(self._final.parent.parent)[: -self._keep]:
+                # Renamed first, so that a kill in the middle cannot leave half of it under a complete one's name.
+                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+
+
+class _HashingFileSystem(FileSystem):
+    """Files whose checksum is taken while they are written: what a disk makes of them later does not count.
+
+    Attributes:
+        sha256: by name, of the files that were closed.
+        error: the system's last one.
+    """
+
+    def __init__(self) -> None:
+        self.sha256: dict[str, str] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with super().create_stream(path, mode) as file:
+                stream = _HashingStream(cast(IO[bytes], file), self)
+                yield stream
+            self.sha256[Path(path).name] = stream.sha256.hexdigest()
+        except OSError as error:
+            self.error = error
+            raise
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sha256[Path(new_path).name] = self.sha256.pop(Path(path).name)
+
+
+class _HashingStream(io.BufferedIOBase):
+    def __init__(self, file: IO[bytes], owner: _HashingFileSystem) -> None:
+        self._file, self._owner, self.sha256 = file, owner, hashlib.sha256()
+
+    def write(self, data: object) -> int:
+        self.sha256.update(data)  # type: ignore[arg-type]
+        try:
+            return self._file.write(data)  # type: ignore[call-overload]
+        except OSError as error:
+            self._owner.error = error
+            raise
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def retried(problem: str, action: Callable[[], T]) -> T:
+    """Do what the storage may refuse, again after a while if it does; the last error is raised."""
+    for seconds in _RETRY_AFTER_SECONDS:
+        try:
+            return action()
+        except OSError as error:
+            logger.warning("%s: %s; trying again in %g s", problem, error.strerror or error, seconds)
+            time.sleep(seconds)
+    return action()
