@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 RATE = "tokens_per_second_per_device"
 # The same rule as everywhere: the median of the rows, without the first of a start, in which kernels are compiled.
-MEDIAN_RATE = f"{RATE}_median"
+MEDIAN_RATE, MEDIAN_TOTAL_RATE = f"{RATE}_median", "tokens_per_second_median"
+# Of a step's time; W&B's charts of several runs show metrics, and no quotients of them.
+EXPOSED_SHARE, DATA_SHARE = "comm_exposed_share", "data_share"
 # Beside the checkpoints, which have the id too: a run that is stopped before its first one goes on under its id.
 _RUN_ID_FILE = "wandb_run_id"
 # W&B says so when its server has answered, and will answer the same again: no account, no such team, no permission.
@@ -43,7 +45,7 @@ class WandbLogger:
         self._run: Any = None
         self._warned = False
         self._rates: list[float] = []
-        self._rows = 0
+        self._rows = self._devices = 0
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
         """As `ExperimentLogger.begin`. Where W&B's server cannot be reached the run is tracked offline, with a warning.
@@ -54,6 +56,7 @@ class WandbLogger:
         if self.config.mode is LoggerMode.disabled:
             return run_id
         run_id = run_id or self._earlier_id()
+        self._devices = start.layout.devices
         with self._refusals():
             self._run = self._init(self.config.mode, config, start, run_id)
             self._run.define_metric("*", step_metric="step")
@@ -68,7 +71,7 @@ class WandbLogger:
         if self._run is None:
             return
         try:
-            self._run.log({**metrics, **self._median(metrics), "step": step})
+            self._run.log({**metrics, **self._derived(metrics), "step": step})
         except Exception as error:
             # Whatever a tracker's client raises, it is not worth a training run.
             self._warn(f"did not record step {step}", error)
@@ -152,14 +155,20 @@ class WandbLogger:
             mode = self.config.mode.value
             raise ConfigError("logger.mode", mode, f"W&B cannot start ({_reason(error)}); or logger=none") from error
 
-    def _median(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        rate = metrics.get(RATE)
-        if rate is None:
-            return {}
-        self._rows += 1
-        if self._rows > 1:
-            insort(self._rates, rate)
-        return {MEDIAN_RATE: median(self._rates or [rate])}
+    def _derived(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """What charts of several runs compare, from a row."""
+        found = {}
+        if (rate := metrics.get(RATE)) is not None:
+            self._rows += 1
+            if self._rows > 1:
+                insort(self._rates, rate)
+            middle = median(self._rates or [rate])
+            found = {MEDIAN_RATE: middle, MEDIAN_TOTAL_RATE: middle * self._devices}
+        if seconds := metrics.get("step_seconds"):
+            for share, name in ((EXPOSED_SHARE, "comm_exposed_seconds"), (DATA_SHARE, "data_seconds")):
+                if metrics.get(name) is not None:
+                    found[share] = metrics[name] / seconds
+        return found
 
     def _warn(self, what: str, error: Exception) -> None:
         if self._warned:

@@ -1,0 +1,56 @@
+"""Make the throughput dashboard of a W&B project: backends × lengths × devices, losses, communication, memory, MFU.
+
+python launch/wandb_dashboard.py --project zeco-train                   publishes it and prints its address
+python launch/wandb_dashboard.py --offline dashboard.json               writes and checks it without a network
+python launch/wandb_dashboard.py --bench zeco_train/bench/results/model_4xh200_16k.json    benchmarks as runs, too
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from zeco_train.compare import Parser
+from zeco_train.dashboard import NAME, check_installed, publish, publish_benchmarks, write
+from zeco_train.errors import ConfigError, ZecoError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Publish or write; returns the process's exit code."""
+    try:
+        _run(arguments)
+    except ZecoError as error:
+        print(error.line, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parser = Parser(prog="launch/wandb_dashboard.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--project", default="zeco-train", help="default: zeco-train")
+    parser.add_argument("--entity", help="a user or a team; default: the account's own")
+    parser.add_argument("--name", default=NAME, help=f"of the saved view; default: {NAME}")
+    parser.add_argument("--model", help="show the runs of this model only")
+    parser.add_argument("--update", metavar="URL", help="a saved view that is to have these panels instead of its own")
+    parser.add_argument("--offline", type=Path, metavar="OUT.json", help="write and check it, publish nothing")
+    parser.add_argument("--bench", type=Path, nargs="+", default=[], metavar="FILE", help="results.json of bench model")
+    parser.add_argument("--bench-dir", type=Path, default=Path("runs/dashboard"), metavar="FOLDER", help="W&B's files")
+    given = parser.parse_args(arguments)
+    if given.offline and given.update:
+        raise ConfigError("--update", given.update, "has no effect with --offline")
+    check_installed()
+    if given.bench:
+        count = publish_benchmarks(given.bench, given.bench_dir, given.project, given.entity, online=not given.offline)
+        print(f"{count} measurements as runs, in {given.bench_dir}" + ("; wandb sync them" if given.offline else ""))
+    if given.offline:
+        titles = write(given.offline, given.project, given.entity, given.name, given.model)
+        print(f"{given.offline}: {len(titles)} panels, read back as they were written: {', '.join(titles)}")
+    else:
+        print(publish(given.project, given.entity, given.name, given.model, given.update))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

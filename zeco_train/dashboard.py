@@ -1,0 +1,410 @@
+"""The throughput dashboard in Weights & Biases: a saved view of a project, and the charts of its own that it needs.
+
+Its panels show backends × lengths × devices as the ZeCO paper's Figure 4 does, then losses, what steps lose to
+communication and data, memory and utilisation. `launch/wandb_dashboard.py` is the command.
+
+The panels are objects of W&B's own library (`wandb-workspaces`). W&B's line plots are over steps; lines over devices or
+lengths, one point a run, are charts of our own, in Vega-Lite, over what each run's summary says of its layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.plot import BACKEND_COLORS
+from zeco_train.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Section, Workspace
+
+NAME = "ZeCO-Train throughput"
+_OFFLINE_ENTITY = "entity"
+
+
+@dataclass(frozen=True)
+class ComparisonChart:
+    """A line for each backend, a point for each run.
+
+    Attributes:
+        title: of the chart.
+        x, y: keys of the runs' summaries.
+        kind: a further key that tells lines apart.
+        x_name, y_name: of the axes.
+    """
+
+    title: str
+    x: str
+    y: str
+    kind: str
+    x_name: str
+    y_name: str
+
+
+_RATE_NAME = "tokens/s of a device, median"
+COMPARISONS = (
+    ComparisonChart("Throughput over devices", "devices", MEDIAN_RATE, "tokens_per_device", "devices", _RATE_NAME),
+    ComparisonChart("Throughput over length", "seq_len", MEDIAN_RATE, "devices", "tokens of a sequence", _RATE_NAME),
+    ComparisonChart(
+        "Scaling: all devices", "devices", MEDIAN_TOTAL_RATE, "tokens_per_device", "devices", "tokens/s, median"
+    ),
+    ComparisonChart(
+        "Exposed communication over devices", "devices", EXPOSED_SHARE, "tokens_per_device", "devices", "of a step"
+    ),
+    ComparisonChart("Memory over length", "seq_len", "memory_gb", "devices", "tokens of a sequence", "GB"),
+    ComparisonChart("MFU over length", "seq_len", "mfu", "devices", "tokens of a sequence", "of the device's peak"),
+)
+# As `length_name` says it, in Vega's expressions.
+_LENGTH = (
+    "datum.value % 1048576 == 0 ? datum.value / 1048576 + 'M' : "
+    "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
+)
+# (section, [(title, metrics of the runs' rows, x, logarithmic)])
+_HISTORIES: tuple[tuple[str, tuple[tuple[str, tuple[str, ...], str, bool], ...]], ...] = (
+    (
+        "Loss",
+        (
+            ("Loss over tokens", ("loss",), "tokens", False),
+            ("Validation loss over tokens", ("val_loss",), "tokens", False),
+            ("Gradient norm", ("grad_norm",), "step", True),
+            ("Learning rate", ("lr",), "step", False),
+        ),
+    ),
+    (
+        "What a step loses",
+        (
+            ("Tokens per second and device", (RATE,), "step", False),
+            ("Exposed communication, of a step", (EXPOSED_SHARE,), "step", False),
+            ("Waiting for data, of a step", (DATA_SHARE,), "step", False),
+            ("Seconds of a step", ("step_seconds",), "step", False),
+        ),
+    ),
+    (
+        "Memory and utilisation",
+        (
+            ("Memory of the fullest device, GB", ("memory_gb",), "step", False),
+            ("MFU and HFU", ("mfu", "hfu"), "step", False),
+        ),
+    ),
+)
+
+
+def check_installed() -> None:
+    """Raise `ConfigError` if W&B's library is not there."""
+    for package in ("wandb", "wandb_workspaces"):
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise ConfigError("dashboard", name, "is not installed; pip install 'zeco-train[dashboard]'")
+
+
+def chart_spec() -> dict[str, Any]:
+    """The Vega-Lite preset of the comparisons; `${field:…}` and `${string:…}` are W&B's placeholders."""
+    x, y, kind, series = (f"${{field:{name}}}" for name in ("x", "y", "kind", "series"))
+    color = {
+        "field": series,
+        "type": "nominal",
+        "title": "sp",
+        "scale": {"domain": [*BACKEND_COLORS], "range": [*BACKEND_COLORS.values()]},
+    }
+    # Each length and number of devices has a place of its own, as on a logarithmic axis of powers of two.
+    across = {
+        "field": x,
+        "type": "ordinal",
+        "title": "${string:xname}",
+        "axis": {"labelAngle": 0, "labelExpr": _LENGTH},
+    }
+
+    def up(field: str) -> dict[str, Any]:
+        scale = {"zero": True}
+        return {"field": field, "type": "quantitative", "title": "${string:yname}", "scale": scale}
+
+    shape = {"field": kind, "type": "ordinal", "title": "${string:kindname}"}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": "${string:title}",
+        "data": {"name": "wandb"},
+        "autosize": "fit",
+        "width": "container",
+        "height": "container",
+        "transform": [
+            {"filter": f"isValid(datum['{y}']) && isValid(datum['{x}'])"},
+            {
+                "aggregate": [
+                    {"op": "median", "field": y, "as": "middle"},
+                    {"op": "min", "field": y, "as": "low"},
+                    {"op": "max", "field": y, "as": "high"},
+                    {"op": "count", "as": "runs"},
+                ],
+                "groupby": [x, series, kind],
+            },
+        ],
+        "encoding": {"x": across, "color": color},
+        "layer": [
+            {
+                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1},
+                "encoding": {
+                    "y": up("middle"),
+                    "shape": shape,
+                    "tooltip": [{"field": name} for name in (series, kind, x, "middle", "low", "high", "runs")],
+                },
+            },
+            {"mark": "line", "encoding": {"y": up("middle"), "strokeDash": {**shape, "legend": None}}},
+            # The slowest and the fastest of several runs at one place.
+            {"mark": {"type": "rule"}, "encoding": {"y": up("low"), "y2": {"field": "high"}}},
+        ],
+    }
+
+
+def chart_name() -> str:
+    """The preset's name in W&B; another one for another spec, since a preset cannot be changed by its name."""
+    return f"zeco-comparison-{hashlib.sha256(json.dumps(chart_spec()).encode()).hexdigest()[:8]}"
+
+
+def build(entity: str, project: str, name: str = NAME, model: str | None = None) -> Workspace:
+    """The saved view, of all runs of a project or of those of one model."""
+    from wandb_workspaces import workspaces as ws
+    from wandb_workspaces.expr import And
+
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=sections(entity),
+        settings=ws.WorkspaceSettings(x_axis="step", max_runs=100),
+        runset_settings=ws.RunsetSettings(
+            filters=And(ws.Summary("model") == model) if model else "",
+            pinned_columns=[
+                "run:displayName",
+                *(f"summary:{key}" for key in ("backend", "seq_len", "devices", "sp_size", MEDIAN_RATE)),
+            ],
+        ),
+    )
+
+
+def sections(entity: str) -> list[Section]:
+    """The panels, by section."""
+    from wandb_workspaces import workspaces as ws
+    from wandb_workspaces.reports import v2 as wr
+
+    first = [_comparison(chart, f"{entity}/{chart_name()}") for chart in COMPARISONS]
+    bars = wr.BarPlot(
+        title="Throughput by backend, all lengths and devices",
+        metrics=[MEDIAN_RATE],
+        groupby=wr.Config("layout.backend"),
+        groupby_aggfunc="median",
+        groupby_rangefunc="minmax",
+        title_x=_RATE_NAME,
+    )
+    found = [
+        ws.Section(
+            name="Backends × lengths × devices",
+            panels=[*first, bars],
+            is_open=True,
+            pinned=True,
+            layout_settings=ws.SectionLayoutSettings(columns=2, rows=2),
+        )
+    ]
+    for section, plots in _HISTORIES:
+        panels: list[Any] = [
+            wr.LinePlot(title=t, x=x, y=list(y), log_y=log or None, title_x=x) for t, y, x, log in plots
+        ]
+        layout = ws.SectionLayoutSettings(columns=2, rows=2)
+        found.append(ws.Section(name=section, panels=panels, is_open=True, layout_settings=layout))
+    return found
+
+
+def _comparison(chart: ComparisonChart, preset: str) -> Any:
+    from wandb_workspaces.reports import v2 as wr
+
+    fields = {"x": chart.x, "y": chart.y, "series": "backend", "kind": chart.kind}
+    kind = chart.kind.replace("_", " ")
+    return wr.CustomChart(
+        query={"summary": {"keys": list(dict.fromkeys(fields.values()))}},
+        chart_name=preset,
+        chart_fields=fields,
+        chart_strings={"title": chart.title, "xname": chart.x_name, "yname": chart.y_name, "kindname": kind},
+    )
+
+
+def as_json(workspace: Workspace) -> dict[str, Any]:
+    """What W&B would be sent: the view's spec, and our charts."""
+    view = workspace._to_model()
+    return {
+        "entity": workspace.entity,
+        "project": workspace.project,
+        "name": workspace.name,
+        "spec": json.loads(view.spec.model_dump_json(by_alias=True, exclude_none=True)),
+        "charts": {chart_name(): chart_spec()},
+    }
+
+
+def check(written: Mapping[str, Any]) -> list[str]:
+    """Read a dashboard back by W&B's own library, as it reads what a server has; the titles of its panels.
+
+    Raises:
+        DataError: it is not what `build` gives, or a chart lacks a field that its spec asks for.
+    """
+    from wandb_workspaces import workspaces as ws
+    from wandb_workspaces.workspaces import internal
+
+    try:
+        spec = internal.WorkspaceViewspec.model_validate_json(json.dumps(written["spec"]))
+        view = internal.View(
+            entity=written["entity"],
+            project=written["project"],
+            display_name=written["name"],
+            name="",
+            id="",
+            spec=spec,
+        )
+        sections = _panels(written["spec"])
+        again = _panels(as_json(ws.Workspace._from_model(view))["spec"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError("dashboard", f"is not read back: {' '.join(str(error).split())}") from error
+    for section, other in zip(sections, again, strict=True):
+        if section != other:
+            raise DataError("dashboard", f"section {section[0]} is read back as another one")
+    wanted = {part.split("}")[0] for part in json.dumps(written["charts"]).split("${")[1:]}
+    for _, panels in sections:
+        for panel in panels:
+            config = panel["config"]
+            if panel["viewType"] != "Vega2":
+                continue
+            given = {f"field:{key}" for key in config["fieldSettings"]}
+            given |= {f"string:{key}" for key in config["stringSettings"]}
+            if given != wanted:
+                raise DataError("dashboard", f"chart {config['stringSettings'].get('title')} lacks {wanted - given}")
+    return [_title(panel) for _, panels in sections for panel in panels]
+
+
+def _panels(spec: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Panels by section, without what is drawn anew each time: their ids."""
+    found = []
+    for section in spec["section"]["panelBankConfig"]["sections"]:
+        panels = [{key: panel[key] for key in ("viewType", "config")} for panel in section["panels"]]
+        for panel in panels:
+            for query in panel["config"].get("userQuery", {}).get("queryFields", []):
+                # The library adds `id` and `name` in another order.
+                query["fields"] = sorted(query["fields"], key=lambda field: field["name"])
+        found.append((section["name"], panels))
+    return found
+
+
+def _title(panel: Mapping[str, Any]) -> str:
+    config = panel["config"]
+    return config.get("chartTitle") or config["stringSettings"]["title"]
+
+
+def write(path: Path, project: str, entity: str | None, name: str, model: str | None) -> list[str]:
+    """Write what would be published, and read it back; the titles of the panels.
+
+    Raises:
+        DataError: it cannot be written, or is not what it was when it is read.
+    """
+    text = json.dumps(as_json(build(entity or _OFFLINE_ENTITY, project, name, model)), indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return check(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
+
+
+def publish(project: str, entity: str | None, name: str, model: str | None, update: str | None) -> str:
+    """Save the charts and the view in W&B; returns its address.
+
+    Args:
+        update: the address of a saved view that is to have these panels; None makes a new one.
+
+    Raises:
+        ConfigError: W&B knows no account here, or refuses; or cannot be reached.
+    """
+    import wandb
+    from wandb_workspaces import workspaces as ws
+
+    if not wandb.login(prompt=False, verify=False):
+        raise ConfigError("wandb", "login", "W&B knows no account here; wandb login, or --offline OUT.json")
+    try:
+        api = wandb.Api(timeout=30)
+        entity = entity or api.default_entity
+        if not entity:
+            raise ConfigError("--entity", "", "this account has no default; name a user or a team")
+        workspace = build(entity, project, name, model)
+        check(as_json(workspace))
+        create_chart(api, entity)
+        if update is None:
+            return workspace.save().url
+        saved = ws.Workspace.from_url(update)
+        saved.sections = workspace.sections
+        return saved.save().url
+    except (wandb.Error, OSError, ValueError) as error:
+        # The client's own errors of requests share no base with its others.
+        raise _refused(error) from error
+
+
+def create_chart(api: Any, entity: str) -> None:
+    """Save our chart as a preset of an account; raises `ConfigError` where W&B refuses."""
+    try:
+        api.create_custom_chart(entity, chart_name(), "ZeCO-Train comparison", "vega2", "private", chart_spec())
+    except Exception as error:
+        # Made by an earlier call: the name has the spec's digest, so it is the same.
+        if "exist" not in str(error).lower() and "duplicate" not in str(error).lower():
+            raise _refused(error) from error
+
+
+def _refused(error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError("wandb", "publish", f"W&B did not take it ({reason}); --offline OUT.json needs no server")
+
+
+def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity: str | None, online: bool) -> int:
+    """Track the rows of benchmarks as runs of their own, job type `bench`; done again, they are the same runs.
+
+    Args:
+        files: results.json of `bench model`.
+        folder: where W&B's files go, a folder for each row.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        DataError: a file is no result.
+        ConfigError: W&B refuses.
+    """
+    from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode
+    from zeco_train.report.measurements import read
+    from zeco_train.starts import Start
+    from zeco_train.wandb_logger import WandbLogger
+
+    mode = LoggerMode.online if online else LoggerMode.offline
+    config = LoggerConfig(LoggerKind.wandb, project, entity, job_type="bench", tags=["bench"], mode=mode)
+    config.validate()
+    for file in files:
+        if not file.is_file():
+            raise DataError(file, "is not a file", "give results.json of bench model")
+    comparison = read(files)
+    for measurement in comparison.measurements:
+        layout = measurement.layout
+        run_dir = folder / f"{measurement.name}-{layout.backend}-{layout.seq_len}".replace(":", "_")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        results = comparison.benchmarks[measurement.name]
+        tracker = WandbLogger(config, run_dir)
+        tracker.begin({"benchmark": results["config"]}, Start(0, layout, results["environment"]), None)
+        row = {
+            RATE: measurement.rate.median,
+            "step_seconds": measurement.step_seconds,
+            "comm_exposed_seconds": measurement.exposed_seconds,
+            "memory_gb": measurement.memory_gb,
+            "mfu": measurement.mfu,
+            "hfu": measurement.hfu,
+            "loss": measurement.loss,
+        }
+        tracker.log(measurement.rate.count, {key: value for key, value in row.items() if value is not None})
+        tracker.finish()
+    return len(comparison.measurements)
