@@ -22,6 +22,7 @@ class KernelCase:
         documents: cu_seqlens. continues: see `SequenceShard`.
         reset: the log-decay of every 40th token, a reset as users write it; None: there are none.
         programs: how many programs the walks over chunks are spread over; few make long segments.
+        fused: whether dv may be made in the loop that makes dk.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -30,6 +31,7 @@ class KernelCase:
     continues: bool = True
     reset: float | None = None
     programs: int = 264
+    fused: bool = True
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Random inputs; not contiguous, as a projection's output cut into heads may be."""
@@ -49,6 +51,12 @@ class KernelCase:
         if self.reset is not None:
             tensors["g"][:, 7::40] = self.reset
         return {name: x.to(device) for name, x in tensors.items()}
+
+    def pieces(self, device: torch.device) -> Documents | None:
+        """The documents as the operator takes them."""
+        if self.documents is None:
+            return None
+        return Documents.from_cu_seqlens(torch.tensor(self.documents), self.continues, self.shape[1], device)
 
 
 def both_passes(
@@ -73,13 +81,10 @@ def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) ->
     from zeco_train.ops import cuda  # it imports Triton, and how that was started decides what runs the kernels
 
     tensors = case.tensors(dtype, device)
-    documents = None
-    if case.documents is not None:
-        borders = torch.tensor(case.documents)
-        documents = Documents.from_cu_seqlens(borders, case.continues, case.shape[1], device)
+    documents = case.pieces(device)
     scale = case.shape[3] ** -0.5
-    plain = cuda.options_for
-    with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=case.programs)):
+    plain, changes = cuda.options_for, {"programs": case.programs, "fused": case.fused}
+    with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **changes)):
         found = both_passes(cuda.CUDA, tensors, documents, scale)
     expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, documents, scale)
     return {name: relative_error(found[name], expected[name]) for name in expected}

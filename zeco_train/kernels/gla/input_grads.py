@@ -84,10 +84,10 @@ def input_grads_kernel(
     BV: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """One program makes the gradients of one chunk of one head. ONE_TILE: K <= BK. Then dv is made in the loop over V
-    that makes dk; else it is a sum over tiles of keys, and has loops of its own."""
+    """One program makes the gradients of one chunk of one head. FUSED: dv is made in the loop over V that makes dk, of
+    the same dS. Only where K <= BK; else it is a sum over tiles of keys, and has loops of its own."""
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     k += head_offset(batch_head, T, H, K)
@@ -123,7 +123,7 @@ def input_grads_kernel(
             operand = grad.to(keys.dtype)
             values = load_tile(v, start, T, H, V, first_value, C, BV)
             key_grads += tl.dot(values, tl.trans(operand), input_precision=PRECISION)
-            if ONE_TILE:
+            if FUSED:
                 output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
                 value_grads = tl.dot(weighted, operand, input_precision=PRECISION)
                 value_grads += tl.dot(weights, output_grads, input_precision=PRECISION)
@@ -145,7 +145,7 @@ def input_grads_kernel(
             decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
         store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 
-    if not ONE_TILE:
+    if not FUSED:
         for first_value in range(0, V, BV):
             output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
             value_grads = tl.dot(weights, output_grads, input_precision=PRECISION)

@@ -208,7 +208,7 @@ class Launcher:
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
         input_grads_kernel[(self.num_chunks, self.BH)](
             k, v, b, do, self.pieces, scores, states, local.states, local.log_decays, local.starts, terms, dk, dv, dg,
-            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, ONE_TILE=self.K <= BK,
-            **self.flags, **options.launch,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV,
+            FUSED=self.tuning.fused and self.K <= BK, **self.flags, **options.launch,
         )  # fmt: skip
         return dv, dg

@@ -44,7 +44,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Options of each kernel, and how many programs keep the chip busy in the walks over chunks."""
+    """Options of each kernel; fused: whether `input_grads_kernel` is, where it can be; programs: how many keep the chip
+    busy in the walks over chunks."""
 
     local_states: Options = Options(32, 128, 4, 3)
     true_states: Options = Options(32, 128, 4, 3)
@@ -53,6 +54,7 @@ class Tuning:
     outputs: Options = Options(32, 128, 4, 2, 128)
     input_grads: Options = Options(64, 64, 4, 1)
     join: Options = Options(64, 64, 4, 1)
+    fused: bool = True
     programs: int = 264
 
 
@@ -63,15 +65,19 @@ _UP_TO_64 = Tuning(
     input_grads=Options(64, 64, 4, 1),
 )
 
-# By (architecture, dtype, most keys that the entry is for), in the order of keys. Measured on an H200 at 16k tokens, by
-# the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores also K32 V64 H32, and not K256. Of the kernels of
-# gradients as they are now, and of true_states up to K64, K64 V128 H16 alone: the rest by analogy, with as many values
-# a thread, and by what the compiler says of registers.
-KEPT = {
+# By (architecture or None, dtype, most keys that the entry is for), in the order of keys. Measured on an H200 at 16k
+# tokens, by the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores also K32 V64 H32, and not K256. Of the
+# kernels of gradients as they are now, and of true_states up to K64, only K64 V128 H16: the rest by analogy, with as
+# many values a thread, and by what the compiler says of registers.
+Key = tuple[tuple[int, int] | None, torch.dtype, int]
+KEPT: dict[Key, Tuning] = {
     ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=Options(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
     ((9, 0), torch.bfloat16, 128): Tuning(intra_grads=Options(128, 64, 8, 1), input_grads=Options(128, 64, 8, 1)),
     ((9, 0), torch.bfloat16, 256): Tuning(),
+    # GPUs that have no entry. Where products take their operands from registers (sm_8x, sm_12x) the fused loop needs
+    # three times as many as there are, by the compiler; this spills next to nothing. Never measured.
+    (None, torch.bfloat16, 256): Tuning(input_grads=Options(64, 64, 8, 1), fused=False),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 256): Tuning(
         local_states=Options(32, 32, 4, 2),
@@ -86,24 +92,33 @@ KEPT = {
 
 def options_for(k: torch.Tensor, v: torch.Tensor) -> Tuning:
     """The options for keys [B, T, H, K] and values [B, T, H, V] like these, of bf16 or fp32."""
-    return _find(k.device, k.dtype, k.shape[-1], v.shape[-1])
+    return _find_on(k.device, k.dtype, k.shape[-1], v.shape[-1])
 
 
 @cache
-def _find(device: torch.device, dtype: torch.dtype, K: int, V: int) -> Tuning:
+def _find_on(device: torch.device, dtype: torch.dtype, K: int, V: int) -> Tuning:
     # under Triton's interpreter the device is a CPU, and options mean nothing but the sizes of tiles
     architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    entries = [key for key in KEPT if key[1] == dtype]
-    found = min(entries, key=lambda key: (key[0] != architecture, key[2] < K, abs(key[2] - K)))
+    found = _nearest(architecture, dtype, K)
     exact = found[0] == architecture and found[2] >= K
     logger.info(
-        "operator kernels: %s K%d V%d on sm_%d%d take the kept options of sm_%d%d, K up to %d%s",
+        "operator kernels: %s K%d V%d on sm_%d%d take the kept options of %s, K up to %d%s",
         str(dtype).removeprefix("torch."),
         K,
         V,
         *architecture,
-        *found[0],
+        "other GPUs" if found[0] is None else "sm_{}{}".format(*found[0]),
         found[2],
         "" if exact else ", the nearest: not measured here",
     )
     return KEPT[found]
+
+
+def find(architecture: tuple[int, int], dtype: torch.dtype, K: int) -> Tuning:
+    """The options for key dim K on GPUs of that compute capability."""
+    return KEPT[_nearest(architecture, dtype, K)]
+
+
+def _nearest(architecture: tuple[int, int], dtype: torch.dtype, K: int) -> Key:
+    entries = [key for key in KEPT if key[1] == dtype]
+    return min(entries, key=lambda key: (key[0] != architecture, key[0] is not None, key[2] < K, abs(key[2] - K)))
