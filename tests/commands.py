@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -84,9 +84,11 @@ def train_here(*arguments: str) -> Outcome:
 class Command:
     """A process that runs `train.py`, with its ranks; leaving the `with` block kills whatever is left of them."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+    def __init__(self, command: list[str], folder: Path, fault: str = "") -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "ZECO_FAULT": fault}
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        # As `trap '' USR1` in a batch script does: torchrun would die of Slurm's warning.
+        command = ["/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command]
         self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
         self._ranks: dict[int, int] = {}
 
@@ -100,6 +102,15 @@ class Command:
         self._process.wait()
         self._out.close()
         self._err.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self._process.poll()
 
     @property
     def out(self) -> str:
@@ -119,6 +130,11 @@ class Command:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the launcher alone, as `kill` and batch systems do."""
         self._process.send_signal(number)
+
+    def warn(self) -> None:
+        """Send SIGUSR1 to the launcher and its ranks, as Slurm does to all processes of a step."""
+        for process in (self._process.pid, *self.ranks().values()):
+            os.kill(process, signal.SIGUSR1)
 
     def wait(self, timeout: float) -> Outcome:
         """Wait for the end.
@@ -144,10 +160,13 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
 
 
-def torchrun(ranks: int, folder: Path, *arguments: str, script: Path = REPOSITORY / "train.py") -> Command:
-    """Start `train.py` on several ranks of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return Command([*launcher, str(script), *SMALL, *arguments], folder)
+def torchrun(
+    ranks: int, folder: Path, *arguments: str, fault: str = "", launcher_options: Sequence[str] = ("--standalone",)
+) -> Command:
+    """Start `train.py` on several ranks of this machine, as it is, or with a fault (see tests/faulty_train.py)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_options, "--nproc-per-node", str(ranks)]
+    script = REPOSITORY / ("tests/faulty_train.py" if fault else "train.py")
+    return Command([*launcher, str(script), *SMALL, *arguments], folder, fault)
 
 
 def check_line(outcome: Outcome, code: int, *parts: str) -> None:

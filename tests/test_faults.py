@@ -112,17 +112,22 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
     before = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
         with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0") as job:
             wait_for_steps(job, tmp_path, before + 3)
             assert (f"from step {before}" if before else "from the start") in job.out
-            job.signal(number)
+            if number is signal.SIGUSR1:
+                job.warn()
+            else:
+                job.signal(number)
             outcome = job.wait(SLACK)
             check_gone(job)
         step = steps_done(tmp_path)
         assert f"{number.name} after step {step}: saved; the same command goes on from there" in outcome.out
         assert outcome.errors == []
         assert "zeco_train/" not in outcome.err
+        # torchrun tells of its ranks' codes only if it was not told to stop itself.
+        assert code is None or f"(exitcode: {code})" in outcome.err
         assert f"step_{step:08d}" in checkpoints(tmp_path)
         before = step
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -159,37 +164,20 @@ def check_checkpoints(folder: Path, count: int) -> None:
         assert [f"{name}: {key}" for key, value in tensors.items() if not value.isfinite().all()] == []
 
 
-FAILING = """
-import sys
-import torch
-from zeco_train import cli, trainer
-
-whole = trainer.Trainer.train_step
-
-def train_step(self, stop):
-    if self.progress.step == 3 and self.parts.mesh.rank == 1:
-        raise {error}
-    return whole(self, stop)
-
-trainer.Trainer.train_step = train_step
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
 def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     """One that lacks memory speaks for itself; one with a fault of ours shows its traceback, and another names it."""
+    large = ["data.seq_len=16384", "model.hidden_size=128"]
     cases = {
-        "torch.OutOfMemoryError('Tried to allocate 2 GiB')": ": out of memory (Tried to allocate 2 GiB)",
-        "OSError('the disk is on fire')": "rank 1 failed: OSError: the disk is on fire",
+        "memory": (": out of memory ([enforce fail", *large),
+        "bug": ("rank 1 failed: OSError: the disk is on fire",),
     }
     with contextlib.ExitStack() as stack:
         jobs = []
-        for number, (error, part) in enumerate(cases.items()):
-            folder = tmp_path / str(number)
+        for name, (part, *settings) in cases.items():
+            folder = tmp_path / name
             folder.mkdir()
-            (folder / "failing.py").write_text(FAILING.format(error=error))
-            job = torchrun(2, folder, *ENDLESS, "checkpoint.every=0", script=folder / "failing.py")
+            job = torchrun(2, folder, *ENDLESS, "checkpoint.every=0", *settings, fault=f"{name}:1:4")
             jobs.append((stack.enter_context(job), folder, part))
         for job, folder, part in jobs:
             outcome = job.wait(START)
@@ -198,6 +186,28 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
             assert outcome.errors[0].startswith("rank ")
             assert part in outcome.errors[0]
             assert checkpoints(folder) == set()
+
+
+def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> None:
+    """One that is alive but does not come on hears from the others that the job is lost."""
+    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", fault="hang:2:3") as job:
+        job.wait_until((tmp_path / "fault").exists, "fault", START)
+        job.ranks()
+        # The bound of a wait, the time to listen to the others, and that to hear of it.
+        check_named(
+            job.wait(TIMEOUT + 11.0 + SLACK),
+            "step 3, micro-batch 1 of 4, all_reduce of ",
+            "every rank is alive",
+            "rank 2 in step 3, micro-batch 1 of 4, waiting for its data",
+        )
+        check_gone(job)
+    logs = tmp_path / "run" / "logs"
+    assert "in never" in (logs / "rank_2.log").read_text()
+    assert {path.name.partition("_")[2] for path in logs.glob("2*")} == {f"gloo_rank_{rank}.json" for rank in range(3)}
+    entries = json.loads(next(logs.glob("*_gloo_rank_0.json")).read_text())["entries"]
+    assert entries[-1]["profiling_name"] == "gloo:all_reduce"
+    assert "_agreed_signal" in [frame["name"] for frame in entries[-1]["frames"]]
+    assert {"scan forward", "scan reverse"} <= {entry["process_group"][1] for entry in entries}
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:

@@ -83,14 +83,14 @@ def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> Con
     # The first of equals.
     usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
     ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
-    others = "the others have" if counts[usual] > 1 else f"{_name([by_rank.index(usual)])} has"
-    problem = f"{_name(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
+    others = "the others have" if counts[usual] > 1 else f"{name_ranks([by_rank.index(usual)])} has"
+    problem = f"{name_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'}, {others} {usual}"
     if len(keys) > 1:
         problem += f" (so do {', '.join(keys[1:5])}{', …' if len(keys) > 5 else ''})"
     return ConfigError(keys[0], by_rank[ranks[0]], f"{problem}; {remedy}")
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 1, 8–15"."""
     starts = [ranks[0], *(after for before, after in pairwise(ranks) if after != before + 1)]
     ends = [*(before for before, after in pairwise(ranks) if after != before + 1), ranks[-1]]

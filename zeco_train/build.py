@@ -68,11 +68,13 @@ class OpenedRun:
     Attributes:
         data: the stores.
         path: the folder; `folder` holds it on rank 0.
+        log: this rank's log file in it.
     """
 
     data: OpenedData
     path: Path
     folder: RunFolder | None
+    log: Path
 
     def release(self) -> None:
         """Let other processes train in the folder."""
@@ -143,14 +145,14 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     try:
         _check_shared_folder(path, folder, mesh)
         agree(mesh, lambda: folder.begin(to_plain(resolve(config, mesh)), arguments) if folder else None)
-        agree(mesh, lambda: setup_logging(path, mesh.rank))
+        log = agree(mesh, lambda: setup_logging(path, mesh.rank))
     except BaseException:
         if folder is not None:
             folder.release()
         raise
     if folder is not None:
         _warn(config, data, folder)
-    return OpenedRun(data, path, folder)
+    return OpenedRun(data, path, folder, log)
 
 
 def resolve(config: Config, mesh: ProcessMesh) -> Config:

@@ -46,6 +46,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     job.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
     job.closing.callback(run.release)
+    job.keep_evidence(run.log)
     job.enter("building the model")
     parts = build(config, run, mesh, job.watchdog)
     recorder, progress = parts.recorder, parts.progress

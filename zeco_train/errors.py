@@ -65,7 +65,7 @@ class CommunicationError(ZecoError):
     def __init__(self, rank: int, operation: str, problem: str, peer: int | None = None) -> None:
         where = f" with rank {peer}" if peer is not None else ""
         super().__init__(f"rank {rank}: {operation}{where}: {problem}")
-        self.rank, self.operation, self.peer = rank, operation, peer
+        self.rank, self.operation, self.problem, self.peer = rank, operation, problem, peer
 
 
 class OutOfMemoryError(ZecoError):

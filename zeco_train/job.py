@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from tqdm import tqdm
 
 from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.mesh import Launch
+from zeco_train.postmortem import Postmortem
 from zeco_train.signals import die_with_launcher
 from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_store
 
@@ -66,6 +68,9 @@ class Job:
         self._store = launcher_store(launch)
         self.watchdog = Watchdog(launch, self._store, advice.lost_peer, advice.timeout_key)
         self.closing = ExitStack()
+        self._postmortem = Postmortem(launch.rank)
+        # Held by the thread that ends this process because of a failure.
+        self._ending = threading.RLock()
 
     def enter(self, activity: str) -> None:
         """Say what this rank is doing now, for messages about it."""
@@ -73,15 +78,24 @@ class Job:
 
     def guard(self, timeout: timedelta) -> None:
         """From now on, end this rank if the next one is silent for longer than `timeout`; see `Watchdog.guard`."""
-        self.watchdog.guard(timeout, self._abandon)
+        self.watchdog.guard(timeout, self._abandon, self._hear_of_loss)
+
+    def keep_evidence(self, log: Path) -> None:
+        """From now on, leave a postmortem beside this rank's log file if the job is lost. Collective."""
+        start = [time.strftime("%Y%m%dT%H%M%S")]
+        dist.broadcast_object_list(start, src=0)
+        self._postmortem.open(log, start[0])
 
     def finish(self) -> None:
         """A regular end. Collective, if the ranks have joined."""
         self.closing.close()
         if dist.is_initialized():
-            # A launcher that sees one rank end with a code ≠ 0 terminates the others: all end together.
+            # A launcher that sees one rank end with a code ≠ 0 terminates the others: all end together, and what is
+            # left to do from here on is not worth another code.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             dist.barrier()
         self.watchdog.stop()
+        self._postmortem.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -92,6 +106,7 @@ class Job:
             The exit code; None for a fault of this program, whose traceback is due. Once the ranks have joined, a
             failure that is expected ends the process here.
         """
+        self._end_alone()
         expected = self._as_expected(error)
         if not isinstance(expected, OutOfMemoryError) and is_communication_failure(error):
             self._abandon(error)
@@ -106,6 +121,17 @@ class Job:
         if dist.is_initialized():
             _leave(expected.exit_code)
         return expected.exit_code
+
+    def _hear_of_loss(self) -> None:
+        """Another rank has given up: write down what this one is doing, unless it ends for a reason of its own."""
+        if self._ending.acquire(blocking=False):
+            self._ending.release()
+            self._postmortem.write()
+
+    def _end_alone(self) -> None:
+        """Have this thread be the one that ends the process; another one that would do so, too, comes no further."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()
 
     def _as_expected(self, error: Exception) -> ZecoError | None:
         """The error as one whose message is written for the user; None for a fault of this program."""
@@ -133,10 +159,13 @@ class Job:
 
     def _abandon(self, error: Exception) -> NoReturn:
         """Leave after a peer is lost: name it, save nothing, wait for nobody."""
+        self._end_alone()
         if threading.current_thread() is threading.main_thread():
             # A launcher that has seen the peer die terminates this process at once, too.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         logger.info("communication failed", exc_info=error)
+        self.watchdog.report_loss()
+        self._postmortem.write()
         explained = self.watchdog.diagnose(error)
         logger.info("%s", explained)
         self.watchdog.report_leaving()

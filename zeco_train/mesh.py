@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.postmortem import record_communication
 
 T = TypeVar("T")
 
@@ -104,7 +105,8 @@ def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timed
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     rows = devices.mesh.tolist()
     # Scans are small and waited for: they go before the compute that they overlap.
-    forward, reverse = (_group(rows, timeout, urgent=device.type == "cuda") for _ in ("forward", "reverse"))
+    urgent = device.type == "cuda"
+    forward, reverse = (_group(rows, timeout, f"scan {way}", urgent=urgent) for way in ("forward", "reverse"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
 
 
@@ -112,6 +114,7 @@ def join(device: torch.device, timeout: timedelta) -> None:
     """Join the process group of all ranks, unless that has been done."""
     if dist.is_initialized():
         return
+    record_communication()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
@@ -122,22 +125,26 @@ def join(device: torch.device, timeout: timedelta) -> None:
 def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], timeout: timedelta) -> DeviceMesh:
     """A mesh of all ranks in order, every group of which has `timeout`; torch's own give theirs 10 or 30 minutes."""
     ranks = torch.arange(shape[0] * shape[1]).view(shape)
-    groups = [_group(ranks.T.tolist(), timeout), _group(ranks.tolist(), timeout)]
+    groups = [_group(ranks.T.tolist(), timeout, names[0]), _group(ranks.tolist(), timeout, names[1])]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
 def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> DeviceMesh:
     """A mesh of one dimension over all ranks, with `timeout` as in `device_mesh`."""
-    return DeviceMesh.from_group(_group([list(range(world_size))], timeout), device, mesh_dim_names=(name,))
+    return DeviceMesh.from_group(_group([list(range(world_size))], timeout, name), device, mesh_dim_names=(name,))
 
 
-def _group(members: list[list[int]], timeout: timedelta, urgent: bool = False) -> dist.ProcessGroup:
-    """This rank's group of those listed; with `urgent`, NCCL uses streams of high priority. Collective."""
+def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
+    """This rank's group of those listed; with `urgent`, NCCL uses streams of high priority. Collective.
+
+    Args:
+        name: what flight recorders call it.
+    """
     options = None
     if urgent:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options)
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
     assert group is not None
     return group
 

@@ -82,10 +82,12 @@ class Trainer:
         loss, data_seconds = torch.zeros((), dtype=torch.float64, device=parts.mesh.device), 0.0
         sequence_ids: list[int] = []
         for micro_step in range(self.micro_steps):
-            parts.watchdog.enter(f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}")
+            place = f"step {step}, micro-batch {micro_step + 1} of {self.micro_steps}"
+            parts.watchdog.enter(f"{place}, waiting for its data")
             waited = time.perf_counter()
             segments = [parts.loader.next() for _ in range(config.train.segments)]
             data_seconds += time.perf_counter() - waited
+            parts.watchdog.enter(place)
             last = micro_step == self.micro_steps - 1
             with parts.scan.exposed.measuring():
                 share = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)

@@ -3,7 +3,8 @@
 Every rank counts up a heartbeat in the launcher's store from a thread of its own. When a communication fails or times
 out, the others look whose heartbeat has stopped: a rank that is dead, stopped (SIGSTOP) or on a lost node. A rank that
 ends with an error of its own leaves its message there too. While all goes well each rank reads its neighbour's
-heartbeat only: some waits have no bound of their own (a host that waits for a CUDA stream), and end through this.
+heartbeat only: some waits have no bound of their own (a host that waits for a CUDA stream), and end through this. And
+word of a lost job spreads: once one rank gives up, all others end within moments, whatever they are waiting for.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from zeco_train.agreement import name_ranks
 from zeco_train.errors import CommunicationError
 from zeco_train.mesh import Launch
+from zeco_train.postmortem import last_communication
 
 _PERIOD_SECONDS = 0.5
 # Six periods: a rank that is merely slow (two cores, eight processes) still beats within that.
 _LISTEN_SECONDS = 3.0
+# How often a rank looks at its neighbour, and whether the job is lost.
+_WATCH_SECONDS = 2.0
+# A rank that hears of the loss may be about to meet it itself, and then has more to say.
+_GRACE_SECONDS = 6.0
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +66,15 @@ class Watchdog:
         """Say what this rank is doing now, for the message of whoever finds it silent."""
         self.activity = activity
 
-    def guard(self, timeout: timedelta, abandon: Callable[[Exception], object]) -> None:
+    def guard(self, timeout: timedelta, abandon: Callable[[Exception], object], on_loss: Callable[[], object]) -> None:
         """Watch the next rank from now on: once it is silent for longer than `timeout`, call `abandon` from a thread.
 
-        Communication that is bounded by `timeout` fails earlier, and on its own.
+        Communication that is bounded by `timeout` fails earlier, and on its own. If another rank has given up,
+        `on_loss` is called at once, and `abandon` after a moment.
         """
         if self._store is not None:
             limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
-            threading.Thread(target=self._watch, args=(limit, abandon), name="watchdog", daemon=True).start()
+            threading.Thread(target=self._watch, args=(limit, abandon, on_loss), name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """End the heartbeat, at a regular end."""
@@ -74,11 +82,16 @@ class Watchdog:
 
     def report_failure(self, message: str) -> None:
         """Leave word that this rank ends through a fault of its own, and which."""
-        self._leave_word("failed", message)
+        self._leave_word(f"failed/{self._launch.rank}", message)
+        self.report_loss()
 
     def report_leaving(self) -> None:
         """Leave word that this rank ends because a peer is lost, so that nobody takes it for the culprit."""
-        self._leave_word("left", "")
+        self._leave_word(f"left/{self._launch.rank}", "")
+
+    def report_loss(self) -> None:
+        """Leave word that the job is lost: all ranks are to end."""
+        self._leave_word("lost", str(self._launch.rank))
 
     def may_speak(self) -> bool:
         """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once."""
@@ -93,8 +106,10 @@ class Watchdog:
     def diagnose(self, error: Exception) -> CommunicationError:
         """The error for the user behind a failed communication: it names the rank at fault."""
         rank, others = self._launch.rank, [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        operation = error.operation if isinstance(error, CommunicationError) else self.activity
+        operation = error.operation if isinstance(error, CommunicationError) else self._operation()
         detail = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, CommunicationError):
+            detail = error.problem if error.peer is None else f"with rank {error.peer}: {error.problem}"
         if self._store is None:
             return CommunicationError(rank, operation, detail)
         try:
@@ -109,7 +124,8 @@ class Watchdog:
         culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
-        alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key})"
+        places = {rank: self.activity} | {r: after[r][1] for r in others if r not in left}
+        alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key}; {_where(places)})"
         problem = "; ".join(culprits) or alive
         problem += f"; {self._remedy}" if self._remedy else ""
         return CommunicationError(rank, operation, problem)
@@ -123,13 +139,24 @@ class Watchdog:
             except (dist.DistError, RuntimeError):
                 return
 
-    def _watch(self, limit: float, abandon: Callable[[Exception], object]) -> None:
+    def _operation(self) -> str:
+        """What this rank was doing: its activity, and what it has last communicated."""
+        last = last_communication() if dist.is_initialized() else ""
+        return f"{self.activity}, {last}" if last else self.activity
+
+    def _watch(self, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]) -> None:
         neighbour = (self._launch.rank + 1) % self._launch.world_size
         last, since = "", time.monotonic()
-        while not self._stop.wait(max(_PERIOD_SECONDS, limit / 20)):
+        while not self._stop.wait(_WATCH_SECONDS):
             try:
+                lost = self._get("lost")
                 count, _ = self._heartbeat(neighbour)
             except (dist.DistError, RuntimeError):
+                return
+            if lost is not None:
+                on_loss()
+                if not self._stop.wait(_GRACE_SECONDS):
+                    abandon(CommunicationError(self._launch.rank, self.activity, f"rank {lost} has given up"))
                 return
             if count != last:
                 last, since = count, time.monotonic()
@@ -145,9 +172,9 @@ class Watchdog:
         words = {rank: self._get(f"{kind}/{rank}") for rank in ranks}
         return {rank: text for rank, text in words.items() if text is not None}
 
-    def _leave_word(self, kind: str, message: str) -> None:
+    def _leave_word(self, key: str, message: str) -> None:
         try:
-            self._set(f"{kind}/{self._launch.rank}", message)
+            self._set(key, message)
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
 
@@ -159,6 +186,14 @@ class Watchdog:
         if self._store is None or not self._store.check([f"{self._prefix}/{key}"]):
             return None
         return self._store.get(f"{self._prefix}/{key}").decode()
+
+
+def _where(activities: Mapping[int, str]) -> str:
+    """ "ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data"."""
+    by_activity: dict[str, list[int]] = {}
+    for rank in sorted(activities):
+        by_activity.setdefault(activities[rank], []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} in {activity}" for activity, ranks in by_activity.items())
 
 
 def is_communication_failure(error: BaseException) -> bool:
