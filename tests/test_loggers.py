@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.commands import check_line, train_here
-from tests.wandb_server import WandbServer, history, run_record
+from tests.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger
 from zeco_train.metrics import read_metrics
@@ -121,7 +121,7 @@ for first, last in ((1, 5), (3, 6)):
     ids.append(tracker.begin({"sp": {"size": 2}, "model": {"name": "gla_tiny"}}, start, None))
     for step in range(first, last):
         tracker.log(step, {"loss": 1.0 / step, "tokens_per_second_per_device": 10.0 * step, "val_loss": float("nan")})
-    tracker.finish()
+    tracker.finish(75 if first == 1 else 0)
     tracker.finish(1)
 print(*ids)
 """
@@ -151,6 +151,11 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert config["sp"] == {"size": 2}
     assert config["layout"] == LAYOUT.as_dict()
     assert config["environment"] == {"commit": "abc+", "dirty": True}
+
+    # The first was stopped to be started again; exit codes are the last record's.
+    assert [any(r.HasField("preempting") for r in records(path)) for path in (first, second)] == [True, False]
+    ends = [[r.exit.exit_code for r in records(path) if r.HasField("exit")] for path in (first, second)]
+    assert ends == [[75], [0]]
 
     rows = history(second)
     assert [row["step"] for row in rows] == [3, 4, 5]

@@ -63,6 +63,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     parts.scan.drain()
     summary = recorder.summarise()
     if stopped_by is not None:
+        recorder.exit_code = exit_code(stopped_by)
         done = f"after step {progress.step}: saved" if progress.step else "before the first step was done"
         summary = f"{stopped_by.name} {done}; the same command goes on from there"
     if summary is not None and mesh.is_main:

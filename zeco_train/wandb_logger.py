@@ -17,6 +17,7 @@ from typing import Any
 from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerMode
+from zeco_train.signals import REQUEUE_EXIT_CODE
 from zeco_train.starts import Start
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,11 @@ class WandbLogger:
         import wandb
 
         # W&B would end its service process at the interpreter's exit, with a traceback if that process is dead.
-        for end in (lambda: run.finish(exit_code=exit_code), lambda: wandb.teardown(exit_code)):
+        ends = [lambda: run.finish(exit_code=exit_code), lambda: wandb.teardown(exit_code)]
+        if exit_code == REQUEUE_EXIT_CODE:
+            # W&B then calls the run preempted, and not failed.
+            ends.insert(0, run.mark_preempting)
+        for end in ends:
             try:
                 end()
             except Exception as error:
