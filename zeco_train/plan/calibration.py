@@ -162,16 +162,15 @@ OPTIMIZER_TRAFFIC = 32.0
 GATHER_TRAFFIC, REDUCE_TRAFFIC = 8.0, 8.0
 MANY_TENSORS = 0.75
 
-# GPUs are limited by power: in a step they run at 1,600 to 1,700 MHz, a kernel alone at up to 1,980. What matrix
-# products and the operator reach in a step, of what they reach alone: on an H200 0.92 with 16,384 tokens of gla_1b
-# (products 148 ms in place of 137, operator 31 in place of 28.5), about 0.87 from 32,768 on, by what whole steps take.
-IN_STEP = 0.9
+# GPUs are limited by power: in a step they run at 1,500 to 1,700 MHz, a kernel alone at up to 1,980. What matrix
+# products and the operator reach in a step, of what they reach alone: on an H200 0.92 in the first steps of a cool one
+# (products 148 ms in place of 137, gla_1b with 16,384 tokens), 0.81 where nothing else gives it a rest (169 ms).
+IN_STEP = 0.86
 
-# The operator alone on an H200: seconds a token and head, forward + backward, at K 64, V 128 (1.427 ms for 16,384
-# tokens and 16 heads, bench/results/operator_4xh200.txt), and the forward pass's share. Other heads in proportion to
-# K + V.
-OPERATOR_SECONDS = 5.44e-9
-OPERATOR_FORWARD = 0.30
+# The operator alone on an H200: seconds a token and head, forward + backward, at K 64, V 128 (1.051 ms for 16,384
+# tokens and 16 heads, 0.326 of them forward; README), and the forward pass's share. Other heads in proportion to K + V.
+OPERATOR_SECONDS = 4.01e-9
+OPERATOR_FORWARD = 0.31
 OPERATOR_KEY_DIM, OPERATOR_VALUE_DIM = 64, 128
 OPERATOR_BANDWIDTH = 4.8e12
 # In fp32, by kernels that multiply in three tf32 parts.
