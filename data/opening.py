@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ class OpenedData:
             "data.tokenizer": self.train[0].documents.store.meta.tokenizer,
             "data.weights": [source.weight for source in self.train],
             "data.min_document_tokens": shortest[0] if is_one else shortest,
+        }
+
+    def borders(self) -> dict[str, Any]:
+        """Digests of where the documents of each training store begin, by the file itself and not by its meta.json.
+
+        Of up to 4,096 of them, evenly spaced: files that differ mostly do so from some place on.
+        """
+        offsets = [source.documents.store.doc_offsets for source in self.train]
+        samples = [every[:: len(every) // 4096 + 1] for every in offsets]
+        return {
+            f"documents of store {number}": hashlib.sha256(np.ascontiguousarray(sample)).hexdigest()[:12]
+            for number, sample in enumerate(samples)
         }
 
     def verify(self, rank: int, world_size: int) -> None:

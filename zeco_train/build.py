@@ -132,7 +132,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     """
     data = main_first(mesh, lambda: _open_data(config, mesh))
     # Nodes may hold different files under the same path.
-    check_same(data.identity(), mesh.world_size, "copy the token store to all nodes again")
+    check_same(data.identity() | data.borders(), mesh.world_size, "copy the token store to all nodes again")
     if config.data.verify:
         agree(mesh, lambda: data.verify(mesh.rank, mesh.world_size))
     identity = config.identity() | data.identity()
