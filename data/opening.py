@@ -51,7 +51,7 @@ class OpenedData:
         offsets = [source.documents.store.doc_offsets for source in self.train]
         samples = [every[:: len(every) // 4096 + 1] for every in offsets]
         return {
-            f"documents of store {number}": hashlib.sha256(np.ascontiguousarray(sample)).hexdigest()[:12]
+            f"documents of store {number}": hashlib.sha256(sample.tobytes()).hexdigest()[:12]
             for number, sample in enumerate(samples)
         }
 
