@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.compare import Run, draw_differences, draw_losses
 from zeco_train.plot import BACKEND_COLORS, new_figure, plain
-from zeco_train.report.measurements import Comparison, Measurement
+from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.starts import length_name
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 _DARK_COLORS = {"dp": "#4cc38a", "lasp1": "#d9b23c", "lasp2": "#c596f5", "zeco": "#6cb6ff"}
 _MARKERS = "osD^vPX*"
+_RATE = "tokens/s of a device (p10, median, p90)"
+# More of them have no room for their names.
+_MOST_BARS = 16
+# Backend, kind and points.
+Line = tuple[str, str, list[tuple[int, Measurement]]]
 _DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 
@@ -40,12 +45,17 @@ def panels(comparison: Comparison) -> list[Panel]:
     measurements = comparison.measurements
     found = []
     for model, source, device in dict.fromkeys(_kind(m) for m in measurements):
-        own = [m for m in measurements if _kind(m) == (model, source, device)]
+        own = sorted((m for m in measurements if _kind(m) == (model, source, device)), key=_place)
         where = f"{model}, {source}" + (f" on {device}" if device else "")
         found += _throughput(own, where)
         found += _costs(own, where)
     for family in comparison.families:
-        found += _losses(family)
+        found += _losses(family) if len(family) > 1 else []
+    # Their losses are not comparable; to see that they fall, one panel is enough.
+    alone = [family[0] for family in comparison.families if len(family) == 1]
+    if alone:
+        names = ", ".join(run.name for run in alone)
+        found.append(Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", _draw_losses(alone)))
     return found
 
 
@@ -86,6 +96,14 @@ def _paper(dark: bool) -> Iterator[None]:
         yield
 
 
+def _place(measurement: Measurement) -> tuple[int, str, int, int]:
+    layout = measurement.layout
+    known = [*BACKEND_COLORS]
+    name = layout.backend.split(":")[0]
+    order = known.index(name) if name in known else len(known)
+    return order, layout.backend, layout.seq_len, layout.devices
+
+
 def _kind(measurement: Measurement) -> tuple[str, str, str]:
     """What may be drawn into the same axes."""
     return measurement.layout.model, measurement.source, measurement.layout.device_name
@@ -100,14 +118,12 @@ def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
         lambda m: m.layout.tokens_per_device if benchmark else m.layout.seq_len,
         lambda m: _ranks(m.layout.devices),
     )
-    by_devices = _lines(
-        measurements, lambda m: m.layout.devices, lambda m: f"{length_name(m.layout.tokens_per_device)} a device"
-    )
+    by_devices = _by_devices(measurements)
     found = [
         Panel(
             f"Throughput by length ({where})",
             f"Tokens per second and device over {length}: {_spoken(measurements)}.",
-            lambda axes, colors: _draw_lines(axes, by_length, length, colors, length_name),
+            lambda axes, colors: _draw_lines(axes, by_length, length, colors, length_name, _RATE, lambda m: m.rate),
         )
     ]
     if len({m.layout.devices for m in measurements}) > 1:
@@ -115,10 +131,16 @@ def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
             Panel(
                 f"Scaling ({where})",
                 f"Tokens per second and device over the number of devices: {_spoken(measurements)}.",
-                lambda axes, colors: _draw_lines(axes, by_devices, "devices", colors, str),
+                lambda axes, colors: _draw_lines(axes, by_devices, "devices", colors, str, _RATE, lambda m: m.rate),
             )
         )
     return found
+
+
+def _by_devices(measurements: Sequence[Measurement]) -> list[Line]:
+    return _lines(
+        measurements, lambda m: m.layout.devices, lambda m: f"{length_name(m.layout.tokens_per_device)} a device"
+    )
 
 
 def _ranks(devices: int) -> str:
@@ -134,9 +156,6 @@ def _label(measurement: Measurement) -> str:
     return f"{layout.backend}, {length_name(layout.seq_len)}, {_ranks(layout.devices)}"
 
 
-Line = tuple[str, str, list[tuple[int, Measurement]]]
-
-
 def _lines(
     measurements: Sequence[Measurement], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
 ) -> list[Line]:
@@ -148,7 +167,13 @@ def _lines(
 
 
 def _draw_lines(
-    axes: Axes, lines: Sequence[Line], label: str, colors: Mapping[str, str], name: Callable[[int], str]
+    axes: Axes,
+    lines: Sequence[Line],
+    label: str,
+    colors: Mapping[str, str],
+    name: Callable[[int], str],
+    unit: str,
+    value: Callable[[Measurement], Spread],
 ) -> None:
     from matplotlib.ticker import EngFormatter
 
@@ -156,8 +181,8 @@ def _draw_lines(
     places = sorted({place for _, _, points in lines for place, _ in points})
     for index, (backend, kind, points) in enumerate(lines):
         # Side by side, since backends are often as fast as each other.
-        aside = 2 ** (0.05 * (index - (len(lines) - 1) / 2))
-        rates = [m.rate for _, m in points]
+        apart = 2 ** (min(0.05, 0.5 / len(lines)) * (index - (len(lines) - 1) / 2))
+        rates = [value(m) for _, m in points]
         middle = [rate.median for rate in rates]
         # A percentile of few values, or of a distribution with two humps, can lie on the median's other side.
         spread = [
@@ -165,7 +190,7 @@ def _draw_lines(
             [max(0.0, rate.p90 - rate.median) for rate in rates],
         ]
         axes.errorbar(
-            [place * aside for place, _ in points],
+            [place * apart for place, _ in points],
             middle,
             yerr=spread,
             color=_color(backend, colors),
@@ -179,10 +204,12 @@ def _draw_lines(
     axes.minorticks_off()
     axes.margins(x=0.12)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if axes.get_ylim()[1] > 1000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel(label)
-    axes.set_ylabel("tokens/s of a device (p10, median, p90)")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylabel(unit)
+    aside: dict[str, Any] = {} if len(lines) <= 8 else {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    axes.legend(frameon=False, fontsize=8 if len(lines) <= 16 else 6, **aside)
 
 
 def _color(backend: str, colors: Mapping[str, str]) -> str:
@@ -202,8 +229,19 @@ def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
         bars = [(m, amount) for m in measurements if (amount := value(m)) is not None]
         if bars:
             spoken = "; ".join(f"{_label(m)} {amount:.3g}" for m, amount in bars[:24])
-            found.append(Panel(f"{title} ({where})", f"{title}, {unit}: {spoken}.", _bars(bars, unit)))
+            draw = _bars(bars, unit) if len(bars) <= _MOST_BARS else _cost_lines(bars, unit)
+            found.append(Panel(f"{title} ({where})", f"{title}, {unit}: {spoken}.", draw))
     return found
+
+
+def _cost_lines(bars: Sequence[tuple[Measurement, float]], unit: str) -> Callable[[Axes, Mapping[str, str]], None]:
+    amounts = {id(measurement): Spread(amount, amount, amount, 1) for measurement, amount in bars}
+    lines = _by_devices([measurement for measurement, _ in bars])
+
+    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
+        _draw_lines(axes, lines, "devices", colors, str, unit, lambda m: amounts[id(m)])
+
+    return draw
 
 
 def _share(seconds: float | None, measurement: Measurement) -> float | None:
