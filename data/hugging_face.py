@@ -67,9 +67,6 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     }
     with _load_errors(spec):
         builder = library.load_dataset_builder(spec.name, **options)
-        if spec.streaming and hasattr(builder.config, "columns"):  # parquet and its like read that column only
-            _check_features(spec, builder.info.features, text_field)
-            builder = library.load_dataset_builder(spec.name, **options, columns=[text_field])
         files = {str(split): files for split, files in (builder.config.data_files or {}).items()}
         origin = [(split, list(each), getattr(each, "origin_metadata", None)) for split, each in files.items()]
         stamp = hashlib.sha256(repr((origin, builder.config.name, spec.split)).encode()).hexdigest()
@@ -78,6 +75,9 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
         if spec.streaming:
             stream = builder.as_streaming_dataset(spec.split)
             _check_features(spec, stream.features, text_field)
+            if hasattr(builder.config, "columns"):  # parquet and its like can read that column only
+                builder = library.load_dataset_builder(spec.name, **options, columns=[text_field])
+                stream = builder.as_streaming_dataset(spec.split)
             return StreamSource(spec.name, stream, text_field, stamp, commit)
         builder.download_and_prepare()
         rows = builder.as_dataset(spec.split)

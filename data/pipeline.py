@@ -112,7 +112,7 @@ class UnitTokenizer:
         documents, short, characters, ended = 0, 0, 0, False
         with (job.folder / f"{name}.bin").open("wb") as file:
             while not ended and characters < job.part_characters:
-                pending, size = _take(texts)
+                pending, size = _take(texts, min(_ENCODE_CHARACTERS, job.part_characters - characters))
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
@@ -286,14 +286,14 @@ def _worker_died() -> DataError:
     return DataError("data.prepare", problem, "use fewer --workers")
 
 
-def _take(texts: Iterator[str]) -> tuple[list[str], int]:
-    """The next documents, enough to be worth a call of the tokenizer, and their characters; none at the end."""
+def _take(texts: Iterator[str], most: int) -> tuple[list[str], int]:
+    """The next documents, up to the one that reaches `most` characters, and their characters; none at the end."""
     taken: list[str] = []
     size = 0
     for text in texts:
         taken.append(text)
         size += len(text)
-        if size >= _ENCODE_CHARACTERS or len(taken) >= _ENCODE_DOCUMENTS:
+        if size >= most or len(taken) >= _ENCODE_DOCUMENTS:
             break
     return taken, size
 

@@ -48,6 +48,7 @@ def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[s
 
 
 def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
+    """Yield the documents of all lines of a compressed file."""
     import pyarrow
 
     position = 0
@@ -75,6 +76,7 @@ class LineProblem(Exception):
 
 
 def field_of_line(line: str, text_field: str) -> str:
+    """The text field of a line. Raises LineProblem."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -95,6 +97,7 @@ def field_of_line(line: str, text_field: str) -> str:
 
 
 def listed(names: Sequence[str] | dict[str, Any]) -> str:
+    """The first names, for a message."""
     shown = [str(name) for name in names]
     return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "") or "none"
 
@@ -110,6 +113,7 @@ def _line_number(path: Path, position: int) -> int:
 
 
 def open_parquet(path: Path) -> Any:
+    """A ParquetFile. Raises SourceProblem."""
     import pyarrow
     from pyarrow import parquet
 
@@ -121,6 +125,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
+    """Yield the documents of a row group of a .parquet file."""
     import pyarrow
 
     with open_parquet(path) as file:

@@ -1,0 +1,238 @@
+"""What is in a token store, and whether it is whole: `python -m data.inspect STORE`.
+
+Prints counts, lengths of documents and a decoded sample, draws a histogram of the lengths, reads every shard, compares
+them with their digests, and says how fast that went. Where something is wrong it ends with one line and a status ≠ 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.display import clock, short_number
+from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, TokenStore, token_dtype
+from data.tokenizer import BYTES, load_tokenizer
+from zeco_train.errors import ConfigError, DataError, ZecoError
+
+_BLOCK_BYTES = 1 << 24
+_REMEDY = "copy the store again or prepare it again"
+_READ_SECONDS = 1.0
+_READ_TOKENS = 1 << 16
+_QUANTILES = (0.5, 0.9, 0.99)
+_BLUE, _ORANGE = "#3b6fb6", "#d9822b"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status; problems are one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m data.inspect", description="What is in a token store.")
+    parser.add_argument("store", type=Path, metavar="STORE")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the histogram (default: STORE_lengths.png beside it)")
+    parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
+    parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads")
+    parser.add_argument("--quick", action="store_true", help="do not read the shards whole")
+    options = parser.parse_args(arguments)
+    try:
+        _inspect(options)
+    except ZecoError as error:
+        print(error.line, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def check_shard(store: TokenStore, index: int) -> int:
+    """Read a shard whole: its digest, its ids, and that each document that ends in it ends with the end of sequence.
+
+    Returns:
+        The bytes that were read.
+
+    Raises:
+        DataError: names the shard and what is wrong with it.
+    """
+    shard = store.meta.shards[index]
+    path = store.path / shard.name
+    start, _ = store.shard_range(index)
+    dtype = token_dtype(store.vocab_size)
+    digest, position = hashlib.sha256(), start
+    mistakes: list[str] = []
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                tokens = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
+                mistakes += _mistakes(store, tokens, position)
+                position += len(tokens)
+    except OSError as error:
+        raise DataError(
+            path, f"cannot be read ({error.strerror})", "copy the store again or prepare it again"
+        ) from error
+    if digest.hexdigest() != shard.sha256:
+        mistakes.insert(0, "its contents differ from what was prepared")
+    if mistakes:
+        raise DataError(path, mistakes[0], _REMEDY)
+    return shard.num_tokens * dtype.itemsize
+
+
+def _mistakes(store: TokenStore, tokens: NDArray[np.unsignedinteger], position: int) -> list[str]:
+    """What is wrong with the tokens at `position` of the stream, whatever their digest."""
+    found = []
+    if tokens.max(initial=0) >= store.vocab_size:
+        wrong = int(np.argmax(tokens >= store.vocab_size))
+        found.append(f"token {position + wrong} is {tokens[wrong]}, meta.json has ids below {store.vocab_size}")
+    first, last = np.searchsorted(store.doc_offsets, [position + 1, position + len(tokens) + 1]).tolist()
+    ends = store.doc_offsets[first:last] - 1 - position
+    without = np.flatnonzero(tokens[ends] != store.meta.eos_id)
+    if len(without):
+        document = first + int(without[0]) - 1
+        found.append(f"document {document} does not end with the end-of-sequence id {store.meta.eos_id}")
+    return found
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    store = TokenStore.open(options.store)
+    lengths = np.diff(store.doc_offsets)
+    _print_counts(store, lengths)
+    _print_sample(store, options)
+    png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
+    draw_lengths(lengths, png, str(options.store))
+    print(f"histogram    {png}")
+    parts = [store]
+    if (options.store / VALIDATION_FOLDER).exists():
+        parts.append(TokenStore.open(options.store / VALIDATION_FOLDER))
+        meta = parts[1].meta
+        print(f"validation   {meta.num_documents:,} documents, {meta.num_tokens:,} tokens")
+    _print_reads(store, options.seed)
+    if options.quick:
+        print("integrity    sizes and offsets fit; the shards were not read (--quick)")
+        return
+    start, size = time.monotonic(), 0
+    for part in parts:
+        part.verify_offsets()
+        size += sum(check_shard(part, index) for index in range(part.num_shards))
+    seconds = time.monotonic() - start
+    shards = sum(part.num_shards for part in parts)
+    speed = f"{short_number(size, 'B')} in {clock(seconds)} ({short_number(size / max(seconds, 1e-9), 'B/s')})"
+    print(f"integrity    {shards} shards, offsets and ends of documents are as prepared: {speed}")
+
+
+def _print_counts(store: TokenStore, lengths: NDArray[np.int64]) -> None:
+    meta = store.meta
+    print(f"{store.path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.dtype}")
+    largest = max(shard.num_tokens for shard in meta.shards)
+    print(f"shards       {len(meta.shards)}, of up to {largest:,} tokens")
+    tokenizer = " ".join(f"{key}={value}" for key, value in meta.tokenizer.items())
+    print(f"tokenizer    {tokenizer}, vocabulary {meta.vocab_size:,}, end of sequence {meta.eos_id}")
+    for name, value in meta.preparation.items():
+        if value is not None:
+            print(f"made with    {name}={' '.join(map(str, value)) if isinstance(value, list) else value}")
+    middle = ", ".join(f"{quantile:.0%} ≤ {int(np.quantile(lengths, quantile)):,}" for quantile in _QUANTILES)
+    print(f"lengths      {lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.0f}; {middle}")
+    for length in (1 << 14, 1 << 17, 1 << 20):
+        long = lengths[lengths >= length]
+        if len(long):
+            share = long.sum() / meta.num_tokens
+            print(f"             {len(long):,} documents of {length:,} tokens or more have {share:.1%} of all tokens")
+
+
+def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
+    document = options.document
+    if document is None:
+        document = int(np.random.default_rng(options.seed).integers(store.meta.num_documents))
+    if not 0 <= document < store.meta.num_documents:
+        raise ConfigError("--document", document, f"allowed: 0 to {store.meta.num_documents - 1}")
+    start, stop = store.doc_offsets[document : document + 2].tolist()
+    ids = store.read(start, min(stop, start + max(1, options.sample_tokens)))
+    rest = f", the first {len(ids)}" if start + len(ids) < stop else ""
+    print(f"document     {document:,}, {stop - start:,} tokens{rest}:")
+    try:
+        text = load_tokenizer(_tokenizer_of(store)).decode(ids)
+    except DataError as error:
+        text = f"{ids[:40].tolist()} … (not decoded: {error})"
+    print("\n".join(f"             | {line}" for line in text.splitlines()))
+
+
+def _tokenizer_of(store: TokenStore) -> str:
+    """The store's own copy of its tokenizer, or else where it was."""
+    own = next((path for path in (store.path, store.path.parent) if (path / TOKENIZER_FOLDER).is_dir()), None)
+    if store.meta.tokenizer.get("kind") == BYTES:
+        return BYTES
+    return str(own / TOKENIZER_FOLDER) if own else store.meta.tokenizer.get("path", "")
+
+
+def _print_reads(store: TokenStore, seed: int) -> None:
+    """Time reads at random places, as training makes them."""
+    size = min(_READ_TOKENS, store.num_tokens)
+    generator = np.random.default_rng(seed)
+    start, count = time.monotonic(), 0
+    while (seconds := time.monotonic() - start) < _READ_SECONDS:
+        first = int(generator.integers(store.num_tokens - size + 1))
+        store.read(first, first + size)
+        count += 1
+    rate = short_number(count * size / seconds)
+    print(f"reads        {rate} tokens/s, {size:,} at a time from random places")
+
+
+def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
+    """Draw how many documents have which length, and how many of all tokens lie in them.
+
+    Args:
+        lengths: [documents] int64, at least 1.
+
+    Raises:
+        DataError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    low, high = np.floor(np.log2(lengths.min())), np.floor(np.log2(lengths.max())) + 1
+    width = 0.5 if high - low > 4 else 0.25
+    bins = 2.0 ** np.arange(low, high + width, width)
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    documents, tokens = figure.subplots(2, 1, sharex=True)
+    documents.hist(lengths, bins=bins, color=_BLUE)
+    documents.set_ylabel("documents")
+    share = np.histogram(lengths, bins=bins, weights=lengths)[0] / lengths.sum() * 100
+    tokens.stairs(share, bins, fill=True, color=_ORANGE)
+    tokens.set_ylabel("% of all tokens")
+    tokens.set_xlabel("tokens of a document")
+    tokens.set_xscale("log", base=2)
+    tokens.set_xlim(bins[0], bins[-1])
+    for axes in (documents, tokens):
+        _finish(axes)
+    mean, median = lengths.mean(), np.median(lengths)
+    counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens (median {median:,.0f}, mean {mean:,.0f})"
+    shown = title if len(title) < 70 else f"…{title[-69:]}"
+    figure.suptitle(f"{shown}\n{counts}", fontsize=10)
+    try:
+        figure.savefig(png, dpi=130)
+    except (OSError, ValueError) as error:
+        raise DataError(png, f"cannot be written ({error})", "choose another --png") from error
+
+
+def _finish(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary(value)))
+
+
+def _binary(value: float) -> str:
+    """A power of two in the words of sequence lengths: 16384 → "16k"."""
+    for factor, name in ((1 << 20, "M"), (1 << 10, "k")):
+        if value >= factor:
+            return f"{value / factor:g}{name}"
+    return f"{value:g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
