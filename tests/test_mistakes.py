@@ -79,6 +79,16 @@ CONFIG = ConfigError.exit_code
         ("optim.betas=0.9", ["optim.betas=0.9: must be a list [a number, a number]"]),
         ("logger.tags=fast", ["logger.tags=fast: must be a list [text, …]"]),
         ("data.reset_state_at_document=maybe", ["data.reset_state_at_document=maybe: must be true or false"]),
+        ("data.shuffle=all", ["data.shuffle=all: must be one of none, sequences, documents"]),
+        ("data.stores=[a]", ["data.stores=[a]: must be a list [{path:…}, …] of sections with path, weight, name, "]),
+        ("data.stores=[{pth:a}]", ["data.stores.0.pth=a: unknown key; allowed: path, weight, name, "]),
+        ("data.stores=[{path:a},{weight:much}]", ["data.stores.1.weight=much: must be a number"]),
+        ("data.stores=[{path:1e3}]", ["data.stores.0.path=1000.0: is a number; text that looks like one needs quotes"]),
+        (
+            "data.stores.0.weight=3",
+            ["data.stores.0.weight=3: does not fit what it changes, as a number beyond the end of a list"],
+        ),
+        ("data.stores.0.wight=3", ["data.stores.0.wight=3: unknown key"]),
         ("checkpoint.load=[a]", ["checkpoint.load=[a]: must be text or null"]),
         # Ranges.
         ("seed=-1", ["seed=-1: must be ≥ 0"]),
@@ -123,6 +133,8 @@ CONFIG = ConfigError.exit_code
         ("train.profile=2:1001", ["train.profile=2:1001: STOP must be ≤ train.steps=1000"]),
         # What does not go together.
         ("data=tokens", ["data.path=", "needs the folder of a token store"]),
+        ("data=mixture", ["data.stores=[]: data=mixture needs token stores, as in 'data.stores=[{path:STORE,"]),
+        ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
         ("data.path=/tmp", ["data.path=/tmp: ", "data=embedded takes none"]),
         ("train.compile=always", ["train.compile=always: needs a C++ compiler on CPUs, and no-compiler is not there"]),
         ("train.device=cuda", ["train.device=cuda: 1 ranks on this machine, 0 CUDA devices"]),
@@ -134,6 +146,35 @@ def test_configuration(override: str, parts: list[str], tmp_path: Path, monkeypa
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     check_line(train_here(f"run_dir={tmp_path / 'run'}", override), CONFIG, *parts)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stores", "expected"),
+    [
+        (
+            "[{path:a},{path:b,weight:0}]",
+            "data.stores.1.weight=0.0: must be > 0; leave out a store that nothing is read",
+        ),
+        ("[{path:a,weight:-1}]", "data.stores.0.weight=-1.0: must be > 0"),
+        ("[{path:a,weight:nan}]", "data.stores.0.weight=nan: must be finite"),
+        ("[{weight:1}]", "data.stores.0.path=: needs the folder of a token store; prepare one with"),
+        ("[{path:a},{path:b/a}]", "data.stores.1.name=a: store 0 has it, too; give each a name of its own"),
+        ("[{path:a,name:''}]", "data.stores.0.name=: must not be empty"),
+        ("[{path:a,min_document_tokens:-1}]", "data.stores.0.min_document_tokens=-1: must be ≥ 0"),
+        ("[]", "data.stores=[]: data=mixture needs token stores"),
+    ],
+)
+def test_mixtures(stores: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["data=mixture", f"data.stores={stores}"])
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_store_of_a_mixture_by_its_number() -> None:
+    stores = load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.1.weight=3"]).data.stores
+    assert [store.weight for store in stores] == [1.0, 3.0]
+    with pytest.raises(ConfigError, match=r"data\.stores\.2\.weight"):
+        load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.2.weight=3"])
 
 
 def test_micro_batch_with_documents(tmp_path: Path) -> None:

@@ -268,4 +268,6 @@ def _explain(error: Exception, overrides: list[str]) -> ConfigError:
         name, _, value = override.partition("=")
         if key and name.lstrip("+") == key:
             return ConfigError(key, value, text.splitlines()[0])
+    if merged := re.match(r"Error merging override ([\w.]+)=(.*)", text):
+        return ConfigError(merged[1], merged[2], "does not fit what it changes, as a number beyond the end of a list")
     return ConfigError("configuration", " ".join(overrides), " ".join(text.split()))
