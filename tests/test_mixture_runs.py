@@ -185,7 +185,7 @@ def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> li
 
 
 def test_another_split_in_the_middle_of_an_epoch(folder: Path, tmp_path: Path) -> None:
-    """12 steps of 4 sequences, about 1.5 epochs of one store and 2 of the other: unbroken, and going on with sp = 2.
+    """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and going on with sp = 2.
 
     Documents restart the state in one case, and run into each other in the other.
     """
