@@ -1,7 +1,8 @@
 """Real faults in real jobs: what was printed, and how long until all had ended. `python -m tests.fault_table > FILE`
 
-Every row starts `train.py` under torchrun on this machine's CPU and gloo, lets it train, and does to it what the first
-column says. `python -m tests.fault_table NAME…` runs some of them only. The result is kept in tests/fault_table.md.
+Every row starts `train.py` under torchrun on this machine (on its GPUs, if it has any), lets it train, and does to it
+what the first column says. `python -m tests.fault_table NAME…` runs some of them only. The result is kept in
+tests/fault_table.md.
 """
 
 from __future__ import annotations
@@ -233,7 +234,9 @@ FAULTS: dict[str, tuple[str, Callable[[], Row]]] = {
 
 def main(names: list[str]) -> None:
     """Run the named faults, or all, and print the table."""
-    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} CPU cores, parallel.timeout_seconds={TIMEOUT:g}.\n")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"gloo, {os.cpu_count()} CPU cores"
+    load = f"load average {os.getloadavg()[0]:.0f}"
+    print(f"torch {torch.__version__}, {device} ({load}), parallel.timeout_seconds={TIMEOUT:g}.\n")
     print("| fault | printed | ranks' exit codes | ranks ended after | job ended after |")
     print("|---|---|---|---|---|", flush=True)
     for name in names or FAULTS:

@@ -120,7 +120,8 @@ def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
                 job.warn()
             else:
                 job.signal(number)
-            outcome = job.wait(SLACK)
+            # It saves, and draws its plot.
+            outcome = job.wait(3 * SLACK)
             check_gone(job)
         step = steps_done(tmp_path)
         assert f"{number.name} after step {step}: saved; the same command goes on from there" in outcome.out

@@ -94,14 +94,17 @@ class Watchdog:
         self._leave_word("lost", str(self._launch.rank))
 
     def may_speak(self) -> bool:
-        """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once."""
+        """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once.
+
+        With the launcher's store gone, once a node.
+        """
         if self._store is None:
             return self._launch.rank == 0
         try:
             return self._store.add(f"{self._prefix}/spoken", 1) == 1
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
-            return True
+            return self._launch.local_rank == 0
 
     def diagnose(self, error: Exception) -> CommunicationError:
         """The error for the user behind a failed communication: it names the rank at fault."""
@@ -119,7 +122,9 @@ class Watchdog:
             failed, left = self._words("failed", others), self._words("left", others)
         except (dist.DistError, RuntimeError) as lost:
             logger.info("the store is gone: %s", lost)
-            return CommunicationError(rank, operation, f"{detail} (and the launcher's store is gone)")
+            host = os.environ.get("MASTER_ADDR", "")
+            problem = f"the launcher's store at {host} is gone, and so may be its node; {self._remedy}"
+            return CommunicationError(rank, operation, problem)
         silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
         culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
