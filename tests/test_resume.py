@@ -81,8 +81,12 @@ def test_rows_are_appended(runs: list[dict[str, Any]], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
-    [(1, ["sp=dp"]), (2, ["sp=zeco", "parallel=ddp"]), (4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"])],
-    ids=["1 rank", "2 ranks", "other groups of 4"],
+    [
+        (1, ["sp=dp"]),
+        (2, ["sp=zeco", "parallel=ddp", "train.segments=2"]),
+        (4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"]),
+    ],
+    ids=["1 rank", "2 ranks, 2 segments", "other groups of 4"],
 )
 def test_resume_on_another_split(
     runs: list[dict[str, Any]], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]

@@ -98,7 +98,7 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and loads a run's state; every method is collective.
+    """Saves and loads a run's state; every method, but for `close`, is collective.
 
     Args:
         run_dir: the run's folder.
@@ -118,6 +118,11 @@ class Checkpointer:
         # None after a failure.
         self._saved_at: int | None = 0
         self._last = time.monotonic()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether, as far as this rank knows, a save is under way."""
+        return self._save is not None and not self._save.written.done()
 
     def due(self, progress: Progress) -> bool:
         """Whether it is time for a checkpoint. To be asked once after each step: it also tells how a save has ended."""
