@@ -1,4 +1,4 @@
-"""`launch/length_extension.sh` with tiny lengths: each stage from the weights of the one before, done ones left alone."""
+"""`launch/length_extension.sh` with tiny lengths: each stage from the weights of the one before, done ones are left."""
 
 from __future__ import annotations
 
