@@ -14,6 +14,7 @@ The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from models.projections import parallel_linear, unread_linear
 from zeco_train.errors import ConfigError
 from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.recurrent import recurrent_step
 from zeco_train.recompute import Recompute, recomputed
 from zeco_train.sp.autograd import Crossing, gla_at
 from zeco_train.sp.base import Boundary, Place, SequenceShard
@@ -158,6 +160,17 @@ class GatedLinearAttention(nn.Module):
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
+        q, k, v, g, gate = self._operands(x)
+        o, crossing = gla_at(q, k, v, g, place, boundary)
+        return self._output(o, gate), crossing
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, H, K, V] goes on in place."""
+        q, k, v, g, gate = self._operands(x)
+        return self._output(recurrent_step(q, k, v, g, state), gate)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
         down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
         projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj, down
         q, k, v, gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
@@ -166,8 +179,10 @@ class GatedLinearAttention(nn.Module):
         # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
         logits = up(low_rank).to(accumulation_dtype(x.dtype))
         g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
-        o, crossing = gla_at(q, k, v, g, place, boundary)
-        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2)), crossing
+        return q, k, v, g, gate
+
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -218,6 +233,10 @@ class GLABlock(nn.Module):
         if self.recompute is Recompute.selective and torch.is_grad_enabled():
             return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *crossing
         return self._mlp(x, is_read), *crossing
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """x [B, 1, D] → y [B, 1, D]; see `GLAForCausalLM.step`."""
+        return self._mlp(x + self.attn.step(self.attn_norm(x), state))
 
     def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
         return x + self.mlp(self.mlp_norm(x), is_read)
@@ -302,6 +321,25 @@ class GLAForCausalLM(nn.Module):
         """
         hidden = self.model(input_ids, shard, states)
         return hidden if states_only else self.lm_head(hidden, labels)
+
+    @torch.no_grad()
+    def step(self, input_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """The recurrent form: one more token of each sequence, at a cost that does not depend on those before it.
+
+        Not for a model whose parameters FSDP2 has sharded: they are gathered around `forward` only.
+
+        Args:
+            input_ids: [B] int64.
+            states: by layer, [B, H, K, V] after the tokens before (`zero_states`, or `LayerStates.carry_out`); they are
+                moved on in place.
+
+        Returns:
+            Logits of the tokens after these, [B, vocab].
+        """
+        x = self.model.embeddings(input_ids[:, None])
+        for layer, state in zip(self.model.blocks(), states, strict=True):
+            x = layer.step(x, state)
+        return self.lm_head(self.model.norm(x)).squeeze(1)
 
     def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
         """The states before a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""
