@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.display import clock, short_number
-from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, TokenStore, token_dtype
-from data.tokenizer import BYTES, load_tokenizer
+from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
+from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError, ZecoError
 
 _BLOCK_BYTES = 1 << 24
@@ -153,18 +153,10 @@ def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
     rest = f", the first {len(ids)}" if start + len(ids) < stop else ""
     print(f"document     {document:,}, {stop - start:,} tokens{rest}:")
     try:
-        text = load_tokenizer(_tokenizer_of(store)).decode(ids)
+        text = load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent)).decode(ids)
     except DataError as error:
         text = f"{ids[:40].tolist()} … (not decoded: {error})"
     print("\n".join(f"             | {line}" for line in text.splitlines()))
-
-
-def _tokenizer_of(store: TokenStore) -> str:
-    """The store's own copy of its tokenizer, or else where it was."""
-    own = next((path for path in (store.path, store.path.parent) if (path / TOKENIZER_FOLDER).is_dir()), None)
-    if store.meta.tokenizer.get("kind") == BYTES:
-        return BYTES
-    return str(own / TOKENIZER_FOLDER) if own else store.meta.tokenizer.get("path", "")
 
 
 def _print_reads(store: TokenStore, seed: int) -> None:

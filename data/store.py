@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.tokenizer import TOKENIZER_FOLDER
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError
 
@@ -40,7 +41,6 @@ VERSION = 2
 OFFSETS_FILE = "doc_offsets.npy"
 META_FILE = "meta.json"
 VALIDATION_FOLDER = "validation"
-TOKENIZER_FOLDER = "tokenizer"
 PREPARE_HINT = "prepare one with: python -m data.prepare SOURCE --out STORE"
 
 _VERSION_1_TOKENS = "tokens.bin"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from zeco_train.errors import DataError
 
 BYTES = "bytes"
+# In which a token store, and a run, keep the tokenizer's own files.
+TOKENIZER_FOLDER = "tokenizer"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -129,3 +131,17 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     if not _HUB_NAME.fullmatch(name):
         raise DataError(name, "no such tokenizer", remedy)
     return HuggingFaceTokenizer(name, local=not download, remedy=remedy)
+
+
+def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
+    """What `load_tokenizer` takes for the tokenizer that `info` describes (see `StoreMeta`): its own files in the first
+    of `folders` that has them, and else the place that it once came from."""
+    if info.get("kind") == BYTES:
+        return BYTES
+    own = tokenizer_files(*folders)
+    return str(own) if own else info.get("path", "")
+
+
+def tokenizer_files(*folders: Path) -> Path | None:
+    """The tokenizer's files in the first of `folders`, stores or runs, that has them."""
+    return next((path / TOKENIZER_FOLDER for path in folders if (path / TOKENIZER_FOLDER).is_dir()), None)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from data.config import check_batch, check_seq_len
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.opening import OpenedData, describe, open_data
+from data.tokenizer import tokenizer_files
 from models.gla import GLAConfig, GLAForCausalLM, num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.agreement import check_same, setup
@@ -144,7 +145,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
     try:
         _check_shared_folder(path, folder, mesh)
-        agree(mesh, lambda: folder.begin(to_plain(resolve(config, mesh)), arguments) if folder else None)
+        agree(mesh, lambda: _begin(folder, data, config, arguments, mesh) if folder else None)
         log = agree(mesh, lambda: setup_logging(path, mesh.rank))
     except BaseException:
         if folder is not None:
@@ -159,6 +160,12 @@ def resolve(config: Config, mesh: ProcessMesh) -> Config:
     """The configuration with what it leaves to the number of ranks and the machine."""
     sp = replace(config.sp, size=mesh.sp_size)
     return replace(config, sp=sp, train=replace(config.train, device=Device(mesh.device.type)))
+
+
+def _begin(folder: RunFolder, data: OpenedData, config: Config, arguments: list[str], mesh: ProcessMesh) -> None:
+    folder.begin(to_plain(resolve(config, mesh)), arguments)
+    store = data.train[0].documents.store.path
+    folder.keep_tokenizer(tokenizer_files(store, store.parent))
 
 
 def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:

@@ -25,9 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -35,15 +33,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from zeco_train.checkpoint_files import (
     Progress,
     complete_checkpoints,
-    find_damage,
-    read_checksums,
     read_progress,
     set_aside,
     step_of,
 )
-from zeco_train.checkpoint_writer import CheckpointWriter, retried
+from zeco_train.checkpoint_writer import CheckpointWriter
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.mesh import ProcessMesh, agree, host_group
+from zeco_train.weights import cause_of, damage_of, load_weights, read_state
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -202,7 +199,7 @@ class Checkpointer:
         dist.broadcast_object_list(found, src=0)
         damage: dict[Path, str] = {}
         for path in reversed(found[0]):
-            problem = self._damage(path)
+            problem = damage_of(path, self._mesh)
             if problem is None:
                 agree(self._mesh, lambda: self._set_aside(damage, path) if self._mesh.is_main else None)  # noqa: B023
                 return path
@@ -225,7 +222,7 @@ class Checkpointer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         rng_state = torch.get_rng_state()
-        self._read({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path)
+        read_state({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path, self._group)
         set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=_OPTIONS
         )
@@ -242,12 +239,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged or of another model.
         """
-        problem = self._damage(path)
-        if problem is not None:
-            raise CheckpointError(f"{path}: damaged: {problem}; name another checkpoint")
-        model_state = get_model_state_dict(model)
-        self._read({"model": model_state}, path)
-        set_model_state_dict(model, model_state)
+        load_weights(path, model, self._mesh, self._group)
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
         """Begin a save, or do all of it with `wait`; how that ended is in the future."""
@@ -310,31 +302,15 @@ class Checkpointer:
             if self._mesh.is_main:
                 # Half a checkpoint serves nobody, and the disk may be full.
                 shutil.rmtree(save.partial, ignore_errors=True)
-            return CheckpointError(f"{save.partial.with_suffix('')}: saving failed: {_cause(failure)}; {self._left()}")
+            return CheckpointError(
+                f"{save.partial.with_suffix('')}: saving failed: {cause_of(failure)}; {self._left()}"
+            )
         logger.info("checkpoint of step %d complete, %.2f s after it began", save.step, time.monotonic() - save.began)
         return None
 
     def _left(self) -> str:
         complete = complete_checkpoints(self._run_dir)
         return f"the last complete checkpoint is {complete[-1].name}" if complete else "there is no checkpoint yet"
-
-    def _damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, each rank having read its share of the files; the same on all ranks."""
-
-        def check() -> str | None:
-            try:
-                files = retried(f"{path}: cannot be read", lambda: read_checksums(path))
-                own = dict(list(files.items())[self._mesh.rank :: self._mesh.world_size])
-                return retried(f"{path}: cannot be read", lambda: find_damage(path, own))
-            except ValueError as error:
-                return str(error)
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-        own = agree(self._mesh, check)
-        everyone: list[str | None] = [None] * self._mesh.world_size
-        dist.all_gather_object(everyone, own)
-        return next((problem for problem in everyone if problem is not None), None)
 
     def _set_aside(self, damage: dict[Path, str], sound: Path) -> None:
         for path, problem in damage.items():
@@ -351,16 +327,3 @@ class Checkpointer:
                 sound.name,
                 lost,
             )
-
-    def _read(self, state: dict[str, Any], path: Path) -> None:
-        try:
-            dcp.load(state, checkpoint_id=str(path), process_group=self._group)
-        except CheckpointException as error:
-            raise CheckpointError(f"{path}: loading failed: {_cause(error)}") from error
-
-
-def _cause(error: CheckpointException) -> str:
-    """The first rank's failure in one line."""
-    for rank, (failure, _) in error.failures.items():
-        return f"rank {rank}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-    return str(error)

@@ -176,14 +176,17 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def load_config(overrides: list[str]) -> Config:
+def load_config(overrides: list[str], base: Config | None = None) -> Config:
     """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
+
+    Args:
+        base: a whole configuration to override, in place of that of `configs/train.yaml`.
 
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
     """
     given = check_overrides(overrides, Config, group_options())
-    config = _compose(overrides)
+    config = _compose(overrides, base)
     config.validate()
     _check_effect(config, given)
     return config
@@ -221,11 +224,45 @@ def _check_effect(config: Config, given: Mapping[str, Any]) -> None:
                 raise ConfigError(key, value, f"would be ignored; it needs {needed}")
 
 
-def _compose(overrides: list[str]) -> Config:
-    ConfigStore.instance().store(name="schema", node=Config)
+def read_config(path: Path) -> Config:
+    """The configuration that a run has left in its folder; what it has no value for, as it is older, has the default.
+
+    Raises:
+        ConfigError: it cannot be read, or is not of this program.
+    """
+    try:
+        stored = OmegaConf.load(path)
+        return config_of(OmegaConf.to_container(stored))
+    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError("config.yaml", path, f"cannot be read as a run's configuration ({reason})") from error
+
+
+def config_of(plain: Any) -> Config:
+    """What `to_plain` made of a configuration, as one again.
+
+    Raises:
+        ValueError, OmegaConfBaseException: it is none.
+    """
+    if not isinstance(plain, dict):
+        raise ValueError("not a mapping")
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain)))
+    assert isinstance(config, Config)
+    return config
+
+
+def _compose(overrides: list[str], base: Config | None = None) -> Config:
+    store, primary = ConfigStore.instance(), "train"
+    store.store(name="schema", node=Config)
+    if base is not None:
+        primary = "base"
+        store.store(name=primary, node=base)
+        # Without a list of defaults there is nothing to replace: a group's file is added, on top of the base.
+        groups = group_options()
+        overrides = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = compose("train", overrides=overrides)
+            composed = compose(primary, overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explain(error, overrides) from error

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from data.tokenizer import TOKENIZER_FOLDER
 from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 
@@ -63,7 +65,7 @@ class RunFolder:
             self._take()
             try:
                 if (path / IDENTITY_FILE).exists():
-                    _compare(path, _read_identity(path / IDENTITY_FILE), identity)
+                    _compare(path, read_identity(path), identity)
                 self._write_mark(self.mark)
             except BaseException:
                 self.release()
@@ -87,6 +89,22 @@ class RunFolder:
             _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
             with (self.path / "overrides.txt").open("a") as file:
                 file.write(shlex.join(overrides) + "\n")
+
+    def keep_tokenizer(self, files: Path | None) -> None:
+        """Copy the tokenizer's own files here, if there are any: the token store may be gone by the time the model is
+        to read and write text.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        kept = self.path / TOKENIZER_FOLDER
+        if files is None or kept.exists():
+            return
+        with _system_errors(self.path):
+            partial = kept.with_name(f"{TOKENIZER_FOLDER}.tmp")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(files, partial)
+            partial.rename(kept)
 
     def release(self) -> None:
         """Let others write there, and leave nothing behind that `begin` has not made the run's.
@@ -181,10 +199,16 @@ def _system_errors(path: Path) -> Iterator[None]:
         raise ConfigError("run_dir", path, f"cannot be written ({error.strerror}); name another folder") from error
 
 
-def _read_identity(path: Path) -> dict[str, Any]:
+def read_identity(run_dir: Path) -> dict[str, Any]:
+    """What may not change between the starts of a run; see `RunFolder`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = run_dir / IDENTITY_FILE
     try:
         stored = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path}: cannot be read: not a JSON object")

@@ -1,0 +1,137 @@
+"""A trained model, wherever it lies: in a run's folder, in one of its checkpoints, or exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from data.config import locate_stores
+from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
+from models.gla import GLAConfig, GLAForCausalLM
+from models.hooks import sharding_units
+from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, read_progress
+from zeco_train.config import Config, Device, Dtype, load_config, read_config
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.mesh import ProcessMesh, host_group
+from zeco_train.parallelize import Strategy, parallelize
+from zeco_train.run_folder import read_identity
+from zeco_train.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model that was found, and what is known of it without its weights.
+
+    Attributes:
+        path: where its weights are: a checkpoint's folder, or an export.
+        model: its shape.
+        config: of the run that trained it; None if that is not known, as of an export that is not ours.
+        step: after which it was saved; None if that is not known.
+        tokenizer_info: `StoreMeta.tokenizer` of what it was trained on.
+        folders: in which the tokenizer's files may be, in this order.
+    """
+
+    path: Path
+    model: GLAConfig
+    config: Config | None
+    step: int | None
+    tokenizer_info: Mapping[str, str]
+    folders: tuple[Path, ...] = field(default=())
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded on its first use: all but that of bytes take transformers and their time.
+
+        Raises:
+            DataError: it is nowhere to be found.
+        """
+        name = tokenizer_name(self.tokenizer_info, *self.folders, *self._stores())
+        try:
+            return load_tokenizer(name)
+        except DataError as error:
+            places = ", ".join(str(folder) for folder in self.folders)
+            remedy = f"put its files into {self.folders[0]}/tokenizer" if self.folders else ""
+            raise DataError(name or self.path, f"no tokenizer there, nor in {places} ({error})", remedy) from error
+
+    def configure(self, overrides: list[str]) -> Config:
+        """The run's configuration, with overrides as `train.py` takes them; its split is left to the ranks there are.
+
+        Of a model of unknown origin, that of `configs/train.yaml`.
+
+        Raises:
+            ConfigError: see `load_config`; or an override of the model.
+        """
+        for text in overrides:
+            key, _, value = text.lstrip("+").partition("=")
+            if key == "model" or key.startswith("model."):
+                raise ConfigError(key, value, f"is decided by the trained model in {self.path}; leave it out")
+        base = self.config if self.config is not None else load_config(["name=trained"])
+        base = replace(
+            base,
+            run_dir=str(self.path),
+            model=self.model,
+            sp=replace(base.sp, size=-1),
+            train=replace(base.train, device=Device.auto),
+            checkpoint=replace(base.checkpoint, load=None),
+        )
+        return load_config(overrides, base)
+
+    def _stores(self) -> list[Path]:
+        """The token stores that the run read: those from before runs kept their tokenizer have it there only."""
+        if self.config is None or (not self.config.data.path and not self.config.data.stores):
+            return []
+        return [folder for paths in locate_stores(self.config.data) for folder in (paths.train, paths.train.parent)]
+
+
+def find_trained(path: str) -> Trained:
+    """Find a trained model: in a run's folder the newest checkpoint, in a checkpoint's, or in an export.
+
+    Only small files are read.
+
+    Raises:
+        ZecoError: there is none, or its files are damaged or not ours.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "no such folder"
+        raise ConfigError("RUN", path, f"{problem}; name a run's folder, a step_… folder of one, or an export")
+    if (folder / PROGRESS_FILE).is_file():
+        return _of_checkpoint(folder.resolve())
+    if (folder / "config.yaml").is_file():
+        checkpoints = complete_checkpoints(folder)
+        if not checkpoints:
+            raise ConfigError("RUN", path, "is a run without a complete checkpoint; let it go on until it has one")
+        return _of_checkpoint(checkpoints[-1])
+    raise ConfigError("RUN", path, "holds no model; name a run's folder, a step_… folder of one, or an export")
+
+
+def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy) -> GLAForCausalLM:
+    """The model with its weights, laid over the ranks, for use without gradients. Collective.
+
+    Any number of ranks and any strategy will do, whatever it was trained with. The weights are in the compute dtype.
+
+    Raises:
+        CheckpointError: the weights are damaged or of another model.
+    """
+    with torch.device("meta"):
+        model = GLAForCausalLM(trained.model).to(dtype.compute)
+    model.to_empty(device=mesh.device)
+    # `to_empty` replaces each module's parameters on their own.
+    model.tie_weights()
+    parallelize(model, sharding_units(model), strategy, dtype.compute, mesh)
+    load_weights(trained.path, model, mesh, host_group(mesh))
+    return model.eval().requires_grad_(False)
+
+
+def _of_checkpoint(path: Path) -> Trained:
+    run = path.parent.parent
+    if not (run / "config.yaml").is_file():
+        problem = f"is a checkpoint, but {run} has no config.yaml of its run; leave it in the run's folder"
+        raise ConfigError("RUN", path, problem)
+    config = read_config(run / "config.yaml")
+    info = read_identity(run).get("data.tokenizer")
+    return Trained(path, config.model, config, read_progress(path).step, info or {}, (run,))

@@ -1,0 +1,77 @@
+"""Reads the weights of a checkpoint into a model that is laid over any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from zeco_train.checkpoint_files import find_damage, read_checksums
+from zeco_train.checkpoint_writer import retried
+from zeco_train.errors import CheckpointError
+from zeco_train.mesh import ProcessMesh, agree
+
+
+def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
+    """Restore weights only, in place, in the dtype that they have in the model. Collective.
+
+    Args:
+        path: a checkpoint's folder.
+        group: of all ranks, between hosts.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model.
+    """
+    problem = damage_of(path, mesh)
+    if problem is not None:
+        raise CheckpointError(f"{path}: damaged: {problem}; name another checkpoint")
+    model_state = get_model_state_dict(model)
+    read_state({"model": model_state}, path, group)
+    set_model_state_dict(model, model_state)
+
+
+def read_state(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
+    """Fill the tensors of `state` with what a checkpoint has under their names, each rank its parts. Collective.
+
+    Raises:
+        CheckpointError: it lacks one of them, has it in another shape, or cannot be read.
+    """
+    try:
+        dcp.load(state, checkpoint_id=str(path), process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: loading failed: {cause_of(error)}") from error
+
+
+def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
+    """What is wrong with a checkpoint, each rank having read its share of the files; the same on all ranks.
+
+    Raises:
+        CheckpointError: the storage does not answer.
+    """
+
+    def check() -> str | None:
+        try:
+            files = retried(f"{path}: cannot be read", lambda: read_checksums(path))
+            own = dict(list(files.items())[mesh.rank :: mesh.world_size])
+            return retried(f"{path}: cannot be read", lambda: find_damage(path, own))
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    own = agree(mesh, check)
+    everyone: list[str | None] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, own)
+    return next((problem for problem in everyone if problem is not None), None)
+
+
+def cause_of(error: CheckpointException) -> str:
+    """The first rank's failure in one line."""
+    for rank, (failure, _) in error.failures.items():
+        return f"rank {rank}: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+    return str(error)
