@@ -1,8 +1,8 @@
 """The gated linear attention language model (Yang et al., 2023, arXiv 2312.06635).
 
-Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with its defaults: fused norms, no
-short convolution, no attention layers), so a checkpoint maps one to one, in both directions. fla's configuration cannot
-express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
+Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short
+convolution, no attention layers), so a checkpoint maps one to one, in both directions (`zeco_train.hf`). fla's
+configuration cannot express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
 
 There is no positional embedding: order enters through the decays alone, so a model has no longest sequence and a
 shard needs no positions. Where documents are packed (`shard.cu_seqlens`), only the state of the recurrence restarts at
@@ -13,9 +13,7 @@ The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from models.gla_config import GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.projections import parallel_linear, unread_linear
-from zeco_train.errors import ConfigError
 from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recurrent import recurrent_step
@@ -37,103 +35,6 @@ from zeco_train.sp.segments import LayerStates
 _NO_STATES = Boundary()
 
 
-@dataclass
-class GLAConfig:
-    """Shape of the model; the fields of `configs/model/*.yaml`. The defaults are those of `gla_tiny`.
-
-    Attributes:
-        name: shown in logs.
-        vocab_size: rows of the embedding and of the head.
-        hidden_size: width D of the residual stream.
-        num_layers: blocks, each of a GLA layer and an MLP.
-        num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
-        expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
-        intermediate_size: width of the SwiGLU MLP.
-        gate_low_rank_dim: rank of the projection that makes the decays.
-        gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
-        norm_eps: added to the mean square in every norm.
-        tie_word_embeddings: the head uses the embedding's weight.
-        initializer_range: standard deviation of the initial matrices.
-
-    """
-
-    name: str = "gla_tiny"
-    vocab_size: int = 259
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    expand_k: float = 0.5
-    expand_v: float = 1.0
-    intermediate_size: int = 384
-    gate_low_rank_dim: int = 16
-    gate_logit_normalizer: int = 16
-    norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
-        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
-            self._require_positive(field)
-        for field in ("gate_low_rank_dim", "gate_logit_normalizer"):
-            self._require_positive(field)
-        for field in ("expand_k", "expand_v", "norm_eps", "initializer_range"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"model.{field}", value, "must be finite and > 0")
-        for field in ("expand_k", "expand_v"):
-            self._require_whole_width(field)
-        common = math.gcd(self.key_dim, self.value_dim)
-        if common % self.num_heads:
-            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - self.num_heads))
-            widths = f"hidden_size · expand_k = {self.key_dim} and hidden_size · expand_v = {self.value_dim}"
-            raise ConfigError("model.num_heads", self.num_heads, f"must divide {widths}; nearest: {nearest}")
-
-    def _require_positive(self, field: str) -> None:
-        if getattr(self, field) < 1:
-            raise ConfigError(f"model.{field}", getattr(self, field), "must be a whole number ≥ 1")
-
-    def _require_whole_width(self, field: str) -> None:
-        width = self.hidden_size * getattr(self, field)
-        if round(width) < 1 or not math.isclose(width, round(width)):
-            nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
-            allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
-            raise ConfigError(f"model.{field}", getattr(self, field), f"{allowed}; nearest: {nearest}")
-
-    @property
-    def key_dim(self) -> int:
-        """H·K, the width of all heads' keys."""
-        return round(self.hidden_size * self.expand_k)
-
-    @property
-    def value_dim(self) -> int:
-        """H·V, the width of all heads' values."""
-        return round(self.hidden_size * self.expand_v)
-
-    @property
-    def head_k_dim(self) -> int:
-        """K."""
-        return self.key_dim // self.num_heads
-
-    @property
-    def head_v_dim(self) -> int:
-        """V."""
-        return self.value_dim // self.num_heads
-
-
-def num_parameters(config: GLAConfig) -> int:
-    """Trainable parameters, in closed form; a tied head counts once."""
-    width, keys, values = config.hidden_size, config.key_dim, config.value_dim
-    gate = config.gate_low_rank_dim * (width + keys) + keys
-    attention = 2 * width * keys + 3 * width * values + gate + config.head_v_dim
-    block = attention + 3 * width * config.intermediate_size + 2 * width
-    vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * block + vocabulary + width
-
-
 class GatedLinearAttention(nn.Module):
     """One GLA layer: x [B, T, D] → [B, T, D].
 
@@ -141,23 +42,30 @@ class GatedLinearAttention(nn.Module):
     g         = log σ(x W1 W2 + b) / gate_logit_normalizer        the log-decay, ≤ 0
     o         = GLA(q, k, v, g)                                   over the whole sequence, all shards
     y         = (RMSNorm over a head of o ⊙ swish(x Wg)) Wo
+
+    As configured, a feature map on q and k, a lower bound of g, heads that share k, v and g, and no output gate.
     """
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__()
-        width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+        width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
-        self.gate_logit_normalizer = config.gate_logit_normalizer
-        self.q_proj = nn.Linear(width, keys, bias=False)
+        self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
+        self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
+        self.q_proj = nn.Linear(width, queries, bias=False)
         self.k_proj = nn.Linear(width, keys, bias=False)
         self.v_proj = nn.Linear(width, values, bias=False)
-        self.g_proj = nn.Linear(width, values, bias=False)
+        if gates:
+            self.g_proj = nn.Linear(width, gates, bias=False)
         self.gk_proj = nn.Sequential(
             nn.Linear(width, config.gate_low_rank_dim, bias=False),
             nn.Linear(config.gate_low_rank_dim, keys, bias=True),
         )
-        self.o_proj = nn.Linear(values, width, bias=False)
-        self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
+        self.o_proj = nn.Linear(config.value_dim, width, bias=False)
+        if gates:
+            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
+        else:
+            self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
         q, k, v, g, gate = self._operands(x)
@@ -169,20 +77,28 @@ class GatedLinearAttention(nn.Module):
         q, k, v, g, gate = self._operands(x)
         return self._output(recurrent_step(q, k, v, g, state), gate)
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
         down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
-        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj, down
-        q, k, v, gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
+        gates = (self.g_proj,) if hasattr(self, "g_proj") else ()
+        projections = self.q_proj, self.k_proj, self.v_proj, *gates, down
+        q, k, v, *gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
         q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
-        v, gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, gate))
+        v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
+        if self.feature_map is not None:
+            q, k = self.feature_map(q), self.feature_map(k)
         # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
         logits = up(low_rank).to(accumulation_dtype(x.dtype))
         g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
-        return q, k, v, g, gate
+        if self.clamp_min is not None:
+            g = g.clamp_min(self.clamp_min)
+        if self.num_kv_groups > 1:
+            k, v, g = (tensor.repeat_interleave(self.num_kv_groups, dim=-2) for tensor in (k, v, g))
+        return q, k, v, g, gate[0] if gate else None
 
-    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2))
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        normed = self.g_norm(o) if gate is None else self.g_norm_swish_gate(o, gate)
+        return self.o_proj(normed.flatten(-2))
 
 
 class MLP(nn.Module):

@@ -60,6 +60,7 @@ def flops_per_token(config: GLAConfig, *, backward: bool = True) -> TokenFLOPs:
         operator  = layers · H · (2·KV + 2·KV + (C+1)·K + (C+1)·V)
         head      = 2 · D · vocab
 
+    The linear layers' line is that of a model with an output gate and keys and values of their own for each head.
     The operator's terms, for a chunk of C = 64 tokens: adding kᵀv to the state, applying q to the state, scores q kᵀ,
     and scores times v. Of the last two only the causal half is counted, (C+1)/2 pairs a token, although kernels compute
     the whole square. With `backward` all is tripled, since each product has two in the backward pass (the operator's:
@@ -122,9 +123,10 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
 
 def _layer_flops(config: GLAConfig) -> TokenFLOPs:
     """The forward pass of one block."""
-    width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+    width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
     rank, inner = config.gate_low_rank_dim, config.intermediate_size
-    linear = 2 * (2 * width * keys + 3 * width * values + rank * (width + keys) + 3 * width * inner)
+    columns = queries + keys + values + gates + config.value_dim
+    linear = 2 * (width * columns + rank * (width + keys) + 3 * width * inner)
     key, value = config.head_k_dim, config.head_v_dim
     operator = config.num_heads * (4 * key * value + (CHUNK + 1) * (key + value))
     return TokenFLOPs(float(linear), float(operator), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import Batch
 from models import gla as gla_module
-from models.gla import GLAForCausalLM
+from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import TokenFLOPs, flops_per_token, recomputed_flops_per_token
 from tests.test_model import SMALL
 from zeco_train import step as step_module
@@ -28,12 +29,12 @@ TOKENS = 30
 _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
-def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int) -> int:
+def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int, config: GLAConfig = SMALL) -> int:
     """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
     monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
     # The counter does not see into custom ops; these are the same products.
     monkeypatch.setattr(gla_module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
-    model = GLAForCausalLM(SMALL)
+    model = GLAForCausalLM(config)
     model.init_weights(0)
     for layer in model.model.layers:
         layer.recompute = recompute
@@ -62,6 +63,13 @@ def test_linear_layers_equal_those_counted(
     assert count_step(monkeypatch, recompute, segments) == pytest.approx(
         TOKENS * (flops.linear + flops.head), rel=1e-12
     )
+
+
+def test_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
+    flops = flops_per_token(config) + recomputed_flops_per_token(config, Recompute.full, 1)
+    counted = count_step(monkeypatch, Recompute.full, 1, config)
+    assert counted == pytest.approx(TOKENS * (flops.linear + flops.head), rel=1e-12)
 
 
 def in_place_product(added_to: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **options: Any) -> int:

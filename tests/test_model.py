@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import gla as gla_module
 from models.gla import GLAConfig, GLAForCausalLM
+from models.gla_config import FeatureMap, num_parameters
 from models.hooks import flops_per_token, sharding_units
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from zeco_train.ops import CHUNK
@@ -78,22 +79,38 @@ def reference_swish(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
+REFERENCE_MAPS: dict[FeatureMap, Callable[[Tensor], Tensor]] = {
+    FeatureMap.relu: lambda x: x * (x > 0),
+    FeatureMap.sqrelu: lambda x: x * x * (x > 0),
+    FeatureMap.silu: reference_swish,
+    FeatureMap.sigmoid: lambda x: 1 / (1 + torch.exp(-x)),
+}
+
+
 def reference_layer(x: Tensor, p: Callable[[str], Tensor], config: GLAConfig) -> Tensor:
     """GLA of one sequence [T, D], token by token and head by head, as the paper writes it."""
     logits = x @ p("gk_proj.0.weight").T @ p("gk_proj.1.weight").T + p("gk_proj.1.bias")
     decay = (1 / (1 + torch.exp(-logits))) ** (1 / config.gate_logit_normalizer)
-    q, k, v, gate = (x @ p(f"{name}_proj.weight").T for name in "qkvg")
+    if config.clamp_min is not None:
+        decay = torch.maximum(decay, torch.tensor(math.exp(config.clamp_min), dtype=decay.dtype))
+    q, k, v = (x @ p(f"{name}_proj.weight").T for name in "qkv")
+    if config.feature_map is not None:
+        q, k = (REFERENCE_MAPS[config.feature_map](tensor) for tensor in (q, k))
     heads = []
     for head in range(config.num_heads):
-        keys = slice(head * config.head_k_dim, (head + 1) * config.head_k_dim)
-        values = slice(head * config.head_v_dim, (head + 1) * config.head_v_dim)
+        shared = head // (config.num_heads // (config.num_kv_heads or config.num_heads))
+        queries, keys = (slice(n * config.head_k_dim, (n + 1) * config.head_k_dim) for n in (head, shared))
+        outs, values = (slice(n * config.head_v_dim, (n + 1) * config.head_v_dim) for n in (head, shared))
         state = x.new_zeros(config.head_k_dim, config.head_v_dim)
         outputs = []
         for t in range(x.shape[0]):
             state = torch.diag(decay[t, keys]) @ state + torch.outer(k[t, keys], v[t, values])
-            outputs.append(q[t, keys] @ state / math.sqrt(config.head_k_dim))
-        normed = reference_norm(torch.stack(outputs), p("g_norm_swish_gate.weight"), config.norm_eps)
-        heads.append(normed * reference_swish(gate[:, values]))
+            outputs.append(q[t, queries] @ state / math.sqrt(config.head_k_dim))
+        norm = p(f"{'g_norm_swish_gate' if config.use_output_gate else 'g_norm'}.weight")
+        normed = reference_norm(torch.stack(outputs), norm, config.norm_eps)
+        if config.use_output_gate:
+            normed = normed * reference_swish((x @ p("g_proj.weight").T)[:, outs])
+        heads.append(normed)
     return torch.cat(heads, -1) @ p("o_proj.weight").T
 
 
@@ -114,9 +131,22 @@ def reference_logits(parameters: dict[str, Tensor], config: GLAConfig, ids: Tens
     return reference_norm(x, parameters["model.norm.weight"], config.norm_eps) @ head.T
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_loss_and_gradients_equal_the_reference(tied: bool) -> None:
-    config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
+# Six heads of queries, two of keys; decays that are mostly below the bound.
+GROUPS: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    GROUPS,
+    {"clamp_min": -0.3},
+    {"use_output_gate": False},
+    *({"feature_map": feature_map} for feature_map in FeatureMap),
+    {**GROUPS, "clamp_min": -0.3, "use_output_gate": False, "feature_map": FeatureMap.silu},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
+def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) -> None:
+    config = dataclasses.replace(SMALL, **variant)
     model = build(config)
     ids, labels = tokens_and_labels()
     parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -138,6 +168,11 @@ def test_logits_loss_and_gradients_equal_the_reference(tied: bool) -> None:
         torch.testing.assert_close(
             parameter.grad, 0.25 * grad, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(config)
+    # Token by token, from the states.
+    states = model.zero_states(2, ids.device)
+    steps = torch.stack([model.step(ids[:, t], states) for t in range(ids.shape[1])], dim=1)
+    torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.gla import GLAConfig, GLAForCausalLM, num_parameters
+from models.gla import GLAConfig, GLAForCausalLM
+from models.gla_config import num_parameters
 from models.hooks import has_weight_decay
 from zeco_train.errors import ConfigError
 from zeco_train.sp.base import SequenceShard

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
-from models.gla import GLABlock, GLAConfig, num_parameters
+from models.gla import GLABlock, GLAConfig
+from models.gla_config import num_parameters
 from models.hooks import flops_per_token, has_weight_decay
 from tests.distributed import run_distributed
 from zeco_train import loss

@@ -17,7 +17,8 @@ from data.config import check_batch, check_seq_len
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.opening import OpenedData, describe, open_data
 from data.tokenizer import tokenizer_files
-from models.gla import GLAConfig, GLAForCausalLM, num_parameters
+from models.gla import GLAConfig, GLAForCausalLM
+from models.gla_config import num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.agreement import check_same, setup
 from zeco_train.checkpoint import Checkpointer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from models.gla import num_parameters
+from models.gla_config import num_parameters
 from zeco_train.build import Parts, build, init, open_run
 from zeco_train.config import Config, describe, load_config
 from zeco_train.job import Advice, Job, run_job

@@ -30,7 +30,12 @@ _SECONDS_TO_APPEAR = 10.0
 # The part of an identity that no configuration key shows: a digest of all tokens.
 _TOKENS_KEY = "data.tokens_sha256"
 # What identities from before there were such keys stand for.
-_ALWAYS_BEFORE = {"data.shuffle": "sequences", "data.weights": [1], "data.min_document_tokens": 0}
+_ALWAYS_BEFORE = {
+    "data.shuffle": "sequences",
+    "data.weights": [1],
+    "data.min_document_tokens": 0,
+    "model.use_output_gate": True,
+}
 
 
 class RunFolder:

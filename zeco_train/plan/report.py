@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.gla import num_parameters
+from models.gla_config import num_parameters
 from models.hooks import flops_per_token
 from zeco_train.collectives.cost_model import MEASURED
 from zeco_train.plan import calibration
