@@ -22,86 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from data.config import Shuffle, check_batch, check_reset, check_seq_len
+from data.config import Shuffle, check_batch, check_seq_len
 from data.documents import Documents, DocumentStream, shard_cu_seqlens
 from data.mixture import Mixture
 from data.permutation import Permutation
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's part of a segment of a micro-batch; L = seq_len / (segments · sp_size).
-
-    Attributes:
-        input_ids: [B, L] int64.
-        labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences.
-        cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
-            `reset_state_at_document`.
-        continues: the first piece continues a document (without documents: the sequence) from an earlier shard, which
-            for the first rank is the last rank's shard of the segment before.
-        offset: position of the first token in the whole sequence.
-        sequence_ids: which sequences these are, within their epochs; those of a second store are counted on from those
-            of the first. Empty for padding.
-        is_padding: in validation only: run it so that all ranks do the same, and count nothing of it.
-        segment: which segment of the sequences, from 0.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    cu_seqlens: Tensor | None
-    continues: bool
-    offset: int
-    sequence_ids: list[int]
-    is_padding: bool = False
-    segment: int = 0
-
-
-@dataclass(frozen=True)
-class DataSplit:
-    """Which part of every step's sequences is this rank's.
-
-    Attributes:
-        seq_len: tokens of a whole sequence, over the ranks that share it and over its segments.
-        micro_batch: sequences of a data-parallel rank in one forward and backward.
-        dp_rank, dp_size: which of how many parts of a step's sequences.
-        sp_rank, sp_size: which of how many equal shards of a segment.
-        reset_state_at_document: give the borders of documents; then one sequence at a time.
-        segments: equal parts in time of a sequence; 1 where the whole sequence is one.
-
-    Raises:
-        ConfigError: a `seq_len` that does not divide, or a `micro_batch` that documents do not allow.
-    """
-
-    seq_len: int
-    micro_batch: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-    sp_rank: int = 0
-    sp_size: int = 1
-    reset_state_at_document: bool = False
-    segments: int = 1
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
-        assert 0 <= self.sp_rank < self.sp_size, (self.sp_rank, self.sp_size)
-        assert self.segments >= 1, self.segments
-        check_seq_len(self.seq_len, self.sp_size, segments=self.segments)
-        check_reset(self.reset_state_at_document, self.micro_batch)
-
-    @property
-    def length(self) -> int:
-        """Tokens of this rank's shard of a segment."""
-        return self.seq_len // (self.segments * self.sp_size)
-
-    def offset(self, segment: int) -> int:
-        """Position in the sequence of the first token of this rank's shard of a segment."""
-        assert 0 <= segment < self.segments, (segment, self.segments)
-        return (segment * self.sp_size + self.sp_rank) * self.length
+from data.reader import Batch, DataSplit, Reader, SequenceSource, Shard
 
 
 @dataclass(frozen=True)
@@ -118,16 +43,24 @@ class Source:
     weight: int = 1
     name: str = ""
 
+    def reader(
+        self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
+    ) -> SequenceReader:
+        """See `data.reader.SequenceSource`."""
+        return SequenceReader(self.documents, split, shuffle=shuffle, seed=seed, number=number)
 
-class Shard(NamedTuple):
-    """One rank's part of a segment of a sequence, see `Batch`; `tokens` is [L + 1], with the label of the last."""
+    def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
+        """See `data.reader.SequenceSource`."""
+        documents, store = self.documents, self.documents.store
+        epoch = (documents.num_tokens - 1) // seq_len
+        tokens = f"{documents.num_tokens:,} tokens"
+        found = f"{documents.num_documents:,} of {store.meta.num_documents:,} documents, {tokens}"
+        left = f"{epoch:,} sequences, {documents.num_tokens - epoch * seq_len:,} tokens behind the last one left out"
+        epochs = num_sequences / epoch
+        return f"{store.path}: {found}; epoch (shuffle={shuffle.value}): {left}; epochs in this run: {epochs:.4g}"
 
-    tokens: NDArray[np.int64]
-    cu_seqlens: Tensor | None
-    continues: bool
 
-
-class SequenceReader:
+class SequenceReader(Reader):
     """Reads one sequence-parallel rank's slices of the sequences of a store.
 
     Args:
@@ -154,7 +87,7 @@ class SequenceReader:
     ) -> None:
         num_tokens = documents.num_tokens
         check_seq_len(split.seq_len, split.sp_size, num_tokens, split.segments, documents.description)
-        self.documents, self.split = documents, split
+        self.documents, self.split, self.description = documents, split, str(documents.store.path)
         self.num_sequences = (num_tokens - 1) // split.seq_len
         self._shuffle, self._seed, self._suffix = shuffle, seed, f" of store {number}" if number else ""
         self._lock = threading.Lock()
@@ -166,10 +99,6 @@ class SequenceReader:
         if self._shuffle is Shuffle.none:
             return epoch, place
         return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)
-
-    def read(self, sequence_ids: list[int], segment: int = 0) -> Batch:
-        """This rank's part of a segment of sequences of the first epoch."""
-        return self.batch([self.shard(0, i, segment) for i in sequence_ids], sequence_ids, segment)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
         """Read this rank's tokens of a segment of a sequence, and one more: the label of the last.
@@ -185,20 +114,6 @@ class SequenceReader:
         if not split.reset_state_at_document:
             return Shard(tokens, None, offset > 0)
         return Shard(tokens, *shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length))
-
-    def batch(self, shards: Sequence[Shard], sequence_ids: list[int], segment: int) -> Batch:
-        """The batch of some shards, which may be of several stores."""
-        assert not self.split.reset_state_at_document or len(shards) == 1, sequence_ids
-        tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
-        return Batch(
-            input_ids=tokens[:, :-1].contiguous(),
-            labels=tokens[:, 1:].contiguous(),
-            cu_seqlens=shards[0].cu_seqlens,
-            continues=shards[0].continues,
-            offset=self.split.offset(segment),
-            sequence_ids=sequence_ids,
-            segment=segment,
-        )
 
     def _stream(self, epoch: int) -> DocumentStream:
         key = epoch if self._shuffle is Shuffle.documents else 0
@@ -240,7 +155,7 @@ class SequenceLoader:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[SequenceSource],
         split: DataSplit,
         *,
         seed: int,
@@ -249,8 +164,7 @@ class SequenceLoader:
     ) -> None:
         check_batch(global_batch, split.micro_batch, split.dp_size)
         self.readers = [
-            SequenceReader(source.documents, split, shuffle=shuffle, seed=seed, number=number)
-            for number, source in enumerate(sources)
+            source.reader(split, shuffle=shuffle, seed=seed, number=number) for number, source in enumerate(sources)
         ]
         self.mixture = Mixture([source.weight for source in sources], seed)
         counts = [reader.num_sequences for reader in self.readers]
@@ -281,9 +195,10 @@ class SequenceLoader:
         """
         places = self._places(consumed, micro_step)
         shards = [self.readers[place.source].shard(place.epoch, place.sequence, segment) for place in places]
-        return self.readers[0].batch(shards, [self._id(place) for place in places], segment)
+        ids = [self._id(place) for place in places]
+        return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
 
-    def reader_of(self, sequence_id: int) -> SequenceReader:
+    def reader_of(self, sequence_id: int) -> Reader:
         """Which store's sequence that is."""
         return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
 
@@ -292,6 +207,13 @@ class SequenceLoader:
         assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
         start = consumed + self._first + micro_step * self.micro_batch
         return [self.place(start + i) for i in range(self.micro_batch)]
+
+    def _step_labels(self, consumed: int) -> int | None:
+        """Labels that count in the step that begins after `consumed` sequences; None where every token has one."""
+        if not any(reader.has_labels for reader in self.readers):
+            return None
+        places = [self.place(consumed + i) for i in range(self.global_batch)]
+        return sum(self.readers[place.source].num_labels(place.epoch, place.sequence) for place in places)
 
     def _id(self, place: Place) -> int:
         return self._first_ids[place.source] + place.sequence
@@ -358,7 +280,7 @@ class PrefetchingLoader:
         return False
 
 
-def validation_batches(reader: SequenceReader, *, max_sequences: int | None = None) -> Iterator[Batch]:
+def validation_batches(reader: Reader, *, max_sequences: int | None = None) -> Iterator[Batch]:
     """One rank's validation batches: every sequence once over all data-parallel ranks, in fixed order.
 
     All ranks give the same number of batches, as collectives need; what is too much is padding (`Batch.is_padding`).

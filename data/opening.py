@@ -9,27 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from data.config import DataConfig, Shuffle, check_seq_len, locate_stores
+from data.config import DataConfig, check_seq_len, locate_stores
 from data.documents import Documents
 from data.loader import Source
 from data.mixture import as_integers
+from data.reader import OpenedData
 from data.store import TokenStore, check_vocabulary
+from data.tokenizer import tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class OpenedData:
-    """What a run trains and validates on.
-
-    Attributes:
-        train: every store of the run.
-        validation: the held-out stores that have a sequence, with the weights of their training stores.
-        unvalidated: the names of the training stores without one of those.
-    """
+class OpenedStores(OpenedData):
+    """Token stores. The held-out ones have the weights of their training stores."""
 
     train: list[Source]
     validation: list[Source]
-    unvalidated: list[str]
 
     def identity(self) -> dict[str, Any]:
         """What of the stores and their mixture decides which tokens come when."""
@@ -42,6 +37,11 @@ class OpenedData:
             "data.weights": [source.weight for source in self.train],
             "data.min_document_tokens": shortest[0] if is_one else shortest,
         }
+
+    def tokenizer_files(self) -> Path | None:
+        """See `OpenedData`."""
+        store = self.train[0].documents.store.path
+        return tokenizer_files(store, store.parent)
 
     def borders(self) -> dict[str, Any]:
         """Digests of where the documents of each training store begin, by the file itself and not by its meta.json.
@@ -88,7 +88,7 @@ def open_data(
     located = locate_stores(config)
     weights = as_integers([paths.weight for paths in located])
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
-    data = OpenedData([], [], [])
+    data = OpenedStores([], [], [])
     for paths, weight in zip(located, weights, strict=True):
         documents = Documents(_open(paths.train, vocab_size, data), paths.min_document_tokens, cache_dir)
         _check_filter(documents)
@@ -105,17 +105,7 @@ def open_data(
     return data
 
 
-def describe(source: Source, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-    """What a run that takes `num_sequences` sequences of a store reads of it, in a line."""
-    documents, store = source.documents, source.documents.store
-    epoch = (documents.num_tokens - 1) // seq_len
-    found = f"{documents.num_documents:,} of {store.meta.num_documents:,} documents, {documents.num_tokens:,} tokens"
-    left = f"{epoch:,} sequences, {documents.num_tokens - epoch * seq_len:,} tokens behind the last one left out"
-    epochs = num_sequences / epoch
-    return f"{store.path}: {found}; epoch (shuffle={shuffle.value}): {left}; epochs in this run: {epochs:.4g}"
-
-
-def _open(path: Path, vocab_size: int, data: OpenedData) -> TokenStore:
+def _open(path: Path, vocab_size: int, data: OpenedStores) -> TokenStore:
     store = TokenStore.open(path)
     check_vocabulary(store, vocab_size)
     if data.train:

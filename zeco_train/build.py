@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from data.config import check_batch, check_seq_len
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
-from data.opening import OpenedData, describe, open_data
-from data.tokenizer import tokenizer_files
+from data.opening import open_data
+from data.reader import OpenedData
 from models.gla import GLAConfig, GLAForCausalLM
 from models.gla_config import num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
@@ -165,8 +165,7 @@ def resolve(config: Config, mesh: ProcessMesh) -> Config:
 
 def _begin(folder: RunFolder, data: OpenedData, config: Config, arguments: list[str], mesh: ProcessMesh) -> None:
     folder.begin(to_plain(resolve(config, mesh)), arguments)
-    store = data.train[0].documents.store.path
-    folder.keep_tokenizer(tokenizer_files(store, store.parent))
+    folder.keep_tokenizer(data.tokenizer_files())
 
 
 def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:
@@ -195,7 +194,7 @@ def _log_data(loader: SequenceLoader, data: OpenedData, config: Config) -> None:
     total = config.train.steps * config.data.global_batch
     for source, share in zip(data.train, loader.mixture.shares, strict=True):
         named = f"{source.name}, {float(share):.4g} of the sequences, " if source.name else ""
-        line = describe(source, config.data.shuffle, config.data.seq_len, float(total * share))
+        line = source.describe(config.data.shuffle, config.data.seq_len, float(total * share))
         logger.info("data: %s%s", named, line)
 
 
@@ -333,9 +332,7 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
             raise DataError("data", problem, "start all ranks with the same command line")
         if labels != tokens:
             problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
-            raise DataError(
-                loader.reader_of(ids[0]).documents.store.path, problem, "copy the token store to all nodes again"
-            )
+            raise DataError(loader.reader_of(ids[0]).description, problem, "copy the token store to all nodes again")
 
 
 def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:

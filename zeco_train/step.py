@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import Batch
+from data.reader import Batch
 from models.gla import GLAForCausalLM
 from zeco_train.mesh import ProcessMesh
 from zeco_train.parallelize import Strategy, begin_micro_batch, global_norm
@@ -51,7 +51,7 @@ class TrainingStep:
         mesh: the ranks.
         strategy: how the model is parallelised.
         grad_clip: largest global gradient norm; 0 clips nothing.
-        tokens_per_step: of the global batch.
+        tokens_per_step: of the global batch; what a batch says of the labels that count in it comes first.
         seq_len: of a whole sequence.
     """
 
@@ -76,7 +76,7 @@ class TrainingStep:
     ) -> Tensor | None:
         """Add the gradient of one micro-batch: forward over all segments but the last, then back from that.
 
-        The loss is the sum over this rank's tokens, divided by the tokens of the *global* batch, so that the sum of
+        The loss is the sum over this rank's tokens, divided by the labels of the *global* batch, so that the sum of
         gradients over all ranks and micro-batches is the gradient of the mean, however the batch is split.
 
         Args:
@@ -97,7 +97,8 @@ class TrainingStep:
             if not proceed():
                 return None
             begin_micro_batch(self.model, self._strategy, last=last and index == 0)
-            share = self._forward(segments[index], states[index]) / self._tokens_per_step
+            batch = segments[index]
+            share = self._forward(batch, states[index]) / (batch.step_labels or self._tokens_per_step)
             outputs: list[Tensor] = [share]
             grads: list[Tensor | None] = [None]
             if carry_grads:

@@ -9,7 +9,9 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from data.loader import DataSplit, SequenceReader, Source, validation_batches
+from data.loader import validation_batches
+from data.reader import DataSplit, SequenceSource
+from zeco_train.loss import IGNORE_INDEX
 from zeco_train.step import TrainingStep
 
 
@@ -35,9 +37,9 @@ class Validation:
         max_sequences: at most so many of each store, the first ones.
     """
 
-    def __init__(self, sources: Sequence[Source], split: DataSplit, max_sequences: int) -> None:
+    def __init__(self, sources: Sequence[SequenceSource], split: DataSplit, max_sequences: int) -> None:
         self._sources, self._max_sequences, self._segments = sources, max_sequences, split.segments
-        self._readers = [SequenceReader(source.documents, split) for source in sources]
+        self._readers = [source.reader(split) for source in sources]
 
     @property
     def is_empty(self) -> bool:
@@ -64,7 +66,8 @@ class Validation:
                     return None
                 loss = step.loss(segments)
                 if not segments[0].is_padding:
-                    total += torch.stack([loss, loss.new_tensor(sum(batch.labels.numel() for batch in segments))])
+                    counted = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in segments)
+                    total += torch.stack([loss, loss.new_tensor(counted)])
             dist.all_reduce(total)
             losses.append((total[0] / total[1]).item())
         if not losses:
