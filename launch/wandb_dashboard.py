@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zeco_train.compare import Parser
+from zeco_train.arguments import Parser
 from zeco_train.dashboard import NAME, check_installed, publish, publish_benchmarks, write
 from zeco_train.errors import ConfigError, ZecoError
 

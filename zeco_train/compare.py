@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
@@ -210,13 +211,6 @@ def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _look(index: int) -> dict[str, Any]:
     return {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
-
-
-class Parser(argparse.ArgumentParser):
-    """One whose mistakes are a line, as all of ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("argument", " ".join(sys.argv[1:]), f"{message}; --help lists all")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

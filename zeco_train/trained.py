@@ -109,10 +109,11 @@ def find_trained(path: str) -> Trained:
     raise ConfigError("RUN", path, "holds no model; name a run's folder, a step_… folder of one, or an export")
 
 
-def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy) -> GLAForCausalLM:
+def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy | None) -> GLAForCausalLM:
     """The model with its weights, laid over the ranks, for use without gradients. Collective.
 
     Any number of ranks and any strategy will do, whatever it was trained with. The weights are in the compute dtype.
+    With None as strategy they are plain tensors, whole on every rank, as `GLAForCausalLM.step` needs them.
 
     Raises:
         CheckpointError: the weights are damaged or of another model.
@@ -122,7 +123,8 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
     model.to_empty(device=mesh.device)
     # `to_empty` replaces each module's parameters on their own.
     model.tie_weights()
-    parallelize(model, sharding_units(model), strategy, dtype.compute, mesh)
+    if strategy is not None:
+        parallelize(model, sharding_units(model), strategy, dtype.compute, mesh)
     load_weights(trained.path, model, mesh, host_group(mesh))
     return model.eval().requires_grad_(False)
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train import report as package
+from zeco_train.arguments import Parser
 from zeco_train.bench.figures import plot
-from zeco_train.compare import Parser
 from zeco_train.errors import DataError, ZecoError
 from zeco_train.jsonable import jsonable
 from zeco_train.plot import save_figure

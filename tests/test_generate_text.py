@@ -1,0 +1,178 @@
+"""Tokens to text as they come, stop texts, and the choice of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data.tokenizer import ByteTokenizer
+from zeco_train.errors import ConfigError
+from zeco_train.generate.sampling import Sampler, Sampling, probabilities
+from zeco_train.generate.text import StopTexts, TextStream
+
+BYTES = ByteTokenizer()
+CPU = torch.device("cpu")
+TEXT = "naïve → 日本語 😀 e\u0301 end" * 9
+
+
+def streamed(ids: list[int], context: list[int] | None = None) -> list[str]:
+    stream = TextStream(BYTES, context or [])
+    return [*(stream.add(token) for token in ids), stream.finish()]
+
+
+def decode(ids: list[int]) -> str:
+    return BYTES.decode(np.asarray(ids))
+
+
+def test_characters_come_whole() -> None:
+    ids = BYTES.encode([TEXT])[0].tolist()
+    pieces = streamed(ids)
+    assert "".join(pieces) == TEXT
+    # A token that does not complete a character gives nothing, and no replacement character is ever shown.
+    assert pieces.count("") > TEXT.count("日") * 2
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_any_bytes_are_the_whole(seed: int) -> None:
+    """Also of broken UTF-8, of special tokens among it, and of texts much longer than what is kept to decode."""
+    random = np.random.default_rng(seed)
+    high = random.integers(0, 2) * 128
+    ids = random.integers(high, 259, 300).tolist()
+    ids[50:50] = BYTES.encode([TEXT])[0].tolist()
+    assert "".join(streamed(ids)) == decode(ids)
+
+
+def test_what_stands_before_is_not_repeated() -> None:
+    ids = BYTES.encode(["before ", "after"])
+    assert "".join(streamed(ids[1].tolist(), ids[0].tolist())) == "after"
+
+
+class WordTokenizer:
+    """Like a sentencepiece model: a text's first word loses the space before it, words after it keep theirs."""
+
+    vocab_size, eos_id, info = 3, 0, {"kind": "words"}
+    words = ("", "one", "two")
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray([self.words.index(word) for word in text.split()]) for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return " ".join(self.words[token] for token in ids)
+
+    def save(self, folder: object) -> None: ...
+
+
+def test_the_space_after_the_prompt_stays() -> None:
+    stream = TextStream(WordTokenizer(), [1, 1, 2])  # type: ignore[arg-type]
+    pieces = [stream.add(token) for token in [2, 1] * 60]
+    assert "".join(pieces) == " two one" * 60
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown", "found"),
+    [
+        (["abc", "\nUs", "er: x"], "abc", "\nUser:"),
+        (["abc\nUse", "ful"], "abc\nUseful", None),
+        (["a\n", "\n", "\nUser:"], "a\n\n", "\nUser:"),
+        (["x END \nUser:"], "x ", "END"),
+        (["aab"], "", "aab"),
+        (["aaa", "b"], "a", "aab"),
+    ],
+)
+def test_stop_texts_over_pieces(pieces: list[str], shown: str, found: str | None) -> None:
+    stops = StopTexts(["\nUser:", "END", "aab"])
+    text = ""
+    for piece in pieces:
+        text += stops.add(piece)
+        if stops.found:
+            break
+    assert stops.found == found
+    assert text + stops.finish() == shown
+
+
+LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]])
+
+
+def draws(sampling: Sampling, logits: Tensor, count: int = 4000) -> Tensor:
+    sampler = Sampler(sampling, [sampling.seed], CPU)
+    return torch.cat([sampler.draw(logits) for _ in range(count)])
+
+
+def test_likeliest_token() -> None:
+    assert draws(Sampling(temperature=0), LOGITS, 3).tolist() == [1, 1, 1]
+    assert draws(Sampling(top_k=1), LOGITS, 3).tolist() == [1, 1, 1]
+    assert draws(Sampling(top_p=1e-9), LOGITS, 3).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(), {0, 1, 2, 3, 4}),
+        (Sampling(temperature=3.0), {0, 1, 2, 3, 4}),
+        (Sampling(top_k=3), {1, 2, 3}),
+        # Probabilities 0.64, 0.23, 0.086, …: the first two reach 0.8, the first three 0.9.
+        (Sampling(top_p=0.8), {1, 3}),
+        (Sampling(top_p=0.9, top_k=4), {1, 2, 3}),
+        (Sampling(top_k=99), {0, 1, 2, 3, 4}),
+    ],
+)
+def test_draws_follow_the_probabilities(sampling: Sampling, allowed: set[int]) -> None:
+    found = draws(sampling, LOGITS)
+    assert set(found.tolist()) == allowed
+    expected = (LOGITS[0] / sampling.temperature).softmax(-1)
+    expected[[token not in allowed for token in range(5)]] = 0
+    expected /= expected.sum()
+    torch.testing.assert_close(probabilities(LOGITS, sampling)[0], expected)
+    # Four standard deviations of 4000 draws are at most 0.032.
+    assert (found.bincount(minlength=5) / len(found) - expected).abs().max() < 0.032
+
+
+def test_filters_equal_those_of_transformers() -> None:
+    from transformers.generation.logits_process import (
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits = torch.randn(50, 200, generator=torch.Generator().manual_seed(0))
+    theirs = TemperatureLogitsWarper(0.7)(None, logits)  # type: ignore[arg-type]
+    theirs = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(40)(None, theirs)).softmax(-1)  # type: ignore[arg-type]
+    torch.testing.assert_close(probabilities(logits, Sampling(0.7, 40, 0.9)), theirs)
+    # And so are the draws, for one seed.
+    torch.manual_seed(5)
+    expected = [torch.multinomial(theirs[:1], 1).item() for _ in range(20)]
+    assert draws(Sampling(0.7, 40, 0.9, seed=5), logits[:1], 20).tolist() == expected
+
+
+def test_rows_have_streams_of_their_own() -> None:
+    sampling, logits = Sampling(seed=7), torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    together = Sampler(sampling, [7, 8, 7], CPU)
+    first = together.draw(logits)
+    together.keep([2, 1])
+    second = together.draw(logits[[2, 1]])
+    for row, seed in enumerate([7, 8, 7]):
+        alone = Sampler(sampling, [seed], CPU)
+        assert alone.draw(logits[row : row + 1]).item() == first[row]
+        if row:
+            assert alone.draw(logits[row : row + 1]).item() == second[2 - row]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_marked(sampling: Sampling, value: float) -> None:
+    logits = torch.zeros(3, 8)
+    logits[1, 2] = value
+    tokens = Sampler(sampling, [0, 0, 0], CPU).draw(logits).tolist()
+    assert tokens[1] == -1
+    assert min(tokens[0], tokens[2]) >= 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"seed": -1}]
+)
+def test_values_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sampling(**wrong).validate()  # type: ignore[arg-type]

@@ -1,0 +1,135 @@
+"""What `python -m zeco_train.generate` runs: find the model, join the ranks, load it, generate."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeco_train.agreement import check_same, setup
+from zeco_train.config import Config, to_plain
+from zeco_train.device import find_device
+from zeco_train.errors import DataError
+from zeco_train.generate.generator import Completion, Generator, Speed
+from zeco_train.generate.options import Options, parse, read_prompts
+from zeco_train.generate.output import Printer, write_json
+from zeco_train.job import Advice, Job, run_job
+from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
+from zeco_train.signals import StopRequest
+from zeco_train.sp.registry import build_scan
+from zeco_train.trained import Trained, find_trained, load_trained
+
+_ADVICE = Advice(
+    lost_peer="generate again",
+    memory="smaller --prefill-tokens or --batch, or more ranks, need less",
+    timeout_key="parallel.timeout_seconds",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Generate; returns the process's exit code."""
+    return run_job(partial(_generate, arguments), _ADVICE)
+
+
+def _generate(arguments: list[str], job: Job) -> int:
+    if {"-h", "--help"} & set(arguments) and job.launch.rank != 0:
+        return 0
+    options = parse(arguments)
+    trained = find_trained(options.run)
+    config = trained.configure(options.overrides)
+    job.enter("joining the other ranks")
+    mesh = _join(config, options, job.launch)
+    job.guard(mesh.timeout)
+    job.enter("loading the model")
+    model = load_trained(trained, mesh, dtype=config.train.dtype, strategy=None)
+    tokenizer = agree(mesh, lambda: trained.tokenizer)
+    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
+    with StopRequest() as stop:
+        printer = Printer(len(options.prompts) * options.samples, options.samples, sys.stdout, options.stream)
+        generator = Generator(
+            model,
+            tokenizer,
+            mesh,
+            scan,
+            prefill_tokens=options.prefill_tokens,
+            batch=options.batch,
+            cuda_graph=options.cuda_graph,
+            stop=lambda: signal.SIGPIPE if printer.is_closed else stop.signal or 0,
+        )
+        job.enter("reading the prompts")
+        texts, prompts = _share_prompts(options, generator, trained, mesh)
+        job.enter("generating")
+        completions = generator.generate(
+            prompts,
+            options.sampling,
+            options.limits,
+            samples=options.samples,
+            on_text=printer.tell if mesh.is_main else None,
+        )
+    scan.drain()
+    if mesh.is_main:
+        printer.finish(completions)
+        if options.json is not None:
+            write_json(options.json, texts, completions, _facts(options, trained, mesh, generator.speed))
+        print(_summary(completions, generator.speed), file=sys.stderr, flush=True)
+    # As a shell has it for what a signal has ended.
+    return 128 + generator.stopped_by if generator.stopped_by else 0
+
+
+def _join(config: Config, options: Options, launch: Launch) -> ProcessMesh:
+    sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
+    device = find_device(config.train.device, launch, "train.device")
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    join(device, timeout)
+    remedy = "start all ranks with the same command line, code and environment"
+    own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
+    check_same(setup(to_plain(config), device) | own, launch.world_size, remedy)
+    return init_mesh(launch, sp_size, device, timeout)
+
+
+def _share_prompts(
+    options: Options, generator: Generator, trained: Trained, mesh: ProcessMesh
+) -> tuple[list[str], list[Tensor]]:
+    """Texts, on rank 0, which reads them, and ids, on all ranks."""
+
+    def read() -> tuple[list[str], list[Tensor]]:
+        texts = read_prompts(options.prompts)
+        prompts = [generator.encode(text) for text in texts]
+        largest = max(int(ids.max()) for ids in prompts)
+        if largest >= trained.model.vocab_size:
+            problem = f"its tokenizer gives id {largest}, and it has {trained.model.vocab_size}"
+            raise DataError(trained.path, problem, "the tokenizer is of another model")
+        return texts, prompts
+
+    found = agree(mesh, read if mesh.is_main else lambda: ([], []))
+    ids = [found[1]]
+    dist.broadcast_object_list(ids, src=0)
+    return found[0], ids[0]
+
+
+def _facts(options: Options, trained: Trained, mesh: ProcessMesh, speed: Speed) -> dict[str, object]:
+    return {
+        "model": str(trained.path),
+        "step": trained.step,
+        "ranks": mesh.world_size,
+        "device": mesh.device.type,
+        "sampling": asdict(options.sampling),
+        "limits": asdict(options.limits),
+        "speed": asdict(speed),
+    }
+
+
+def _summary(completions: Sequence[Completion], speed: Speed) -> str:
+    """One line for the terminal."""
+    tokens = sum(len(completion.tokens) for completion in completions)
+    ends = [completion.ended_by for completion in completions]
+    reasons = ", ".join(f"{ends.count(reason)} by {reason}" for reason in dict.fromkeys(ends))
+    read = f"prompts: {speed.prompt_tokens:,} tokens in {speed.prefill_seconds:.2f} s"
+    rate = tokens / speed.decode_seconds if speed.decode_seconds else 0.0
+    return f"{read}; texts: {tokens:,} tokens in {speed.decode_seconds:.2f} s, {rate:,.0f} tokens/s; ended {reasons}"

@@ -1,0 +1,64 @@
+"""One token a step: tokens and states in, logits out. Memory is that of the states, however long the sequences are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.gla import GLAForCausalLM
+
+
+class Decoder:
+    """A batch of sequences that go on token by token.
+
+    Args:
+        model: whole on this rank.
+        states: after the tokens so far, by layer [B, H, K, V]; they are moved on in place, and are the decoder's now.
+        cuda_graph: on CUDA, record the kernels of a step once and start them as one: a step is some dozen small kernels
+            a layer, which take longer to launch than to run.
+    """
+
+    def __init__(self, model: GLAForCausalLM, states: Sequence[Tensor], cuda_graph: bool = True) -> None:
+        self._model, self._states = model, list(states)
+        self._graph = _GraphedStep(model, self._states) if cuda_graph and states[0].is_cuda else None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, vocab] after these tokens, [B] int64; they hold until the next step."""
+        if self._graph is not None:
+            return self._graph.step(tokens)
+        return self._model.step(tokens, self._states)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        index = torch.tensor(rows, device=self._states[0].device)
+        self._states = [state[index] for state in self._states]
+        if self._graph is not None:
+            self._graph = _GraphedStep(self._model, self._states)
+
+
+class _GraphedStep:
+    """`model.step` on CUDA as one graph, over tokens, states and logits that stay where they are."""
+
+    def __init__(self, model: GLAForCausalLM, states: Sequence[Tensor]) -> None:
+        device = states[0].device
+        self._tokens = torch.zeros(len(states[0]), dtype=torch.int64, device=device)
+        # What runs for the first time, compiles, tunes and allocates, none of which a recording may; and moves states.
+        before = [state.clone() for state in states]
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                model.step(self._tokens, states)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = model.step(self._tokens, states)
+        for state, value in zip(states, before, strict=True):
+            state.copy_(value)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._logits

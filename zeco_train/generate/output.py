@@ -1,0 +1,115 @@
+"""What a user sees of texts in the making, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from zeco_train.errors import DataError
+from zeco_train.generate.generator import Completion
+from zeco_train.jsonable import jsonable
+
+
+class Printer:
+    """Writes texts one after another, by prompt and sample; the first that has not ended is shown as it comes.
+
+    Args:
+        total: texts in all. Each has a heading if there are several.
+        samples: of each prompt.
+        out: where to.
+        stream: whether anything is shown before it is complete.
+
+    Attributes:
+        is_closed: nobody reads any more, as after `| head`.
+    """
+
+    def __init__(self, total: int, samples: int, out: TextIO, stream: bool = True) -> None:
+        self._total, self._samples, self._out, self._stream = total, samples, out, stream
+        self._waiting: dict[int, list[str]] = {}
+        self._ended: set[int] = set()
+        # The text that is shown now, and whether its heading is.
+        self._current, self._is_begun = 0, False
+        self._last = "\n"
+        self.is_closed = False
+
+    def tell(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
+        """Take the next piece of a text. See `OnText`."""
+        number = prompt * self._samples + sample
+        self._waiting.setdefault(number, []).append(piece)
+        if is_last:
+            self._ended.add(number)
+        self._show()
+
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Take all texts, those of other ranks among them, and show what has not been."""
+        for completion in completions:
+            number = completion.prompt * self._samples + completion.sample
+            if number not in self._ended:
+                self._waiting[number] = [completion.text]
+                self._ended.add(number)
+        for number in range(self._current, self._total):
+            if number not in self._ended:
+                # Never begun, for the command was told to stop.
+                self._ended.add(number)
+                self._waiting.setdefault(number, [])
+        self._show()
+
+    def _show(self) -> None:
+        while self._current < self._total:
+            pieces, is_over = self._waiting.get(self._current), self._current in self._ended
+            if pieces is None or not (is_over or self._stream):
+                return
+            text = "".join(pieces)
+            pieces.clear()
+            if not self._is_begun and self._total > 1:
+                prompt, sample = divmod(self._current, self._samples)
+                of = f", sample {sample + 1}" if self._samples > 1 else ""
+                self._write(f"== prompt {prompt + 1}{of}\n")
+            self._is_begun = True
+            self._write(text)
+            if not is_over:
+                return
+            self._write("" if self._last == "\n" and text else "\n")
+            self._current, self._is_begun = self._current + 1, False
+
+    def _write(self, text: str) -> None:
+        if not text or self.is_closed:
+            return
+        try:
+            # What a terminal cannot show is not worth ending for.
+            encoding = self._out.encoding or "utf-8"
+            self._out.write(text.encode(encoding, "replace").decode(encoding))
+            self._out.flush()
+        except BrokenPipeError:
+            self.is_closed = True
+            # What Python flushes as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self._last = text[-1]
+
+
+def write_json(path: Path, prompts: Sequence[str], completions: Sequence[Completion], facts: Mapping[str, Any]) -> None:
+    """Leave the results in a file.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    rows = [
+        {
+            "prompt": prompts[c.prompt],
+            "sample": c.sample,
+            "seed": facts["sampling"]["seed"] + c.sample,
+            "text": c.text,
+            "tokens": c.tokens,
+            "ended_by": c.ended_by,
+        }
+        for c in completions
+    ]
+    try:
+        text = json.dumps(jsonable({**facts, "completions": rows}), indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error

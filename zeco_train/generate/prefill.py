@@ -1,0 +1,98 @@
+"""A prompt through the chunked operator, to the states after it.
+
+Prompts of a batch need not be of one length: all are taken together up to the end of the shortest, those that are left
+up to the end of the next, and so on. Between two such ends tokens go through the model in pieces of bounded size, one
+after another, as segments do in training, each spread over the ranks of the sequence: memory is that of one piece,
+whatever the prompt's length. Nothing is padded, so what a prompt gives does not depend on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.gla import GLAForCausalLM
+from zeco_train.mesh import ProcessMesh
+from zeco_train.ops import CHUNK
+from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.segments import LayerStates
+
+
+class Prefill:
+    """Puts prompts through a model. Collective over the ranks that share a sequence, all of which get the results.
+
+    Args:
+        model: whole on every rank.
+        mesh: the ranks.
+        scan: joins the shards of a sequence.
+        tokens: at most so many of a piece on a rank, over all its prompts.
+    """
+
+    def __init__(self, model: GLAForCausalLM, mesh: ProcessMesh, scan: StateScan, tokens: int) -> None:
+        self._model, self._mesh, self._scan, self._tokens = model, mesh, scan, tokens
+        self._alone = LocalScan()
+
+    @torch.no_grad()
+    def run(
+        self, prompts: Sequence[Tensor], proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Logits [B, vocab] after each prompt's last token, and the states there, by layer [B, H, K, V].
+
+        Args:
+            prompts: [T_i] int64 each, T_i ≥ 1, the same on all ranks of a sequence.
+            proceed: asked before each piece; must say the same on all these ranks.
+
+        Returns:
+            None if it was told not to proceed.
+        """
+        device, lengths = self._mesh.device, [len(prompt) for prompt in prompts]
+        states = self._model.zero_states(len(prompts), device)
+        last = torch.zeros(len(prompts), self._model.config.hidden_size, dtype=self._dtype, device=device)
+        for start, stop in self._pieces(lengths):
+            if not proceed():
+                return None
+            rows = [row for row, length in enumerate(lengths) if length >= stop]
+            index = torch.tensor(rows, device=device)
+            tokens = torch.stack([prompts[row][start:stop] for row in rows])
+            carries, hidden = self._piece(tokens, start, [state[index] for state in states])
+            for state, carry in zip(states, carries, strict=True):
+                state[index] = carry
+            # Overwritten where the prompt goes on; a piece's last rows are those that its last token belongs to.
+            last[index] = hidden
+        return self._model.lm_head(last), states
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._model.model.norm.weight.dtype
+
+    def _pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where pieces start and stop: at the ends of prompts, and wherever there are too many tokens."""
+        start = 0
+        for end in sorted(set(lengths)):
+            rows = sum(length >= end for length in lengths)
+            size = max(1, self._tokens // rows) * self._mesh.sp_size
+            while start < end:
+                stop = min(start + size, end)
+                yield start, stop
+                start = stop
+
+    def _piece(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """One piece, [B, T] on all ranks, from the states before it to those after it and the last token's [B, D]."""
+        total, ranks = tokens.shape[1], self._mesh.sp_size
+        first, after = 0, total
+        # A rank must have a token, and less than a chunk for each is not worth the way.
+        is_shared = ranks > 1 and total >= ranks * CHUNK
+        if is_shared:
+            first, after = (total * rank // ranks for rank in (self._mesh.sp_rank, self._mesh.sp_rank + 1))
+        shard = SequenceShard(self._scan if is_shared else self._alone, start + first, start + total)
+        states = LayerStates(carry_in=carries, want_carry=True)
+        own = tokens[:, first:after].to(self._mesh.device)
+        hidden = self._model(own, shard, states=states, states_only=True)[:, -1].contiguous()
+        if is_shared:
+            group = self._mesh.devices.get_group("sp")
+            dist.broadcast(hidden, src=dist.get_global_rank(group, ranks - 1), group=group)
+        return states.carry_out, hidden
