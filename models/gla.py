@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from models.gla_config import GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.projections import parallel_linear, unread_linear
-from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
+from zeco_train.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recurrent import recurrent_step
 from zeco_train.recompute import Recompute, recomputed
@@ -193,10 +193,12 @@ class LMHead(nn.Linear):
 
     token_losses: TokenLosses = staticmethod(token_losses)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss."""
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, scores: bool = False) -> Tensor | TokenScores:
+        """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss, or the scores."""
         if labels is None:
             return super().forward(hidden)
+        if scores:
+            return linear_token_scores(hidden, self.weight, labels)
         return linear_cross_entropy(hidden, self.weight, labels, token_losses=self.token_losses)
 
 
@@ -220,7 +222,8 @@ class GLAForCausalLM(nn.Module):
         labels: Tensor | None = None,
         states: LayerStates | None = None,
         states_only: bool = False,
-    ) -> Tensor:
+        scores: bool = False,
+    ) -> Tensor | TokenScores:
         """Loss, or logits, of this rank's tokens.
 
         Args:
@@ -229,14 +232,15 @@ class GLAForCausalLM(nn.Module):
             labels: [B, T] int64, the *next* token of each (shifted before sharding), −100 where it does not count.
             states: of a segment of a longer sequence, what crosses its borders; the layers' part is filled in.
             states_only: leave the head out.
+            scores: each token's loss and prediction in place of the sum, without gradients; needs labels.
 
         Returns:
             With labels the SUM of the tokens' cross-entropies, a scalar in fp32 (fp64 for fp64 parameters): the caller
             divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters'
-            dtype; with `states_only` what the head would take, [B, T, D].
+            dtype; with `states_only` what the head would take, [B, T, D]; with `scores` `TokenScores` of [B, T].
         """
         hidden = self.model(input_ids, shard, states)
-        return hidden if states_only else self.lm_head(hidden, labels)
+        return hidden if states_only else self.lm_head(hidden, labels, scores)
 
     @torch.no_grad()
     def step(self, input_ids: Tensor, states: Sequence[Tensor]) -> Tensor:

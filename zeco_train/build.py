@@ -239,6 +239,9 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         shuffle=config.data.shuffle,
     )
     _log_data(loader, run.data, config)
+    validation = Validation(run.data.validation, split, config.train.eval_sequences)
+    for line in validation.coverage():
+        logger.info("validation: %s", line)
     _check_shards_fit(loader, progress.sequences, mesh)
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
     step = _build_step(config, model, optimizer, scan, mesh)
@@ -252,7 +255,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         optimizer=optimizer,
         split=split,
         loader=PrefetchingLoader(loader, progress.sequences, ahead=train.segments),
-        validation=Validation(run.data.validation, split, config.train.eval_sequences),
+        validation=validation,
         checkpointer=checkpointer,
         recorder=recorder,
         profiler=agree(

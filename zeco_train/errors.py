@@ -35,6 +35,12 @@ class ConfigError(ZecoError):
         super().__init__(f"{field}={value}: {allowed}")
         self.field = field
 
+    def within(self, section: str) -> ConfigError:
+        """The error of a field of a section, which the section's own checks name without it."""
+        error = ConfigError.__new__(ConfigError, f"{section}.{self}")
+        error.field = f"{section}.{self.field}"
+        return error
+
 
 class DataError(ZecoError):
     """Files that cannot be used: names the subject (a path), the problem and the remedy."""

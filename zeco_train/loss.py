@@ -13,7 +13,7 @@ not raise the peak, and one of four matrix products is saved. The upstream gradi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,18 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
     return loss, dlogits.masked_fill_(ignored.unsqueeze(-1), 0).to(logits.dtype)
 
 
+class TokenScores(NamedTuple):
+    """What a model makes of each token.
+
+    Attributes:
+        losses: [...], fp32 (fp64 for fp64): cross-entropy with the label; 0 where the label is −100.
+        predictions: [...] int64: the id with the largest logit; −100 where the label is −100.
+    """
+
+    losses: Tensor
+    predictions: Tensor
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -82,6 +94,13 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or chunk_tokens < 1.
     """
+    chunk_tokens = _check(hidden, weight, labels, chunk_tokens)
+    # Inside a Function's forward the grad mode is always off, so it must be told whether gradients are wanted.
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses)
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
+    """The number of tokens of a chunk, once the shapes are seen to fit."""
     if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
@@ -91,8 +110,25 @@ def linear_cross_entropy(
         chunk_tokens = _CHUNK_TOKENS.get(hidden.device.type, 2048)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be ≥ 1")
-    # Inside a Function's forward the grad mode is always off, so it must be told whether gradients are wanted.
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses)
+    return chunk_tokens
+
+
+@torch.no_grad()
+def linear_token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> TokenScores:
+    """The cross-entropy of softmax(hidden weightᵀ) and the most likely id of each token, without gradients.
+
+    Arguments and errors are those of `linear_cross_entropy`. Logits exist of tokens whose label counts only: where a
+    few tokens of a long sequence are asked for, the head costs next to nothing.
+    """
+    chunk_tokens = _check(hidden, weight, labels, chunk_tokens)
+    losses = torch.zeros(labels.shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device).view(-1)
+    predictions = torch.full_like(labels, IGNORE_INDEX).view(-1)
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    for piece in (targets != IGNORE_INDEX).nonzero().squeeze(-1).split(chunk_tokens):
+        logits = (rows[piece] @ weight.T).to(losses.dtype)
+        losses[piece] = logits.logsumexp(-1) - logits.gather(-1, targets[piece].unsqueeze(-1)).squeeze(-1)
+        predictions[piece] = logits.argmax(-1)
+    return TokenScores(losses.view(labels.shape), predictions.view(labels.shape))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

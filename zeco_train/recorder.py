@@ -17,8 +17,9 @@ import torch.distributed as dist
 from zeco_train.checkpoint_files import Progress
 from zeco_train.loggers import ExperimentLogger
 from zeco_train.mesh import ProcessMesh
-from zeco_train.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
+from zeco_train.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
+from zeco_train.position_chart import VALIDATION_FILE, plot_validations
 from zeco_train.progress import ProgressDisplay, summary_line
 from zeco_train.starts import Start, append_start, layout_of
 from zeco_train.validation import ValidationLoss
@@ -103,6 +104,7 @@ class Recorder:
         self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
         self._flops, self._hardware_flops, self._dtype = flops_per_token, hardware_flops_per_token, dtype
         self._writer: MetricsWriter | None = None
+        self._validations: LineWriter | None = None
         self._display: ProgressDisplay | None = None
         self._since_row: list[StepResult] = []
         self.exit_code = 1
@@ -167,9 +169,12 @@ class Recorder:
             mfu=self._utilisation(per_device, self._flops),
             hfu=self._utilisation(per_device, self._hardware_flops),
             comm_exposed_seconds=exposed,
-            extra=_skipped(steps[-1], progress) | _by_store(validation),
+            extra=_skipped(steps[-1], progress) | _of_validation(validation),
         )
         self._writer.write(row)
+        if validation is not None:
+            self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
+            self._validations.append({"step": progress.step, **validation.as_dict()})
         assert self._display is not None
         self._display.report(row.as_dict())
         self._tracker.log(row.step, row.as_dict())
@@ -178,8 +183,9 @@ class Recorder:
         """End the display and the tracker's run, and close the files."""
         if self._display is not None:
             self._display.close()
-        if self._writer is not None:
-            self._writer.close()
+        for writer in (self._writer, self._validations):
+            if writer is not None:
+                writer.close()
         self._tracker.finish(self.exit_code)
 
     def summarise(self) -> str | None:
@@ -188,13 +194,15 @@ class Recorder:
         Raises:
             DataError: the run's folder does not take its last rows, or the plot.
         """
-        if self._writer is not None:
-            self._writer.flush()
+        for writer in (self._writer, self._validations):
+            if writer is not None:
+                writer.flush()
         self.exit_code = 0
         if self._display is None:
             return None
         self._display.close()
         plot_run(self._run_dir)
+        plot_validations(self._run_dir)
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir)
 
     def _most(self, *values: float | None) -> list[float | None]:
@@ -223,8 +231,11 @@ def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
     return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
 
 
-def _by_store(validation: ValidationLoss | None) -> dict[str, float]:
-    return {f"val_loss/{name}": loss for name, loss in validation.by_store.items()} if validation else {}
+def _of_validation(validation: ValidationLoss | None) -> dict[str, float]:
+    if validation is None:
+        return {}
+    by_store = {f"val_loss/{name}": loss for name, loss in validation.by_store.items()}
+    return {"val_perplexity": validation.perplexity, **by_store}
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from data.reader import Batch
 from models.gla import GLAForCausalLM
+from zeco_train.forward import SequenceForward
 from zeco_train.mesh import ProcessMesh
 from zeco_train.parallelize import Strategy, begin_micro_batch, global_norm
-from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.sp.base import StateScan
 from zeco_train.sp.segments import LayerStates
 
 
@@ -53,6 +54,9 @@ class TrainingStep:
         grad_clip: largest global gradient norm; 0 clips nothing.
         tokens_per_step: of the global batch; what a batch says of the labels that count in it comes first.
         seq_len: of a whole sequence.
+
+    Attributes:
+        forward: the forward passes by themselves.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class TrainingStep:
         seq_len: int,
     ) -> None:
         self.model, self.optimizer, self.scan, self.mesh = model, optimizer, scan, mesh
+        self.forward = SequenceForward(model, scan, mesh)
         self._strategy, self._grad_clip = strategy, grad_clip
         self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
 
@@ -98,7 +103,8 @@ class TrainingStep:
                 return None
             begin_micro_batch(self.model, self._strategy, last=last and index == 0)
             batch = segments[index]
-            share = self._forward(batch, states[index]) / (batch.step_labels or self._tokens_per_step)
+            loss_sum = self.forward.loss(batch, self._seq_len, states[index])
+            share = loss_sum / (batch.step_labels or self._tokens_per_step)
             outputs: list[Tensor] = [share]
             grads: list[Tensor | None] = [None]
             if carry_grads:
@@ -109,16 +115,9 @@ class TrainingStep:
             states.pop()
         return loss
 
-    @torch.no_grad()
     def loss(self, segments: Sequence[Batch]) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        carries = self._zero_carries(segments)
-        for batch in segments:
-            states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)
-            total += self._forward(batch, states)
-            carries = states.carry_out
-        return total
+        return self.forward.total_loss(segments, self._seq_len)
 
     def update(self, loss: Tensor) -> Numbers:
         """Clip the gradient by its global norm and let the optimizer take its step, if loss and norm are finite.
@@ -149,35 +148,17 @@ class TrainingStep:
         if len(segments) == 1:
             return [LayerStates()]
         states = []
-        carries = self._zero_carries(segments)
+        carries = self.forward.zero_carries(segments)
         for batch in segments[:-1]:
             if not proceed():
                 return None
             first = LayerStates(carry_in=carries, want_carry=True)
             with torch.no_grad():
-                self._forward(batch, first, states_only=True)
+                self.forward.fill_states(batch, self._seq_len, first)
             states.append(LayerStates(first.received, _leaves(carries), want_carry=True))
             carries = first.carry_out
         return [*states, LayerStates(None, _leaves(carries))]
 
-    def _zero_carries(self, segments: Sequence[Batch]) -> list[Tensor] | None:
-        """The states before a sequence. Where it is not cut there is no need for them."""
-        if len(segments) == 1:
-            return None
-        return self.model.zero_states(segments[0].input_ids.shape[0], self.mesh.device)
-
-    def _forward(self, batch: Batch, states: LayerStates, states_only: bool = False) -> Tensor:
-        shard = SequenceShard(self.scan, batch.offset, self._seq_len, batch.cu_seqlens, batch.continues)
-        input_ids, labels = (_to_device(tokens, self.mesh.device) for tokens in (batch.input_ids, batch.labels))
-        return self.model(input_ids, shard, labels, states, states_only)
-
 
 def _leaves(carries: Sequence[Tensor] | None) -> list[Tensor]:
     return [carry.detach().requires_grad_() for carry in carries or ()]
-
-
-def _to_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """A copy from ordinary memory would wait for all that the device has to do before it."""
-    if device.type == "cuda" and not tokens.is_cuda:
-        tokens = tokens.pin_memory()
-    return tokens.to(device, non_blocking=True)

@@ -153,7 +153,7 @@ class Trainer:
         if parts.validation.is_empty:
             return None
         parts.watchdog.enter(f"validation after step {self.progress.step}")
-        loss = parts.validation.loss(parts.step, proceed=lambda: self._agreed_signal(stop) is None)
+        loss = parts.validation.loss(parts.step.forward, proceed=lambda: self._agreed_signal(stop) is None)
         reshard(parts.model)
         return loss
 

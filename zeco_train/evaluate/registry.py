@@ -1,0 +1,100 @@
+"""The tasks that `zeco_train.evaluate` has of its own, by name; any other name is one of lm_eval's.
+
+A task is a dataclass of its settings that knows how to run: `--tasks needle needle.lengths=[4096,65536]` makes a
+`Needle(lengths=[4096, 65536])`. To add one, write its class and name it in `TASKS`; its module is imported when the
+task is asked for, and not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+from zeco_train.errors import ConfigError
+from zeco_train.overrides import load_settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from zeco_train.evaluate.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What a task found. Only rank 0's is read.
+
+    Attributes:
+        metrics: the figures that matter, by name.
+        lines: what is printed, beneath the task's name.
+        details: all the rest, for results.json: dictionaries, lists, texts and numbers.
+        figures: pictures, by the file name each gets (`needle.png`).
+    """
+
+    metrics: Mapping[str, float]
+    lines: Sequence[str] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A dataclass of settings; its docstring has `Attributes:`, which `--help` shows. One of them is a whole number."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, the field named without the task's name."""
+
+    def prepare(self, evaluation: Evaluation) -> None:
+        """Check all that the model and the ranks decide; every task is asked before the first one runs. Collective.
+
+        Raises:
+            ConfigError, DataError: on every rank alike.
+        """
+
+    def run(self, evaluation: Evaluation) -> TaskResult:
+        """Evaluate the model. Collective."""
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """Attributes:
+    summary: a line for `--help`.
+    where: MODULE:CLASS.
+    """
+
+    summary: str
+    where: str
+
+    def load(self) -> type[Task]:
+        """The task's class."""
+        module, _, name = self.where.partition(":")
+        return cast("type[Task]", getattr(importlib.import_module(module), name))
+
+
+TASKS: dict[str, TaskKind] = {
+    "validation": TaskKind(
+        "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.validation:ValidationTask"
+    ),
+}
+
+
+def build_tasks(names: Sequence[str], settings: Sequence[str]) -> dict[str, Task]:
+    """Tasks of ours with their settings.
+
+    Args:
+        names: of `TASKS`.
+        settings: TASK.KEY=VALUE arguments, in Hydra's syntax; each of one of these tasks.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type or out of range; the field is named with its task.
+    """
+    tasks = {}
+    for name in names:
+        own = [text.removeprefix(f"{name}.") for text in settings if text.startswith(f"{name}.")]
+        try:
+            tasks[name] = load_settings(TASKS[name].load(), own)
+        except ConfigError as error:
+            raise error.within(name) from error
+    return tasks

@@ -1,0 +1,90 @@
+"""The model's forward pass over this rank's part of sequences, whole or segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from data.reader import Batch
+from models.gla import GLAForCausalLM
+from zeco_train.loss import TokenScores
+from zeco_train.mesh import ProcessMesh
+from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.sp.segments import LayerStates
+
+
+class SequenceForward:
+    """What training and evaluation do with a batch. All methods are collective.
+
+    Args:
+        model: parallelised (`zeco_train.parallelize`).
+        scan: joins the shards of a sequence.
+        mesh: the ranks.
+    """
+
+    def __init__(self, model: GLAForCausalLM, scan: StateScan, mesh: ProcessMesh) -> None:
+        self.model, self.scan, self.mesh = model, scan, mesh
+
+    def loss(self, batch: Batch, seq_len: int, states: LayerStates) -> Tensor:
+        """The sum of the token losses of a segment of sequences of `seq_len` tokens; see `GLAForCausalLM.forward`."""
+        input_ids, labels = self._tokens(batch)
+        return self.model(input_ids, self._shard(batch, seq_len), labels, states)
+
+    def fill_states(self, batch: Batch, seq_len: int, states: LayerStates) -> None:
+        """Run a segment for its states alone."""
+        input_ids, _ = self._tokens(batch)
+        self.model(input_ids, self._shard(batch, seq_len), None, states, states_only=True)
+
+    @torch.no_grad()
+    def total_loss(self, segments: Sequence[Batch], seq_len: int) -> Tensor:
+        """The sum of the token losses of this rank's part of a micro-batch, without gradients; fp64, on the device."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for batch, states in self._in_order(segments):
+            total += self.loss(batch, seq_len, states)
+        return total
+
+    @torch.no_grad()
+    def scores(self, segments: Sequence[Batch], seq_len: int) -> Iterator[TokenScores]:
+        """Loss and prediction of each token of a micro-batch; memory is that of one segment.
+
+        Args:
+            segments: this rank's shards of the micro-batch's segments, in order; one where the sequence is not cut.
+                The head is applied to the tokens whose label is not −100, and to no other.
+            seq_len: of the whole sequence.
+
+        Yields:
+            The scores of this rank's tokens of each segment, on the device. All must be taken, on every rank.
+        """
+        for batch, states in self._in_order(segments):
+            input_ids, labels = self._tokens(batch)
+            yield self.model(input_ids, self._shard(batch, seq_len), labels, states, scores=True)
+
+    def zero_carries(self, segments: Sequence[Batch]) -> list[Tensor] | None:
+        """The states before a sequence. Where it is not cut there is no need for them."""
+        if len(segments) == 1:
+            return None
+        return self.model.zero_states(segments[0].input_ids.shape[0], self.mesh.device)
+
+    def _in_order(self, segments: Sequence[Batch]) -> Iterator[tuple[Batch, LayerStates]]:
+        """Each segment with the states that those before it, once they have been run, leave for it."""
+        carries = self.zero_carries(segments)
+        for batch in segments:
+            states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)
+            yield batch, states
+            carries = states.carry_out
+
+    def _shard(self, batch: Batch, seq_len: int) -> SequenceShard:
+        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, batch.continues)
+
+    def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        device = self.mesh.device
+        return _to_device(batch.input_ids, device), _to_device(batch.labels, device)
+
+
+def _to_device(tokens: Tensor, device: torch.device) -> Tensor:
+    """A copy from ordinary memory would wait for all that the device has to do before it."""
+    if device.type == "cuda" and not tokens.is_cuda:
+        tokens = tokens.pin_memory()
+    return tokens.to(device, non_blocking=True)

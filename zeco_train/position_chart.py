@@ -1,0 +1,97 @@
+"""Pictures of the loss by position: of one evaluation, or of a run's validations one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeco_train.errors import DataError
+from zeco_train.metrics import read_metrics
+from zeco_train.plot import new_figure, plain, save_figure
+from zeco_train.positions import PositionLosses
+from zeco_train.starts import length_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+VALIDATION_FILE, POSITIONS_PLOT_FILE = "validation.jsonl", "loss_by_position.png"
+# More curves of one run would hide each other.
+_MOST_CURVES = 8
+_BLUE, _GREY = "#2a6fbb", "#5f6b76"
+
+
+def position_figure(title: str, losses: PositionLosses, train_len: int | None = None) -> Figure:
+    """The curve of one evaluation; `train_len` is the length of the sequences that the model was trained on."""
+    figure = new_figure(title, (8, 5), dpi=130, title_size=13)
+    axes = figure.subplots()
+    _draw_curve(axes, losses, color=_BLUE, label="")
+    _finish(axes, losses.edges[-1])
+    if train_len is not None and train_len != losses.edges[-1]:
+        if train_len < losses.edges[-1]:
+            axes.axvline(train_len, color=_GREY, linewidth=1, linestyle="--", label=f"trained on {train_len:,} tokens")
+            axes.legend(frameon=False)
+        else:
+            axes.set_title(f"trained on {train_len:,} tokens", fontsize=10, color=_GREY)
+    return figure
+
+
+def plot_validations(run_dir: Path) -> Path | None:
+    """Draw a run's validation.jsonl into loss_by_position.png, a curve a validation; None without any.
+
+    Raises:
+        DataError: validation.jsonl cannot be read, or the picture not written.
+    """
+    path = run_dir / VALIDATION_FILE
+    rows = read_metrics(path)
+    if not rows:
+        return None
+    try:
+        curves = [(row["step"], PositionLosses.from_dict(row["by_position"])) for row in _some(rows)]
+    except (KeyError, TypeError) as error:
+        raise DataError(path, "has a row that is no validation of ours", "remove the row") from error
+    figure = new_figure(f"{run_dir.resolve().name}: validation loss by position", (8, 5), dpi=130, title_size=13)
+    axes = figure.subplots()
+    from matplotlib import colormaps
+
+    for index, (step, losses) in enumerate(curves):
+        is_last = index == len(curves) - 1
+        shade = colormaps["Blues"](0.3 + 0.65 * (index + 1) / len(curves))
+        _draw_curve(axes, losses, color=shade, label=f"step {step}", with_errors=is_last)
+    if len(curves) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    _finish(axes, curves[-1][1].edges[-1])
+    return save_figure(figure, run_dir / POSITIONS_PLOT_FILE)
+
+
+def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row and a few of those before it, evenly spaced."""
+    if len(rows) <= _MOST_CURVES:
+        return rows
+    return [rows[round(index * (len(rows) - 1) / (_MOST_CURVES - 1))] for index in range(_MOST_CURVES)]
+
+
+def _draw_curve(axes: Axes, losses: PositionLosses, *, color: Any, label: str, with_errors: bool = True) -> None:
+    centres = [math.sqrt((a + 1) * b) for a, b in zip(losses.edges, losses.edges[1:], strict=False)]
+    axes.plot(centres, losses.losses, color=color, linewidth=1.6, marker="o", markersize=3.5, label=plain(label))
+    if losses.errors is not None and with_errors:
+        bounds: Sequence[list[float]] = (
+            [loss - error for loss, error in zip(losses.losses, losses.errors, strict=True)],
+            [loss + error for loss, error in zip(losses.losses, losses.errors, strict=True)],
+        )
+        axes.fill_between(centres, *bounds, color=color, alpha=0.2, linewidth=0)
+
+
+def _finish(axes: Axes, seq_len: int) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(0.9, seq_len * 1.1)
+    axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
+    axes.set_xlabel("position in the sequence (log-spaced buckets; shaded: ± a standard error over sequences)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
