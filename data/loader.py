@@ -89,6 +89,7 @@ class SequenceReader(Reader):
         check_seq_len(split.seq_len, split.sp_size, num_tokens, split.segments, documents.description)
         self.documents, self.split, self.description = documents, split, str(documents.store.path)
         self.num_sequences = (num_tokens - 1) // split.seq_len
+        self.tokens_behind = (num_tokens - 1) % split.seq_len
         self._shuffle, self._seed, self._suffix = shuffle, seed, f" of store {number}" if number else ""
         self._lock = threading.Lock()
         self._streams: dict[int, DocumentStream] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,41 @@ def open_data(
                 continue
         data.unvalidated.append(paths.name)
     return data
+
+
+def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str, str]) -> list[Source]:
+    """Open the held-out stores of a configuration, and nothing else: the training stores need not be there.
+
+    Args:
+        config: of data.
+        vocab_size: of the model.
+        tokenizer: of the model, `StoreMeta.tokenizer`; empty if it is not known.
+
+    Raises:
+        ConfigError: nothing is held out, a filter leaves nothing, or a vocabulary is beyond the model's.
+        DataError: stores that cannot be used, not together, or not with this model.
+    """
+    located = [paths for paths in locate_stores(config) if paths.validation is not None]
+    if not located:
+        key, value = ("data.path", config.path) if config.path else ("data", config.kind.value)
+        allowed = "holds nothing out; name a store with data=tokens data.path=STORE data.validation_path=STORE"
+        raise ConfigError(key, value, allowed)
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    found: list[Source] = []
+    for paths, weight in zip(located, as_integers([paths.weight for paths in located]), strict=True):
+        assert paths.validation is not None
+        store = TokenStore.open(paths.validation)
+        check_vocabulary(store, vocab_size)
+        own, expected = _comparable(store.meta.tokenizer), _comparable(dict(tokenizer))
+        if tokenizer and own != expected:
+            problem = f"its tokenizer is {own}, that of the model is {expected}"
+            raise DataError(store.path, problem, "prepare it with the model's tokenizer")
+        if found:
+            _check_same_ids(store, found[0].documents.store)
+        documents = Documents(store, paths.min_document_tokens, cache_dir)
+        _check_filter(documents)
+        found.append(Source(documents, weight, paths.name))
+    return found
 
 
 def _open(path: Path, vocab_size: int, data: OpenedStores) -> TokenStore:

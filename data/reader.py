@@ -111,12 +111,14 @@ class Reader(ABC):
         num_sequences: of an epoch.
         description: what messages call the source.
         has_labels: some tokens' labels do not count.
+        tokens_behind: of an epoch, behind the last whole sequence and its label, which no sequence has.
     """
 
     split: DataSplit
     num_sequences: int
     description: str
     has_labels = False
+    tokens_behind = 0
 
     @abstractmethod
     def find(self, index: int) -> tuple[int, int]:

@@ -193,7 +193,9 @@ class LMHead(nn.Linear):
 
     token_losses: TokenLosses = staticmethod(token_losses)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, scores: bool = False) -> Tensor | TokenScores:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, labels: Tensor | None = None, scores: bool = False
+    ) -> Tensor | TokenScores:
         """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss, or the scores."""
         if labels is None:
             return super().forward(hidden)

@@ -97,6 +97,15 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     device = find_device(config.train.device, launch, "train.device")
     _check_memory(config, device)
     _check_compiler(config.train.compile, device)
+    return join_ranks(config, launch, sp_size, device)
+
+
+def join_ranks(config: Config, launch: Launch, sp_size: int, device: torch.device) -> ProcessMesh:
+    """Join the ranks, and check that they are set up alike.
+
+    Raises:
+        ConfigError: ranks that differ.
+    """
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     join(device, timeout)
     # Before anything that ranks of different settings would wait for each other in, such as the making of groups.

@@ -33,8 +33,8 @@ class StepMetrics:
         step_seconds: wall-clock time of a step.
         data_seconds: the part of it spent waiting for the loader, on the rank that waited longest.
         val_loss: mean token loss over the held-out sequences, where it was measured; of a mixture, the mean of its
-            stores' losses (`val_loss/NAME` in `extra`) with their weights. `val_perplexity` in `extra` is its exponential;
-            by position it is in validation.jsonl.
+            stores' losses (`val_loss/NAME` in `extra`) with their weights. `val_perplexity` in `extra` is its
+            exponential; by position it is in validation.jsonl.
         memory_gb: the most device memory that PyTorch has allocated at any time since this process started, in 10^9
             bytes, on the rank that needed most. It never falls: what a run needs is its last row. GPUs only.
         mfu: model FLOPs over the device's peak; hfu: the same with what was computed a second time. GPUs only, and for

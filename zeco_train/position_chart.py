@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +20,28 @@ if TYPE_CHECKING:
 VALIDATION_FILE, POSITIONS_PLOT_FILE = "validation.jsonl", "loss_by_position.png"
 # More curves of one run would hide each other.
 _MOST_CURVES = 8
-_BLUE, _GREY = "#2a6fbb", "#5f6b76"
+_COLORS = ("#2a6fbb", "#d9720f", "#1f8a53", "#7a3fa8", "#8a6d1d", "#b3344a")
+_GREY = "#5f6b76"
 
 
-def position_figure(title: str, losses: PositionLosses, train_len: int | None = None) -> Figure:
-    """The curve of one evaluation; `train_len` is the length of the sequences that the model was trained on."""
+def position_figure(title: str, by_length: Mapping[int, PositionLosses], train_len: int | None = None) -> Figure:
+    """The curves of an evaluation, one for each length of sequences.
+
+    Args:
+        title: of the picture.
+        by_length: by tokens of a sequence.
+        train_len: tokens of the sequences that the model was trained on, if that is known.
+    """
     figure = new_figure(title, (8, 5), dpi=130, title_size=13)
     axes = figure.subplots()
-    _draw_curve(axes, losses, color=_BLUE, label="")
-    _finish(axes, losses.edges[-1])
-    if train_len is not None and train_len != losses.edges[-1]:
-        if train_len < losses.edges[-1]:
-            axes.axvline(train_len, color=_GREY, linewidth=1, linestyle="--", label=f"trained on {train_len:,} tokens")
-            axes.legend(frameon=False)
-        else:
-            axes.set_title(f"trained on {train_len:,} tokens", fontsize=10, color=_GREY)
+    longest = max(by_length)
+    for index, (length, losses) in enumerate(by_length.items()):
+        _draw_curve(axes, losses, color=_COLORS[index % len(_COLORS)], label=f"sequences of {length:,} tokens")
+    if train_len is not None and train_len < longest:
+        axes.axvline(train_len, color=_GREY, linewidth=1, linestyle="--", label=f"trained on {train_len:,} tokens")
+    if len(axes.lines) > 1:
+        axes.legend(frameon=False)
+    _finish(axes, longest)
     return figure
 
 
@@ -76,12 +83,10 @@ def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _draw_curve(axes: Axes, losses: PositionLosses, *, color: Any, label: str, with_errors: bool = True) -> None:
     centres = [math.sqrt((a + 1) * b) for a, b in zip(losses.edges, losses.edges[1:], strict=False)]
     axes.plot(centres, losses.losses, color=color, linewidth=1.6, marker="o", markersize=3.5, label=plain(label))
-    if losses.errors is not None and with_errors:
-        bounds: Sequence[list[float]] = (
-            [loss - error for loss, error in zip(losses.losses, losses.errors, strict=True)],
-            [loss + error for loss, error in zip(losses.losses, losses.errors, strict=True)],
-        )
-        axes.fill_between(centres, *bounds, color=color, alpha=0.2, linewidth=0)
+    if with_errors:
+        pairs = list(zip(losses.losses, losses.errors, strict=True))
+        below, above = [loss - error for loss, error in pairs], [loss + error for loss, error in pairs]
+        axes.fill_between(centres, below, above, color=color, alpha=0.2, linewidth=0)
 
 
 def _finish(axes: Axes, seq_len: int) -> None:

@@ -9,7 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from zeco_train.jsonable import jsonable
+from zeco_train.loss import IGNORE_INDEX, TokenScores
+
+MeanAndError = tuple[Tensor, Tensor]
 
 # Up to here a bucket an octave, since few tokens lie there; then two.
 _FINE_FROM = 16
@@ -30,51 +36,33 @@ class PositionLosses:
 
     Attributes:
         edges: [buckets + 1], positions in the sequence from 0.
-        losses: [buckets].
-        errors: [buckets], standard errors of the losses, from how sequences differ; None with one sequence only.
+        losses: [buckets]; NaN where no label counts.
+        errors: [buckets], standard errors of the losses, from how sequences differ; NaN where there is but one.
     """
 
     edges: list[int]
     losses: list[float]
-    errors: list[float] | None
+    errors: list[float]
 
     @classmethod
-    def of_sums(cls, edges: Sequence[int], sums: Tensor) -> PositionLosses:
-        """From the summed losses of each sequence in each bucket, [sequences, buckets]."""
-        means = sums.cpu() / torch.tensor([after - before for before, after in pairwise(edges)])
-        errors = (means.std(0) / math.sqrt(len(means))).tolist() if len(means) > 1 else None
-        return cls(list(edges), means.mean(0).tolist(), errors)
-
-    @classmethod
-    def weighted(cls, parts: Sequence[PositionLosses], weights: Sequence[float]) -> PositionLosses:
+    def of_sums(cls, parts: Sequence[PositionSums], weights: Sequence[float]) -> PositionLosses:
         """The mean of several stores' losses, with their weights."""
-        shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float64)
-        losses = (shares @ torch.tensor([part.losses for part in parts], dtype=torch.float64)).tolist()
-        known = [part.errors for part in parts if part.errors is not None]
-        errors = None
-        if len(known) == len(parts):
-            errors = (shares[:, None] * torch.tensor(known, dtype=torch.float64)).norm(dim=0).tolist()
-        return cls(parts[0].edges, losses, errors)
+        losses, errors = weighted([part.by_bucket() for part in parts], weights)
+        return cls(parts[0].edges, losses.tolist(), errors.tolist())
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PositionLosses:
         """From what `as_dict` gave, where JSON may have put null for NaN. Raises KeyError or TypeError for others."""
-        losses, errors = (_numbers(record[name]) for name in ("losses", "errors"))
-        if losses is None:
-            raise TypeError("no losses")
+        losses, errors = ([math.nan if x is None else float(x) for x in record[name]] for name in ("losses", "errors"))
         return cls(list(record["edges"]), losses, errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"edges": self.edges, "losses": self.losses, "errors": self.errors}
-
-
-def _numbers(values: Sequence[float | None] | None) -> list[float] | None:
-    return None if values is None else [math.nan if value is None else float(value) for value in values]
+        """For JSON, which has no NaN."""
+        return {"edges": self.edges, **jsonable({"losses": self.losses, "errors": self.errors}, lambda value: None)}
 
 
 class PositionSums:
-    """Sums of token losses, by sequence and bucket, of this rank's tokens.
+    """Sums of token losses, and counts of labels, by sequence and bucket, of this rank's tokens.
 
     Args:
         num_sequences: to be added in all.
@@ -84,19 +72,57 @@ class PositionSums:
 
     def __init__(self, num_sequences: int, seq_len: int, device: torch.device) -> None:
         self.edges = bucket_edges(seq_len)
-        self.sums = torch.zeros(num_sequences, len(self.edges) - 1, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2, num_sequences, len(self.edges) - 1, dtype=torch.float64, device=device)
 
-    def add(self, sequences: Sequence[int], offset: int, losses: Tensor) -> None:
+    def add(self, sequences: Sequence[int], offset: int, scores: TokenScores) -> None:
         """Add a shard of some sequences.
 
         Args:
             sequences: B numbers, from 0.
             offset: position of the shard's first token in each sequence.
-            losses: [B, T].
+            scores: of [B, T].
         """
-        stop = offset + losses.shape[1]
+        stop, rows = offset + scores.losses.shape[1], list(sequences)
         for bucket, (before, after) in enumerate(pairwise(self.edges)):
-            first, beyond = max(before, offset) - offset, min(after, stop) - offset
-            if first < beyond:
+            piece = slice(max(before, offset) - offset, min(after, stop) - offset)
+            if piece.start < piece.stop:
                 # Sums of slices: adding by index is not deterministic on GPUs.
-                self.sums[list(sequences), bucket] += losses[:, first:beyond].sum(1, dtype=torch.float64)
+                self._sums[0, rows, bucket] += scores.losses[:, piece].sum(1, dtype=torch.float64)
+                self._sums[1, rows, bucket] += (scores.predictions[:, piece] != IGNORE_INDEX).sum(1)
+
+    def reduce(self) -> None:
+        """Have the sums of all ranks on each. Collective."""
+        dist.all_reduce(self._sums)
+
+    def whole(self) -> MeanAndError:
+        """Of all tokens: scalars."""
+        return _mean_and_error(*self._sums.sum(2).cpu())
+
+    def by_bucket(self) -> MeanAndError:
+        """Of each bucket: [buckets]."""
+        return _mean_and_error(*self._sums.cpu())
+
+
+def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
+    """Mean over tokens, and its standard error over sequences, which have their own numbers of labels.
+
+    Args:
+        sums, counts: [sequences, …], losses and labels.
+
+    Returns:
+        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN where there is nothing to divide by.
+    """
+    number, labels = len(sums), counts.sum(0)
+    mean = sums.sum(0) / labels
+    squares = (sums - mean * counts).square().sum(0)
+    return mean, (squares * torch.tensor(number, dtype=torch.float64) / (number - 1)).sqrt() / labels
+
+
+def weighted(parts: Sequence[MeanAndError], weights: Sequence[float]) -> MeanAndError:
+    """Means with weights, and their error, the parts being independent."""
+    shares = [weight / sum(weights) for weight in weights]
+    mean = sum(share * mean for share, (mean, _) in zip(shares, parts, strict=True))
+    error = sum((share * error) ** 2 for share, (_, error) in zip(shares, parts, strict=True))
+    assert isinstance(mean, Tensor)
+    assert isinstance(error, Tensor)
+    return mean, error.sqrt()

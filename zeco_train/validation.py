@@ -14,7 +14,7 @@ import torch.distributed as dist
 from data.loader import validation_batches
 from data.reader import DataSplit, Reader, SequenceSource
 from zeco_train.forward import SequenceForward
-from zeco_train.positions import PositionLosses, PositionSums
+from zeco_train.positions import PositionLosses, PositionSums, weighted
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,17 @@ class Validation:
         """Whether nothing is held out."""
         return not self._readers
 
-    def coverage(self) -> list[str]:
-        """What of each store is taken and what is left out, in a line each."""
-        seq_len, lines = self._split.seq_len, []
+    def coverage(self, key: str = "train.eval_sequences") -> list[str]:
+        """What of each store is taken and what is left out, in a line each; `key` is what limits it."""
+        lines = []
         for reader in self._readers:
-            tokens, taken = reader.documents.num_tokens, self._taken(reader)
-            line = f"{reader.documents.store.path}: {taken:,} of {reader.num_sequences:,} held-out sequences"
-            left = [f"{reader.num_sequences - taken:,} sequences by train.eval_sequences={self._max_sequences}"]
-            left = left if taken < reader.num_sequences else []
-            # The label of the last token is one more.
-            behind = tokens - reader.num_sequences * seq_len - 1
-            left += [f"{behind:,} tokens behind the last whole one"] if behind else []
-            of = f"{line} of {seq_len:,} tokens, {taken * seq_len / (tokens - 1):.1%} of its tokens"
-            lines.append(f"{of}; left out: {', '.join(left)}" if left else of)
+            taken, left = self._taken(reader), []
+            if taken < reader.num_sequences:
+                left.append(f"{reader.num_sequences - taken:,} sequences by {key}={self._max_sequences}")
+            if reader.tokens_behind:
+                left.append(f"{reader.tokens_behind:,} tokens behind the last whole one")
+            what = f"{taken:,} of {reader.num_sequences:,} held-out sequences of {self._split.seq_len:,} tokens"
+            lines.append(f"{reader.description}: {what}; left out: {', '.join(left) or 'nothing'}")
         return lines
 
     @torch.no_grad()
@@ -101,25 +99,21 @@ class Validation:
             sums.append(of_store)
         if not sums:
             return None
-        seq_len, weights = self._split.seq_len, [source.weight for source in self._sources]
-        shares = [weight / sum(weights) for weight in weights]
-        by_sequence = [of_store.sums.sum(1).cpu() / seq_len for of_store in sums]
-        means = [losses.mean().item() for losses in by_sequence]
-        errors = [(losses.std() / math.sqrt(len(losses))).item() for losses in by_sequence if len(losses) > 1]
+        weights = [source.weight for source in self._sources]
+        wholes = [of_store.whole() for of_store in sums]
         names = [source.name for source in self._sources if source.name]
+        mean, error = weighted(wholes, weights)
         return ValidationLoss(
-            sum(share * mean for share, mean in zip(shares, means, strict=True)),
-            PositionLosses.weighted([PositionLosses.of_sums(s.edges, s.sums) for s in sums], weights),
-            dict(zip(names, means, strict=True)) if names else {},
-            math.hypot(*(s * e for s, e in zip(shares, errors, strict=True))) if len(errors) == len(means) else None,
+            mean.item(),
+            PositionLosses.of_sums(sums, weights),
+            {name: loss.item() for name, (loss, _) in zip(names, wholes, strict=True)} if names else {},
+            None if error.isnan() else error.item(),
         )
 
     def _taken(self, reader: Reader) -> int:
         return min(reader.num_sequences, self._max_sequences)
 
-    def _sums(
-        self, reader: Reader, forward: SequenceForward, proceed: Callable[[], bool]
-    ) -> PositionSums | None:
+    def _sums(self, reader: Reader, forward: SequenceForward, proceed: Callable[[], bool]) -> PositionSums | None:
         """The summed losses of a store's sequences over all ranks; None if told not to proceed."""
         sums = PositionSums(self._taken(reader), self._split.seq_len, forward.mesh.device)
         batches = validation_batches(reader, max_sequences=self._max_sequences)
@@ -128,6 +122,6 @@ class Validation:
                 return None
             for batch, scores in zip(segments, forward.scores(segments, self._split.seq_len), strict=True):
                 if not batch.is_padding:
-                    sums.add(batch.sequence_ids, batch.offset, scores.losses)
-        dist.all_reduce(sums.sums)
+                    sums.add(batch.sequence_ids, batch.offset, scores)
+        sums.reduce()
         return sums

@@ -75,26 +75,31 @@ class TaskKind:
 
 TASKS: dict[str, TaskKind] = {
     "validation": TaskKind(
-        "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.validation:ValidationTask"
+        "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.held_out:HeldOut"
     ),
 }
+# What all tasks of lm_eval are settings of, together.
+LM_EVAL = "lm_eval"
+STANDARD = TaskKind("lm_eval's tasks", "zeco_train.evaluate.standard:StandardTasks")
 
 
-def build_tasks(names: Sequence[str], settings: Sequence[str]) -> dict[str, Task]:
-    """Tasks of ours with their settings.
+def build_tasks(names: Sequence[str], standard: Sequence[str], settings: Sequence[str]) -> dict[str, Task]:
+    """Tasks with their settings, by name; all of lm_eval's are one task of ours.
 
     Args:
         names: of `TASKS`.
+        standard: lm_eval's.
         settings: TASK.KEY=VALUE arguments, in Hydra's syntax; each of one of these tasks.
 
     Raises:
         ConfigError: an unknown key, or a value of the wrong type or out of range; the field is named with its task.
     """
+    kinds = {name: TASKS[name] for name in names} | ({LM_EVAL: STANDARD} if standard else {})
     tasks = {}
-    for name in names:
+    for name, kind in kinds.items():
         own = [text.removeprefix(f"{name}.") for text in settings if text.startswith(f"{name}.")]
         try:
-            tasks[name] = load_settings(TASKS[name].load(), own)
+            tasks[name] = load_settings(kind.load(), own)
         except ConfigError as error:
-            raise error.within(name) from error
+            raise error if error.field == "argument" else error.within(name) from error
     return tasks

@@ -1,0 +1,103 @@
+"""The command line of `zeco_train.evaluate`, told apart: what is evaluated, on which tasks, with which settings."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeco_train.compare import Parser
+from zeco_train.errors import ConfigError
+from zeco_train.evaluate.registry import LM_EVAL, STANDARD, TASKS
+from zeco_train.overrides import describe_settings
+
+
+@dataclass(frozen=True)
+class Request:
+    """Attributes:
+    path: of the trained model.
+    tasks: ours, in the order in which they were named.
+    standard: lm_eval's.
+    settings: TASK.KEY=VALUE.
+    overrides: of the run's configuration, KEY=VALUE.
+    out: a folder for the results; None for one beside the model.
+    """
+
+    path: str
+    tasks: list[str]
+    standard: list[str]
+    settings: list[str]
+    overrides: list[str]
+    out: Path | None
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Read a command line.
+
+    Raises:
+        ConfigError: it cannot be read, or names a task twice or none.
+    """
+    parser = Parser(prog="python -m zeco_train.evaluate", add_help=False)
+    parser.add_argument("path", metavar="RUN")
+    parser.add_argument("--tasks", default="validation")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parsed = parser.parse_intermixed_args(list(arguments))
+    names = [name.strip() for name in parsed.tasks.split(",")]
+    for name in names:
+        _check_name(name, names)
+    own = [name for name in names if name in TASKS]
+    standard = [name for name in names if name not in TASKS]
+    used = own + ([LM_EVAL] if standard else [])
+    settings = [text for text in parsed.settings if _section(text) in (*TASKS, LM_EVAL)]
+    for text in settings:
+        if _section(text) not in used:
+            key, _, value = text.partition("=")
+            needed = f"one of lm_eval's tasks in --tasks, as --tasks={','.join([*own, 'piqa'])}"
+            needed = needed if _section(text) == LM_EVAL else f"--tasks={','.join([*own, _section(text)])}"
+            raise ConfigError(key, value, f"would be ignored; it needs {needed}")
+    overrides = [text for text in parsed.settings if text not in settings]
+    for text in overrides:
+        _check_override(text)
+    return Request(parsed.path, own, standard, settings, overrides, parsed.out)
+
+
+def _section(text: str) -> str:
+    return text.partition("=")[0].partition(".")[0]
+
+
+def _check_name(name: str, names: Sequence[str]) -> None:
+    tasks = ",".join(names)
+    if not re.fullmatch(r"[\w.:+/-]+", name):
+        raise ConfigError("--tasks", tasks, "must be names with commas between them, as in validation,piqa")
+    if names.count(name) > 1:
+        raise ConfigError("--tasks", tasks, f"names {name} twice")
+
+
+def _check_override(text: str) -> None:
+    """A path in place of an override is likelier a second model than a key."""
+    if "=" not in text:
+        raise ConfigError("argument", text, "is neither KEY=VALUE nor an option; one model at a time is evaluated")
+    key, _, value = text.partition("=")
+    close = difflib.get_close_matches(key.partition(".")[0], [*TASKS, LM_EVAL], n=1, cutoff=0.8)
+    if "." in key and close:
+        raise ConfigError(key, value, f"unknown key; did you mean {close[0]}.{key.partition('.')[2]}?")
+
+
+def describe() -> str:
+    """The text of `--help`."""
+    tasks = "\n".join(f"  {name:<12} {kind.summary}" for name, kind in TASKS.items())
+    settings = []
+    for name, kind in [*TASKS.items(), (LM_EVAL, STANDARD)]:
+        settings.append(f"{name}.KEY=VALUE:\n{describe_settings(kind.load())}")
+    return (
+        "usage: [torchrun --nproc-per-node N -m | python -m] zeco_train.evaluate RUN [--tasks NAME,…] [--out FOLDER]\n"
+        "           [KEY=VALUE …]\n\n"
+        "RUN is a run's folder, one of its checkpoints (step_…), or an export. Without --tasks: validation.\n"
+        "--out is a new folder for results.json and the pictures; without, one beside the model.\n\n"
+        f"Tasks; other names are lm_eval's (piqa, hellaswag, winogrande, arc_easy, openbookqa, …):\n{tasks}\n\n"
+        "KEY=VALUE is as for train.py, on top of the run's own configuration: data, sp, parallel, data.seq_len,\n"
+        "train.segments, train.dtype, train.device; or a task's own:\n\n" + "\n\n".join(settings)
+    )

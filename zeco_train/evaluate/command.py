@@ -1,0 +1,111 @@
+"""What `python -m zeco_train.evaluate` runs: check all that is cheap, then run one task after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from zeco_train.build import join_ranks
+from zeco_train.config import Config, Device, to_plain
+from zeco_train.device import find_device
+from zeco_train.environment import environment
+from zeco_train.evaluate.arguments import Request, describe, parse
+from zeco_train.evaluate.evaluation import Evaluation, check_read
+from zeco_train.evaluate.registry import Task, build_tasks
+from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
+from zeco_train.job import Advice, Job, run_job
+from zeco_train.mesh import Launch, agree, resolve_sp_size
+from zeco_train.trained import find_trained
+
+_ADVICE = Advice(
+    lost_peer="the results so far stand, the tasks after them are to be run again",
+    memory="more train.segments or ranks for a sequence, a smaller data.micro_batch or lm_eval.batch_tokens need less",
+    timeout_key="parallel.timeout_seconds",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate; returns the process's exit code."""
+    return run_job(partial(_evaluate, arguments), _ADVICE)
+
+
+def _evaluate(arguments: list[str], job: Job) -> int:
+    if {"-h", "--help"} & set(arguments):
+        if job.launch.rank == 0:
+            print(describe())
+        return 0
+    request = parse(arguments)
+    check_read(request.overrides)
+    tasks = build_tasks(request.tasks, request.standard, request.settings)
+    trained = find_trained(request.path)
+    config = trained.configure(request.overrides)
+    sp_size = _sp_size(config, request, job.launch)
+    device = find_device(config.train.device, job.launch, "train.device")
+    job.enter("joining the other ranks")
+    mesh = join_ranks(config, job.launch, sp_size, device)
+    job.guard(mesh.timeout)
+    config = replace(
+        config, sp=replace(config.sp, size=sp_size), train=replace(config.train, device=Device(device.type))
+    )
+    evaluation = Evaluation(trained, config, mesh, job.enter, request.standard)
+    for name, task in tasks.items():
+        job.enter(f"preparing {name}")
+        task.prepare(evaluation)
+    facts = _facts(evaluation, tasks) if mesh.is_main else {}
+    folder = agree(mesh, lambda: ResultsFolder(request.out, trained, facts) if mesh.is_main else None)
+    if folder is not None:
+        job.closing.callback(folder.close)
+    evaluation.note(_banner(evaluation))
+    _run(evaluation, tasks, folder)
+    evaluation.scan.drain()
+    if folder is not None:
+        print(f"results: {folder.path / RESULTS_FILE}", flush=True)
+    return 0
+
+
+def _sp_size(config: Config, request: Request, launch: Launch) -> int:
+    """Ranks of a sequence: what was asked for, and else all, but for lm_eval's short texts one.
+
+    Raises:
+        ConfigError: a size that the number of ranks does not allow.
+    """
+    size = config.sp.size
+    if size == -1 and not request.tasks:
+        size = 1
+    return resolve_sp_size(size, launch.world_size, config.sp.backend.value)
+
+
+def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolder | None) -> None:
+    for name, task in tasks.items():
+        evaluation.enter(f"task {name}")
+        evaluation.note(f"\n{name}")
+        started = time.monotonic()
+        result = task.run(evaluation)
+        for line in result.lines:
+            evaluation.note(line)
+        agree(evaluation.mesh, lambda: folder.add(name, result) if folder is not None else None)  # noqa: B023
+        evaluation.note(f"({time.monotonic() - started:.1f} s)")
+
+
+def _facts(evaluation: Evaluation, tasks: Mapping[str, Task]) -> dict[str, Any]:
+    """What was evaluated, on what, and with which settings."""
+    trained = evaluation.trained
+    return {
+        "model": str(trained.path.resolve()),
+        "step": trained.step,
+        "ranks": evaluation.mesh.world_size,
+        "environment": environment(evaluation.mesh.device),
+        "settings": {name: to_plain(task) for name, task in tasks.items()},
+        "config": to_plain(evaluation.config),
+    }
+
+
+def _banner(evaluation: Evaluation) -> str:
+    mesh, config = evaluation.mesh, evaluation.config
+    return (
+        f"{evaluation.title} ({evaluation.trained.path}): {config.model.name}, {config.train.dtype.value}, "
+        f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}"
+    )

@@ -1,0 +1,78 @@
+"""What an evaluation works with: a trained model, laid over the ranks, and where its results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeco_train.config import Config
+from zeco_train.errors import ConfigError
+from zeco_train.forward import SequenceForward
+from zeco_train.mesh import ProcessMesh
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.registry import build_scan
+from zeco_train.trained import Trained, load_trained
+
+# Of a run's configuration, what an evaluation reads; all else would be set in vain.
+READ = ("data", "sp", "parallel", "train.dtype", "train.device", "train.segments")
+_NOT_READ = ("data.global_batch", "data.shuffle", "data.verify")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Attributes:
+    trained: what is evaluated.
+    config: of the run, with the command line's overrides; its split is resolved.
+    mesh: the ranks.
+    enter: says what this rank is doing now, for messages about it.
+    standard: names of lm_eval's tasks that are asked for.
+    """
+
+    trained: Trained
+    config: Config
+    mesh: ProcessMesh
+    enter: Callable[[str], None]
+    standard: Sequence[str] = ()
+
+    @cached_property
+    def scan(self) -> ScanBackend:
+        """Joins the shards of a sequence. Its first use is collective."""
+        return build_scan(self.config.sp, self.mesh.scan_groups, self.mesh.timeout, self.mesh.device)
+
+    @cached_property
+    def forward(self) -> SequenceForward:
+        """The model, loaded at the first use, which is collective.
+
+        Raises:
+            CheckpointError: its weights are damaged.
+        """
+        self.enter("loading the weights")
+        config = self.config
+        model = load_trained(self.trained, self.mesh, dtype=config.train.dtype, strategy=config.parallel.strategy)
+        return SequenceForward(model, self.scan, self.mesh)
+
+    @property
+    def title(self) -> str:
+        """What pictures call the model."""
+        trained = self.trained
+        name = trained.config.name if trained.config is not None else trained.path.name
+        return name if trained.step is None else f"{name}, step {trained.step}"
+
+    def note(self, text: str) -> None:
+        """Show a line to the user, once."""
+        if self.mesh.is_main:
+            print(text, flush=True)
+
+
+def check_read(overrides: Sequence[str]) -> None:
+    """Refuse an override of what no evaluation reads. Raises ConfigError."""
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        names = [key, *(key[:place] for place, letter in enumerate(key) if letter == ".")]
+        if key == "experiment":
+            raise ConfigError("+experiment", value, "is of a training; set single keys")
+        if not any(name in READ for name in names) or key in _NOT_READ:
+            raise ConfigError(
+                key, value, f"an evaluation does not read it, but {', '.join(READ)} and a task's own keys"
+            )

@@ -1,0 +1,137 @@
+"""The task `validation`: the loss over held-out sequences of any length, and by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from data.config import check_seq_len
+from data.loader import Source
+from data.reader import DataSplit
+from data.opening import open_held_out
+from data.tokenizer import BYTES
+from zeco_train.agreement import check_same
+from zeco_train.errors import ConfigError
+from zeco_train.evaluate.evaluation import Evaluation
+from zeco_train.evaluate.registry import TaskResult
+from zeco_train.mesh import main_first
+from zeco_train.position_chart import POSITIONS_PLOT_FILE, position_figure
+from zeco_train.positions import PositionLosses
+from zeco_train.starts import length_name
+from zeco_train.validation import Validation, ValidationLoss
+
+_ALL = 1 << 62
+
+
+@dataclass
+class HeldOut:
+    """Attributes:
+    lengths: of the sequences that the held-out text is cut into, one evaluation each; empty is data.seq_len.
+    sequences: at most so many of each store, the first ones; 0: all. A training's own val_loss takes the first
+        train.eval_sequences.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    sequences: int = 0
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        if self.sequences < 0:
+            raise ConfigError("sequences", self.sequences, "must be ≥ 0; 0 is all")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ConfigError("lengths", self.lengths, "names one twice")
+
+    def prepare(self, evaluation: Evaluation) -> None:
+        """See `Task.prepare`: opens the held-out stores, and checks the lengths against them and the ranks."""
+        config, mesh, trained = evaluation.config, evaluation.mesh, evaluation.trained
+        self._sources = main_first(
+            mesh,
+            lambda: open_held_out(config.data, vocab_size=trained.model.vocab_size, tokenizer=trained.tokenizer_info),
+        )
+        digests = {
+            source.name or "held-out tokens": source.documents.store.meta.tokens_sha256 for source in self._sources
+        }
+        check_same(digests, mesh.world_size, "copy the token store to all nodes again")
+        longest = max(self._sources, key=lambda source: source.documents.num_tokens).documents
+        for length in self.lengths or [config.data.seq_len]:
+            check_seq_len(length, mesh.sp_size, longest.num_tokens, config.train.segments, longest.description)
+            self._validation(evaluation, length)
+
+    def run(self, evaluation: Evaluation) -> TaskResult:
+        """See `Task.run`."""
+        trained, by_length = evaluation.trained, {}
+        for length in self.lengths or [evaluation.config.data.seq_len]:
+            validation, lines = self._validation(evaluation, length)
+            for line in lines:
+                evaluation.note(line)
+            evaluation.enter(f"validation at {length} tokens")
+            loss = validation.loss(evaluation.forward)
+            assert loss is not None
+            by_length[length] = (loss, lines)
+        train_len = trained.config.data.seq_len if trained.config is not None else None
+        return _result(by_length, train_len, evaluation)
+
+    def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
+        """The sequences of a length, and what is taken and left out of the stores, in lines."""
+        config, mesh = evaluation.config, evaluation.mesh
+        fitting = [source for source in self._sources if source.documents.num_tokens > length]
+        validation = Validation(
+            fitting,
+            DataSplit(
+                length,
+                config.data.micro_batch,
+                mesh.dp_rank,
+                mesh.dp_size,
+                mesh.sp_rank,
+                mesh.sp_size,
+                config.data.reset_state_at_document,
+                config.train.segments,
+            ),
+            self.sequences or _ALL,
+        )
+        short = [source for source in self._sources if source not in fitting]
+        return validation, [*validation.coverage("validation.sequences"), *(_too_short(s, length) for s in short)]
+
+
+def _too_short(source: Source, length: int) -> str:
+    documents = source.documents
+    return f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"
+
+
+def _result(
+    by_length: Mapping[int, tuple[ValidationLoss, list[str]]], train_len: int | None, evaluation: Evaluation
+) -> TaskResult:
+    # A token of bytes is a byte, whatever the text.
+    is_bytes = evaluation.trained.tokenizer_info.get("kind") == BYTES
+    metrics: dict[str, float] = {}
+    lines = []
+    for length, (loss, _) in by_length.items():
+        of = f"@{length_name(length)}" if len(by_length) > 1 else ""
+        metrics |= {f"loss{of}": loss.mean, f"perplexity{of}": loss.perplexity}
+        spread = f" ± {loss.error:.4f}" if loss.error is not None else ""
+        line = f"{length:>12,} tokens  loss {loss.mean:.4f}{spread}  perplexity {loss.perplexity:.4f}"
+        if is_bytes:
+            metrics[f"bits_per_byte{of}"] = loss.mean / math.log(2)
+            line += f"  {loss.mean / math.log(2):.4f} bits a byte"
+        lines += [line, *(f"{'':>12}  {name}: loss {mean:.4f}" for name, mean in loss.by_store.items())]
+        lines.append(f"{'':>12}  by position: {_spoken(loss.by_position)}")
+    details = {
+        "train_length": train_len,
+        "lengths": {
+            str(length): {**loss.as_dict(), "coverage": coverage} for length, (loss, coverage) in by_length.items()
+        },
+    }
+    if not evaluation.mesh.is_main:
+        return TaskResult(metrics)
+    curves = {length: loss.by_position for length, (loss, _) in by_length.items()}
+    figure = position_figure(f"{evaluation.title}: held-out loss by position", curves, train_len)
+    return TaskResult(metrics, lines, details, {POSITIONS_PLOT_FILE: figure})
+
+
+def _spoken(losses: PositionLosses) -> str:
+    """A few of the buckets, from the first to the last."""
+    buckets = list(zip(pairwise(losses.edges), losses.losses, strict=True))
+    some = sorted({round(index * (len(buckets) - 1) / 5) for index in range(6)})
+    return ", ".join(f"{buckets[i][0][0]:,}–{buckets[i][0][1] - 1:,} {buckets[i][1]:.3f}" for i in some)
