@@ -110,7 +110,7 @@ def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
         sums, counts: [sequences, …], losses and labels.
 
     Returns:
-        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN where there is nothing to divide by.
+        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for nothing by nothing.
     """
     number, labels = len(sums), counts.sum(0)
     mean = sums.sum(0) / labels

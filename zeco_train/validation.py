@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from data.loader import validation_batches
 from data.reader import DataSplit, Reader, SequenceSource

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from data.config import check_seq_len
 from data.loader import Source
-from data.reader import DataSplit
 from data.opening import open_held_out
+from data.reader import DataSplit
 from data.tokenizer import BYTES
 from zeco_train.agreement import check_same
 from zeco_train.errors import ConfigError
