@@ -27,6 +27,8 @@ from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
 from zeco_train.environment import environment
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.hf.continuing import check_continuation, other_tokenizer
+from zeco_train.hf.folder import is_hf_folder
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
@@ -151,7 +153,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     load = config.checkpoint.load
     if load is not None:
         # Before the folder is claimed: a slip here should not leave one behind.
-        agree(mesh, lambda: find_weights(load) if not complete_checkpoints(path) else None)
+        agree(mesh, lambda: _check_load(load, config) if not complete_checkpoints(path) else None)
     folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
     try:
         _check_shared_folder(path, folder, mesh)
@@ -172,6 +174,13 @@ def resolve(config: Config, mesh: ProcessMesh) -> Config:
     return replace(config, sp=sp, train=replace(config.train, device=Device(mesh.device.type)))
 
 
+def _check_load(load: str, config: Config) -> None:
+    """Check what `checkpoint.load` names, as far as small files tell."""
+    path = find_weights(load)
+    if is_hf_folder(path):
+        check_continuation(path, config.model)
+
+
 def _begin(folder: RunFolder, data: OpenedData, config: Config, arguments: list[str], mesh: ProcessMesh) -> None:
     folder.begin(to_plain(resolve(config, mesh)), arguments)
     folder.keep_tokenizer(data.tokenizer_files())
@@ -186,6 +195,11 @@ def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh
 
 def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
     """Say, on rank 0, what the user may miss."""
+    load = config.checkpoint.load
+    if load is not None and not complete_checkpoints(folder.path) and is_hf_folder(path := find_weights(load)):
+        problem = other_tokenizer(path, data.identity().get("data.tokenizer", {}))
+        if problem is not None:
+            logger.warning("checkpoint.load=%s: %s", load, problem)
     if folder.lock_problem is not None:
         logger.warning(
             "run_dir=%s: this file system has no locks (%s), so a second start of the run would not be noticed",

@@ -59,7 +59,8 @@ class CheckpointConfig:
     keep: how many of the newest checkpoints stay; 0 keeps all. There has to be room for one more.
     mode: async: training goes on while a checkpoint is written; takes host memory for what a rank holds of weights
         and optimizer. sync: it waits. The last one is always waited for.
-    load: a run's folder or one of its checkpoints, whose weights a *new* run starts from.
+    load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
+        Hugging Face's form, exported by us or a GLA model of flash-linear-attention.
     """
 
     every: int = 100

@@ -19,6 +19,9 @@ from zeco_train.errors import CheckpointError, ConfigError
 PROGRESS_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
+# Before the path of a model in Hugging Face's form, and what is in it.
+HF_PREFIX = "hf:"
+HF_CONFIG_FILE = "config.json"
 _READ_BYTES = 1 << 22
 
 
@@ -74,16 +77,25 @@ def read_progress(path: Path) -> Progress:
 
 
 def find_weights(load: str) -> Path:
-    """The checkpoint that `checkpoint.load` names: a checkpoint itself, or the newest one of a run's folder.
+    """What `checkpoint.load` names: a checkpoint itself, the newest one of a run's folder, or with `hf:` before it a
+    model in Hugging Face's form.
 
     Raises:
         ConfigError: there is none.
     """
+    if load.startswith(HF_PREFIX):
+        path = Path(load.removeprefix(HF_PREFIX))
+        if not (path / HF_CONFIG_FILE).is_file():
+            problem = f"there is no {HF_CONFIG_FILE} in {path}; name the folder of a model on this machine"
+            raise ConfigError("checkpoint.load", load, problem)
+        return path
     path = Path(load)
     candidates = [path] if (path / PROGRESS_FILE).is_file() else complete_checkpoints(path)
     if not candidates:
         raise ConfigError(
-            "checkpoint.load", load, "holds no complete checkpoint; name a run's folder or a step_… folder"
+            "checkpoint.load",
+            load,
+            "holds no complete checkpoint; name a run's folder, a step_… folder, or hf:PATH for a Hugging Face model",
         )
     return candidates[-1]
 

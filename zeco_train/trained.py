@@ -8,14 +8,17 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from omegaconf.errors import OmegaConfBaseException
 
 from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
 from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, read_progress
-from zeco_train.config import Config, Device, Dtype, load_config, read_config
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.config import Config, Device, Dtype, config_of, load_config, read_config
+from zeco_train.errors import CheckpointError, ConfigError, DataError
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, read_json
+from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.mesh import ProcessMesh, host_group
 from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.run_folder import read_identity
@@ -42,6 +45,15 @@ class Trained:
     tokenizer_info: Mapping[str, str]
     folders: tuple[Path, ...] = field(default=())
 
+    @property
+    def token_folders(self) -> list[Path]:
+        """`folders`, and the token stores that the run read: older runs kept no tokenizer of their own."""
+        data = self.config.data if self.config is not None else None
+        if data is None or not (data.path or data.stores):
+            return list(self.folders)
+        stores = [paths.train for paths in locate_stores(data)]
+        return [*self.folders, *(folder for store in stores for folder in (store, store.parent))]
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Loaded on its first use: all but that of bytes take transformers and their time.
@@ -49,7 +61,7 @@ class Trained:
         Raises:
             DataError: it is nowhere to be found.
         """
-        name = tokenizer_name(self.tokenizer_info, *self.folders, *self._stores())
+        name = tokenizer_name(self.tokenizer_info, *self.token_folders)
         try:
             return load_tokenizer(name)
         except DataError as error:
@@ -80,12 +92,6 @@ class Trained:
         )
         return load_config(overrides, base)
 
-    def _stores(self) -> list[Path]:
-        """The token stores that the run read: those from before runs kept their tokenizer have it there only."""
-        if self.config is None or (not self.config.data.path and not self.config.data.stores):
-            return []
-        return [folder for paths in locate_stores(self.config.data) for folder in (paths.train, paths.train.parent)]
-
 
 def find_trained(path: str) -> Trained:
     """Find a trained model: in a run's folder the newest checkpoint, in a checkpoint's, or in an export.
@@ -101,6 +107,8 @@ def find_trained(path: str) -> Trained:
         raise ConfigError("RUN", path, f"{problem}; name a run's folder, a step_… folder of one, or an export")
     if (folder / PROGRESS_FILE).is_file():
         return _of_checkpoint(folder.resolve())
+    if is_hf_folder(folder):
+        return _of_export(folder)
     if (folder / "config.yaml").is_file():
         checkpoints = complete_checkpoints(folder)
         if not checkpoints:
@@ -137,3 +145,17 @@ def _of_checkpoint(path: Path) -> Trained:
     config = read_config(run / "config.yaml")
     info = read_identity(run).get("data.tokenizer")
     return Trained(path, config.model, config, read_progress(path).step, info or {}, (run,))
+
+
+def _of_export(path: Path) -> Trained:
+    model = checked_fla_model(path).model
+    info = tokenizer_info(path) or {}
+    if not (path / ORIGIN_FILE).is_file():
+        return Trained(path, model, None, None, info, (path,))
+    origin = read_json(path / ORIGIN_FILE)
+    try:
+        config, step = config_of(origin["config"]), int(origin["step"])
+    except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path / ORIGIN_FILE}: cannot be read: {reason}") from error
+    return Trained(path, replace(model, name=config.model.name), config, step, info, (path,))

@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint into a model that is laid over any number of ranks."""
+"""Reads the weights of a checkpoint, or of a Hugging Face folder, into a model that lies over any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from zeco_train.checkpoint_files import find_damage, read_checksums
+from zeco_train.checkpoint_files import CHECKSUMS_FILE, find_damage, read_checksums
 from zeco_train.checkpoint_writer import retried
 from zeco_train.errors import CheckpointError
+from zeco_train.hf.folder import checked_fla_model, is_hf_folder, parameter_shapes
 from zeco_train.mesh import ProcessMesh, agree
 
 
@@ -21,28 +23,40 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
     """Restore weights only, in place, in the dtype that they have in the model. Collective.
 
     Args:
-        path: a checkpoint's folder.
+        path: a checkpoint's folder, or one in Hugging Face's form.
         group: of all ranks, between hosts.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
     """
-    problem = damage_of(path, mesh)
+    is_hf = is_hf_folder(path)
+    # Folders that others wrote say nothing of what was in them.
+    problem = damage_of(path, mesh) if not is_hf or (path / CHECKSUMS_FILE).is_file() else None
     if problem is not None:
         raise CheckpointError(f"{path}: damaged: {problem}; name another checkpoint")
     model_state = get_model_state_dict(model)
-    read_state({"model": model_state}, path, group)
+    if is_hf:
+        fla = agree(mesh, lambda: checked_fla_model(path))
+        tensors = {fla.name_of(name): model_state[name] for name in parameter_shapes(fla.model)}
+        read_state(tensors, path, group, HuggingFaceStorageReader(str(path)))
+    else:
+        read_state({"model": model_state}, path, group)
     set_model_state_dict(model, model_state)
 
 
-def read_state(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
+def read_state(
+    state: dict[str, Any], path: Path, group: dist.ProcessGroup, reader: StorageReader | None = None
+) -> None:
     """Fill the tensors of `state` with what a checkpoint has under their names, each rank its parts. Collective.
+
+    Args:
+        reader: of another form of checkpoint than torch's own.
 
     Raises:
         CheckpointError: it lacks one of them, has it in another shape, or cannot be read.
     """
     try:
-        dcp.load(state, checkpoint_id=str(path), process_group=group)
+        dcp.load(state, checkpoint_id=str(path), storage_reader=reader, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: loading failed: {cause_of(error)}") from error
 

@@ -1,0 +1,99 @@
+"""The model card: what an exported model is, how it was trained, and how it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.config import DataConfig, DataKind
+from models.gla_config import GLAConfig, num_parameters
+from zeco_train.checkpoint_files import Progress
+from zeco_train.config import Config
+from zeco_train.metrics import METRICS_FILE, read_metrics
+
+_USE = """```python
+import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a GLA model is
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto").cuda()
+prompt = tokenizer("Once", add_special_tokens=False, return_tensors="pt").to("cuda")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
+```
+
+With ZeCO-Train, also without a GPU: `python -m zeco_train.generate PATH --prompt Once`, and to train on:
+`checkpoint.load=hf:PATH`."""
+
+
+def model_card(config: Config, progress: Progress, losses: Mapping[str, float], origin: Mapping[str, Any]) -> str:
+    """The text of README.md.
+
+    Args:
+        losses: `loss` and `val_loss` where they are known; see `last_losses`.
+        origin: what ORIGIN_FILE holds.
+    """
+    model, data = config.model, config.data
+    rows = {
+        "parameters": f"{num_parameters(model):,}",
+        "layers, width": f"{model.num_layers}, {model.hidden_size}",
+        "heads": f"{model.num_heads} of K {model.head_k_dim} and V {model.head_v_dim}{_variants(model)}",
+        "vocabulary": f"{model.vocab_size:,}, tokenizer: {origin['tokenizer'].get('kind', 'unknown')}",
+        "weights": origin["dtype"],
+        "trained for": f"{progress.step:,} steps, {progress.tokens:,} tokens, seed {config.seed}",
+        "sequences": f"{data.seq_len:,} tokens, {data.global_batch} a step",
+        "data": _data(data),
+        "compute": f"{config.train.dtype.value}, sp={config.sp.backend.value}, {config.parallel.strategy.value}",
+        "optimizer": f"learning rate {config.optim.lr:g}, weight decay {config.optim.weight_decay:g}",
+        **{name: f"{value:.4f} nats a token" for name, value in losses.items()},
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- gla\n- linear-attention\n---\n\n"
+        f"# {config.name}, step {progress.step}\n\n"
+        "A language model with gated linear attention (Yang et al., 2023, arXiv 2312.06635), trained with ZeCO-Train "
+        f"{origin['version']}. Its memory is a state of one size: it knows no longest sequence, but it was trained on "
+        f"{data.seq_len:,} tokens at once.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_USE}\n\n"
+        "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what each file was.\n"
+    )
+
+
+def last_losses(run_dir: Path, step: int) -> dict[str, float]:
+    """The training loss of the last step that was logged up to `step`, and the last validation loss.
+
+    Raises:
+        DataError: the metrics cannot be read.
+    """
+    rows = [row for row in read_metrics(run_dir / METRICS_FILE) if row["step"] <= step]
+    found = {}
+    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+        values = [row for row in rows if row.get(key) is not None]
+        if values:
+            found[f"{name} at step {values[-1]['step']:,}"] = float(values[-1][key])
+    return found
+
+
+def _variants(model: GLAConfig) -> str:
+    parts = []
+    if model.num_kv_heads is not None:
+        parts.append(f"{model.num_kv_heads} heads of keys and values")
+    if model.feature_map is not None:
+        parts.append(f"feature map {model.feature_map.value}")
+    if model.clamp_min is not None:
+        parts.append(f"log-decays ≥ {model.clamp_min:g}")
+    if not model.use_output_gate:
+        parts.append("no output gate")
+    if model.tie_word_embeddings:
+        parts.append("tied embeddings")
+    return "".join(f"; {part}" for part in parts)
+
+
+def _data(data: DataConfig) -> str:
+    match data.kind:
+        case DataKind.embedded:
+            return "the sources of Python's standard library"
+        case DataKind.tokens:
+            return f"`{Path(data.path or '').name}`"
+        case DataKind.mixture:
+            return ", ".join(f"`{Path(store.path).name}` (weight {store.weight:g})" for store in data.stores)

@@ -1,0 +1,58 @@
+"""Training that goes on from a model in Hugging Face's form: whether the run's configuration is of that model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer import BYTES
+from models.gla_config import GLAConfig
+from zeco_train.errors import ConfigError
+from zeco_train.hf.folder import checked_fla_model
+from zeco_train.hf.tokenizer import tokenizer_info
+
+# They name it, and say how it was begun.
+_NOT_OF_THE_MODEL = ("name", "initializer_range")
+
+
+def check_continuation(folder: Path, model: GLAConfig) -> None:
+    """Check that the model in `folder` is the one that is configured.
+
+    Raises:
+        ConfigError: it is another one; the overrides that it takes are named.
+        CheckpointError: its files cannot be read, or do not fit its own configuration.
+    """
+    found = checked_fla_model(folder).model
+    fields = [entry.name for entry in dataclasses.fields(GLAConfig) if entry.name not in _NOT_OF_THE_MODEL]
+    different = [name for name in fields if getattr(found, name) != getattr(model, name)]
+    if different:
+        overrides = " ".join(f"model.{name}={_shown(getattr(found, name))}" for name in different)
+        own = _shown(getattr(model, different[0]))
+        raise ConfigError(f"model.{different[0]}", own, f"the model in {folder} is another one; it takes: {overrides}")
+
+
+def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
+    """What to tell the user if the tokens of the data are not, or may not be, those that the model knows."""
+    info = tokenizer_info(folder)
+    if info is None:
+        return f"{folder} has no tokenizer: whether its tokens are those of the data, nobody has checked"
+    kinds = [BYTES if one.get("kind") == BYTES else "huggingface" for one in (info, of_data)]
+    same = kinds[0] == kinds[1] and (kinds[0] == BYTES or _digest(folder) == of_data.get("sha256"))
+    if same:
+        return None
+    return f"the tokenizer in {folder} is not the one that the data was prepared with; the model may not know its ids"
+
+
+def _digest(folder: Path) -> str:
+    from data.tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(str(folder)).info["sha256"]
+
+
+def _shown(value: Any) -> str:
+    """A value as an override has it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(getattr(value, "name", value))

@@ -1,0 +1,146 @@
+"""What lies in a Hugging Face folder: its configuration, and its weights by name.
+
+Weights are read from safetensors files only: `model.safetensors`, or those that `model.safetensors.index.json` names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from models.gla import GLAForCausalLM
+from models.gla_config import GLAConfig
+from zeco_train.checkpoint_files import HF_CONFIG_FILE as CONFIG_FILE
+from zeco_train.errors import CheckpointError
+from zeco_train.hf.fla_config import FlaModel, from_fla
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# What an export of ours says of where it is from.
+ORIGIN_FILE = "zeco_train.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+# A tied head is the embedding; files may have it or not.
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, as its header says: [shape] of `dtype`."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether this is a folder of a model in Hugging Face's form; which model, its configuration says."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def read_fla_model(folder: Path) -> FlaModel:
+    """The model that config.json describes.
+
+    Raises:
+        ConfigError: it is another one than ours; see `from_fla`.
+        CheckpointError: the file cannot be read.
+    """
+    return from_fla(read_json(folder / CONFIG_FILE), folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises:
+    CheckpointError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
+    return record
+
+
+def parameter_shapes(model: GLAConfig) -> dict[str, torch.Size]:
+    """The parameters that a file has to have, by our names; a tied head is the embedding."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in GLAForCausalLM(model).state_dict().items()}
+    if model.tie_word_embeddings:
+        del shapes[_HEAD]
+    return shapes
+
+
+def checked_fla_model(folder: Path) -> FlaModel:
+    """The model that config.json describes, once the files are seen to have its parameters, no more and no less, in
+    shapes and dtypes that can be read.
+
+    Raises:
+        ConfigError: it is another model than ours; see `from_fla`.
+        CheckpointError: names the first parameter that is not so, or the file that cannot be read.
+    """
+    fla = read_fla_model(folder)
+    expected = {fla.name_of(name): shape for name, shape in parameter_shapes(fla.model).items()}
+    found = stored_weights(folder)
+    if fla.model.tie_word_embeddings and found.get(_HEAD) is not None:
+        found = {name: stored for name, stored in found.items() if name != _HEAD}
+    for name, shape in expected.items():
+        if name not in found:
+            raise CheckpointError(f"{folder}: {name} is missing, which {CONFIG_FILE} asks for")
+        if found[name].shape != tuple(shape):
+            problem = f"{name} is {list(found[name].shape)}, {CONFIG_FILE} makes it {list(shape)}"
+            raise CheckpointError(f"{folder}: {problem}")
+        if found[name].dtype not in _DTYPES:
+            raise CheckpointError(f"{folder}: {name} is {found[name].dtype}; only {', '.join(_DTYPES)} can be read")
+    extra = sorted(found.keys() - expected.keys())
+    if extra:
+        raise CheckpointError(f"{folder}: has {extra[0]}, of which {CONFIG_FILE} knows nothing")
+    return fla
+
+
+def stored_weights(folder: Path) -> dict[str, Stored]:
+    """The tensors of a folder, by the headers of its files.
+
+    Raises:
+        CheckpointError: there are none, a file is damaged, or files and index disagree.
+    """
+    files = _files(folder)
+    found: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in _header(folder / file).items():
+            if name in found:
+                raise CheckpointError(f"{folder}: {name} is in {found[name].file} and in {file}")
+            found[name] = stored
+    return found
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of the files with weights."""
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / INDEX_FILE).is_file():
+        table = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(table, dict):
+            raise CheckpointError(f"{folder / INDEX_FILE}: cannot be read: it has no weight_map")
+        named = sorted({str(name) for name in table.values()})
+    else:
+        named = [WEIGHTS_FILE]
+    if missing := sorted(set(named) - set(present)):
+        others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+        hint = f" (there is {others[0]}: convert it with transformers, save_pretrained)" if others else ""
+        raise CheckpointError(f"{folder}: {missing[0]} is missing{hint}")
+    if extra := sorted(set(present) - set(named)):
+        # The reader takes all there are.
+        raise CheckpointError(f"{folder}: {extra[0]} is none of the files that it should have; move it away")
+    return named
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            return {n: Stored(path.name, part.get_dtype(), tuple(part.get_shape())) for n, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from error

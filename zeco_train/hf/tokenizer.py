@@ -1,0 +1,61 @@
+"""The tokenizer in a Hugging Face folder.
+
+That of bytes is transformers' `ByT5Tokenizer(extra_ids=0)`, whose ids ours has (`data.tokenizer.ByteTokenizer`). It is
+recognised without importing transformers, and written without.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from data.tokenizer import BYTES, ByteTokenizer, Tokenizer
+from zeco_train.checkpoint_files import write_durably
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_FILES = ("tokenizer.json", _TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "spiece.model")
+_OF_BYTES = {
+    "tokenizer_class": "ByT5Tokenizer",
+    "extra_ids": 0,
+    "pad_token": "<pad>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "additional_special_tokens": [],
+}
+# transformers' files beside those of a tokenizer.
+_NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "README.md")
+
+
+def tokenizer_info(folder: Path) -> dict[str, str] | None:
+    """What `StoreMeta.tokenizer` would say of the tokenizer in a folder, but for its digest; None if there is none."""
+    if not any((folder / name).is_file() for name in _FILES):
+        return None
+    if _is_of_bytes(folder / _TOKENIZER_CONFIG):
+        return {"kind": BYTES}
+    return {"kind": "huggingface", "path": str(folder)}
+
+
+def write_tokenizer(tokenizer: Tokenizer, files: Path | None, folder: Path) -> None:
+    """Write a tokenizer's files.
+
+    Args:
+        files: the folder with its own files, which are copied as they are; None: it writes them itself.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        write_durably(folder / _TOKENIZER_CONFIG, json.dumps(_OF_BYTES, indent=2) + "\n")
+    elif files is None:
+        tokenizer.save(folder)
+    else:
+        for path in sorted(files.iterdir()):
+            if path.is_file() and path.name not in _NOT_A_TOKENIZERS and not path.name.startswith("."):
+                shutil.copyfile(path, folder / path.name)
+
+
+def _is_of_bytes(path: Path) -> bool:
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    wanted = ("tokenizer_class", "extra_ids")
+    return isinstance(stored, dict) and all(stored.get(key) == _OF_BYTES[key] for key in wanted)

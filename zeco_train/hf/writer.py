@@ -1,0 +1,129 @@
+"""Writes a checkpoint's weights as safetensors files of a bounded size; one process, which holds one file at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from models.gla_config import GLAConfig
+from zeco_train.checkpoint_files import write_durably
+from zeco_train.errors import CheckpointError
+from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE, parameter_shapes
+from zeco_train.weights import cause_of
+
+# What weights lie under in a checkpoint (`Checkpointer`).
+_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of weights: their names, and the bytes of all tensors."""
+
+    files: list[str]
+    num_bytes: int
+
+
+def stored_dtype(checkpoint: Path, model: GLAConfig) -> torch.dtype:
+    """The dtype of a checkpoint's weights, which have one, once they are seen to be those of the model.
+
+    Raises:
+        CheckpointError: they are not, or the checkpoint cannot be read.
+    """
+    try:
+        # torch's own description of the checkpoint; damage raises almost anything there.
+        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{checkpoint}: .metadata cannot be read: {reason}") from error
+    dtypes = set()
+    for name, shape in parameter_shapes(model).items():
+        stored = metadata.get(f"{_MODEL}.{name}")
+        if not isinstance(stored, TensorStorageMetadata) or stored.size != shape:
+            found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "not there"
+            raise CheckpointError(f"{checkpoint}: {name} is {found}, the run's configuration makes it {list(shape)}")
+        dtypes.add(stored.properties.dtype)
+    if len(dtypes) > 1:
+        raise CheckpointError(f"{checkpoint}: its weights have several dtypes: {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def write_weights(checkpoint: Path, model: GLAConfig, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
+    """Write the weights, rounded to `dtype` where they have another one, and read each file back.
+
+    Args:
+        file_bytes: the most of tensors in a file; one tensor alone may have more.
+
+    Raises:
+        CheckpointError: a weight cannot be read.
+        OSError: a file cannot be written, or is not what was written.
+    """
+    parts = list(_parts(parameter_shapes(model), dtype.itemsize, file_bytes))
+    names = _file_names(len(parts))
+    table: dict[str, str] = {}
+    total = 0
+    for file, shapes in zip(names, parts, strict=True):
+        tensors = _read(checkpoint, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        _check_file(folder / file, tensors)
+        table |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        # Before the next file's tensors are made.
+        del tensors
+    if len(names) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
+        write_durably(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    return Written(names, total)
+
+
+def _parts(shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int) -> Iterator[dict[str, torch.Size]]:
+    """The weights in the order of the model, as many a file as fit."""
+    part: dict[str, torch.Size] = {}
+    filled = 0
+    for name, shape in shapes.items():
+        size = shape.numel() * itemsize
+        if part and filled + size > file_bytes:
+            yield part
+            part, filled = {}, 0
+        part[name] = shape
+        filled += size
+    yield part
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [WEIGHTS_FILE]
+    stem = WEIGHTS_FILE.removesuffix(".safetensors")
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill whole tensors from a checkpoint of any split."""
+    try:
+        dcp.load({_MODEL: tensors}, checkpoint_id=str(checkpoint), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint}: loading failed: {cause_of(error)}") from error
+    return tensors
+
+
+def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Have a file on disk, and compare it bit by bit with what it is to hold."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    # Not that of a secret: others read it, too.
+    path.chmod(0o644)
+    with safe_open(path, framework="pt") as stored:
+        for name, tensor in tensors.items():
+            if not torch.equal(stored.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
+                raise OSError(f"{path.name} does not hold what was written to it: {name} differs")
