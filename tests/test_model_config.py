@@ -12,11 +12,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn import functional as F
 
 from models.gla import GLAConfig, GLAForCausalLM
 from models.gla_config import num_parameters
 from models.hooks import has_weight_decay
+from tests.fla_reference import use_references
 from zeco_train.errors import ConfigError
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
@@ -75,29 +75,7 @@ def test_names_and_shapes_equal_those_of_fla(name: str, tied: bool) -> None:
 def test_logits_equal_those_of_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """fla's own model, its Triton kernels replaced by its own plain references, with our weights."""
     fla_models = importlib.import_module("fla.models")
-    import fla.layers.gla as fla_layer
-    import fla.modules.mlp as fla_mlp
-    import fla.modules.norm.fused_norm_gate as fla_gate
-    import fla.modules.norm.layernorm as fla_norm
-    from fla.ops.gla.naive import naive_recurrent_gla
-
-    def norm(x: Tensor, residual: Tensor | None = None, prenorm: bool = False, **kwargs: Any) -> Any:
-        kwargs = {key: kwargs[key] for key in ("weight", "bias", "eps")}
-        return fla_norm.rms_norm_ref(x=x, residual=residual, prenorm=prenorm, **kwargs)
-
-    def gated_norm(x: Tensor, g: Tensor, weight: Tensor, bias: None, eps: float, activation: str, **_: Any) -> Tensor:
-        assert activation == "swish"
-        return fla_norm.rms_norm_ref(x, weight, bias, eps=eps) * F.silu(g)
-
-    def recurrent(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, initial_state: None, **_: Any) -> Any:
-        return naive_recurrent_gla(q, k, v, gk, initial_state)
-
-    monkeypatch.setattr(fla_norm, "rms_norm", norm)
-    monkeypatch.setattr(fla_gate, "rms_norm_gated", gated_norm)
-    monkeypatch.setattr(fla_layer, "fused_recurrent_gla", recurrent)
-    # The kernel computes x σ(x) y in this order: `swiglu_fwd_kernel` in fla/modules/activations/ops.py.
-    monkeypatch.setattr(fla_mlp, "swiglu_linear", lambda x, y, w, b: F.linear(F.silu(x) * y, w, b))
-
+    use_references(monkeypatch)
     config = GLAConfig(
         vocab_size=29,
         hidden_size=24,

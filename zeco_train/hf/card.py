@@ -37,7 +37,8 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
     rows = {
         "parameters": f"{num_parameters(model):,}",
         "layers, width": f"{model.num_layers}, {model.hidden_size}",
-        "heads": f"{model.num_heads} of K {model.head_k_dim} and V {model.head_v_dim}{_variants(model)}",
+        "heads": f"{model.num_heads} of K {model.head_k_dim} and V {model.head_v_dim}",
+        "variants": _variants(model) or "none",
         "vocabulary": f"{model.vocab_size:,}, tokenizer: {origin['tokenizer'].get('kind', 'unknown')}",
         "weights": origin["dtype"],
         "trained for": f"{progress.step:,} steps, {progress.tokens:,} tokens, seed {config.seed}",
@@ -86,7 +87,7 @@ def _variants(model: GLAConfig) -> str:
         parts.append("no output gate")
     if model.tie_word_embeddings:
         parts.append("tied embeddings")
-    return "".join(f"; {part}" for part in parts)
+    return "; ".join(parts)
 
 
 def _data(data: DataConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,10 @@ def _file_names(count: int) -> list[str]:
 def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fill whole tensors from a checkpoint of any split."""
     try:
-        dcp.load({_MODEL: tensors}, checkpoint_id=str(checkpoint), no_dist=True)
+        with warnings.catch_warnings():
+            # That one process loads without the others is what is wanted.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({_MODEL: tensors}, checkpoint_id=str(checkpoint), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint}: loading failed: {cause_of(error)}") from error
     return tensors
