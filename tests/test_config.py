@@ -8,6 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from data.recipes import recipe_names
 from zeco_train.config import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 
@@ -32,6 +33,8 @@ def test_every_option_composes(group: str, option: str) -> None:
 
 def test_all_yaml_files_are_options() -> None:
     found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
+    # `data.prepare` reads the recipes; as a group of a run they would be offered where nothing takes them.
+    found -= {Path("recipes", f"{name}.yaml") for name in recipe_names()}
     assert found == {Path("train.yaml"), *(Path(group, f"{option}.yaml") for group, option in OPTIONS)}
 
 

@@ -214,12 +214,15 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
             return any(path.stat().st_size for path in place.glob(".store.preparing/store/tokens-*.bin"))
 
         wait_until(is_writing, "nothing was written")
+        # Lest it be done before it is told.
+        process.send_signal(signal.SIGSTOP)
         workers = children(process.pid)
         assert len(workers) >= 2
         if number is signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does
         else:
             process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == code
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), f"{workers} are still there")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -146,11 +147,16 @@ def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch
     ahead.close()
 
 
-def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore) -> None:
+def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store, segments=4)
-    sequence = direct.sequence_ids(0, 0)[0]
-    with (store.path / shard_name(0)).open("r+b") as file:
-        file.truncate((sequence * SEQ_LEN + 13) * store.itemsize)
+    sequence, read = direct.sequence_ids(0, 0)[0], direct.batch
+
+    def batch(consumed: int, micro_step: int, segment: int) -> Batch:
+        if segment == 2:
+            os.truncate(store.path / shard_name(0), (sequence * SEQ_LEN + 13) * store.itemsize)
+        return read(consumed, micro_step, segment)
+
+    monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0)
     assert [ahead.next().segment for _ in range(2)] == [0, 1]
     for _ in range(2):

@@ -343,6 +343,9 @@ def _h200(world_size: int, kilotokens: int, sp: str, *more: str) -> list[str]:
     return ["model=gla_1b", "train.dtype=bf16", "gpu=h200", sp, *split, *more]
 
 
+# Without a length and a number of ranks of their own.
+NO_LENGTH = ("quickstart", "gla_1b_extension")
+
 MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     # README: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.
     (["gpu=cpu", "world_size=2", "data.seq_len=262144", "data.global_batch=1"], 13.1 / 2, None),
@@ -578,7 +581,7 @@ def test_advice_where_nothing_fits() -> None:
 # --- the experiments, and the command ---
 
 
-@pytest.mark.parametrize("name", [name for name in group_options()["experiment"] if name != "quickstart"])
+@pytest.mark.parametrize("name", [name for name in group_options()["experiment"] if name not in NO_LENGTH])
 def test_experiments_fit_their_machine(name: str) -> None:
     case, notes = build_case(parse([f"+experiment={name}"]))
     assert notes == []

@@ -23,7 +23,7 @@ from zeco_train.logs import close_logging
 from zeco_train.mesh import Launch
 from zeco_train.run_folder import RunFolder
 
-IDENTITY = {"seed": 0}
+IDENTITY = {**run_folder._ALWAYS_BEFORE, "seed": 0}
 STARTS = 10
 
 
@@ -71,7 +71,7 @@ def test_a_start_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> 
     empty.mkdir()
     before = snapshot(tmp_path)
     with pytest.raises(CheckpointError, match="seed=1: the run in"):
-        RunFolder(run, {"seed": 1})
+        RunFolder(run, IDENTITY | {"seed": 1})
     for path in (run, empty, new):
         # Refused for a reason that comes after the lock.
         RunFolder(path, IDENTITY).release()

@@ -272,7 +272,9 @@ def _compose(overrides: list[str], base: Config | None = None) -> Config:
 
 def group_options() -> dict[str, list[str]]:
     """The configuration groups and their options, `{"sp": ["dp", "lasp1", …], …}`."""
-    groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
+    # The other folders there are not for runs, such as the recipes of `data.prepare`.
+    names = ["experiment", *(section.name for section in dataclasses.fields(Config))]
+    groups = [CONFIG_DIR / name for name in sorted(names) if (CONFIG_DIR / name).is_dir()]
     return {
         group.name: sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
         for group in groups

@@ -123,7 +123,8 @@ class Recorder:
         layout = layout_of(config, self._mesh.world_size, facts.get("device_name", ""))
         start = Start(progress.step, layout, facts)
         if self._mesh.is_main:
-            append_start(self._run_dir, start)
+            if progress.step < self._total_steps:
+                append_start(self._run_dir, start)
             self._writer = MetricsWriter(self._run_dir / METRICS_FILE)
             self._display = ProgressDisplay(self._total_steps, progress.step)
         return self._tracker.begin(config, start, progress.logger_run_id)
