@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from data.tokenizer import Tokenizer
 from zeco_train.config import Config
 from zeco_train.errors import ConfigError
 from zeco_train.forward import SequenceForward
@@ -51,6 +52,11 @@ class Evaluation:
         config = self.config
         model = load_trained(self.trained, self.mesh, dtype=config.train.dtype, strategy=config.parallel.strategy)
         return SequenceForward(model, self.scan, self.mesh)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model. Raises DataError where it is nowhere to be found."""
+        return self.trained.tokenizer
 
     @property
     def title(self) -> str:

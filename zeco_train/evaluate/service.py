@@ -1,0 +1,110 @@
+"""How rank 0 has all ranks work on what only it knows of: the requests of a harness that runs there.
+
+lm_eval reads data sets, builds prompts and judges answers on rank 0 alone: many ranks would ask a hub for the same
+files at once, and might disagree. The other ranks serve: they wait for rank 0's next batch of requests, take their part
+of it, and wait again, until rank 0 is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from zeco_train.errors import ZecoError
+from zeco_train.evaluate.evaluation import Evaluation
+from zeco_train.evaluate.requests import Score, ScoreRequest, score
+from zeco_train.generate.generator import Completion, Generator, Limits
+from zeco_train.generate.sampling import Sampling
+from zeco_train.mesh import host_group
+from zeco_train.trained import load_trained
+
+T = TypeVar("T")
+_END = "end"
+
+
+class Service:
+    """Scoring and generation by all ranks at rank 0's word. Its making is collective.
+
+    Args:
+        evaluation: of the model.
+        batch_tokens: see `requests.score`.
+    """
+
+    def __init__(self, evaluation: Evaluation, batch_tokens: int) -> None:
+        self._evaluation, self._batch_tokens = evaluation, batch_tokens
+        self._forward = evaluation.forward
+        # Rank 0 may take its time between two batches, to fetch a data set for example.
+        self._group = host_group(evaluation.mesh)
+        self._at_work = False
+
+    def run(self, harness: Callable[[], T]) -> T | None:
+        """Run `harness` on rank 0, where it may call `score` and `generate`, while the other ranks serve. Collective.
+
+        Returns:
+            What it returned, on rank 0; None elsewhere.
+
+        Raises:
+            ZecoError: the harness's, on every rank.
+        """
+        if not self._evaluation.mesh.is_main:
+            self._serve()
+            return None
+        try:
+            result = harness()
+        except Exception as error:
+            if not self._at_work:
+                # The others wait for a word. A fault of ours goes on as it is, and ends them, too.
+                self._tell(_END, error if isinstance(error, ZecoError) else None)
+            raise
+        self._tell(_END, None)
+        return result
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See `requests.score`. On rank 0."""
+        return self._work("score", list(requests))
+
+    def generate(self, prompts: Sequence[str], sampling: Sampling, limits: Limits) -> list[Completion]:
+        """See `Generator.generate`. On rank 0."""
+        return self._work("generate", (list(prompts), sampling, limits))
+
+    def _work(self, what: str, work: Any) -> Any:
+        assert self._evaluation.mesh.is_main
+        self._at_work = True
+        self._tell(what, work)
+        result = self._do(what, work)
+        self._at_work = False
+        return result
+
+    def _serve(self) -> None:
+        while True:
+            word: list[Any] = [None]
+            self._evaluation.enter("waiting for rank 0's next requests")
+            dist.broadcast_object_list(word, src=0, group=self._group)
+            what, work = word[0]
+            if what == _END:
+                if work is not None:
+                    raise work
+                return
+            self._do(what, work)
+
+    def _tell(self, what: str, work: Any) -> None:
+        dist.broadcast_object_list([(what, work)], src=0, group=self._group)
+
+    def _do(self, what: str, work: Any) -> Any:
+        if what == "score":
+            self._evaluation.enter(f"scoring {len(work)} requests")
+            return score(self._forward, work, self._batch_tokens)
+        prompts, sampling, limits = work
+        self._evaluation.enter(f"generating after {len(prompts)} prompts")
+        return self._generator.generate([self._generator.encode(text) for text in prompts], sampling, limits)
+
+    @cached_property
+    def _generator(self) -> Generator:
+        """On a copy of the model that is whole on every rank, which steps of a token need. Collective at first."""
+        evaluation = self._evaluation
+        model = load_trained(evaluation.trained, evaluation.mesh, dtype=evaluation.config.train.dtype, strategy=None)
+        tokenizer = evaluation.tokenizer
+        return Generator(model, tokenizer, evaluation.mesh, evaluation.scan, prefill_tokens=self._batch_tokens)

@@ -1,0 +1,129 @@
+"""The tasks of lm_eval, the harness by which the papers report PIQA, HellaSwag, WinoGrande, ARC, OBQA and others."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeco_train.errors import ConfigError
+from zeco_train.evaluate.evaluation import Evaluation
+from zeco_train.evaluate.registry import LM_EVAL, TASKS, TaskResult
+from zeco_train.mesh import agree
+
+
+@dataclass
+class StandardTasks:
+    """Attributes:
+    num_fewshot: examples in a prompt; null is what each task says.
+    limit: at most so many documents of each task, for a quick look; null is all.
+    include_path: a folder with task files (YAML) of your own.
+    batch_tokens: of a rank that go through the model at once; bounds memory.
+    seed: of few-shot examples and sampled texts.
+    """
+
+    num_fewshot: int | None = None
+    limit: int | None = None
+    include_path: str | None = None
+    batch_tokens: int = 16384
+    seed: int = 1234
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        for name, least in (("num_fewshot", 0), ("limit", 1), ("batch_tokens", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(name, value, f"must be ≥ {least}")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ConfigError("include_path", self.include_path, "no such folder")
+
+    def prepare(self, evaluation: Evaluation) -> None:
+        """See `Task.prepare`: checks the tasks' names, and finds the tokenizer."""
+        agree(evaluation.mesh, lambda: self._check_names(evaluation) if evaluation.mesh.is_main else None)
+        agree(evaluation.mesh, lambda: evaluation.tokenizer)
+
+    def run(self, evaluation: Evaluation) -> TaskResult:
+        """See `Task.run`."""
+        # With it come transformers and what generation takes.
+        from zeco_train.evaluate.service import Service
+
+        service = Service(evaluation, self.batch_tokens)
+        found = service.run(lambda: self._harness(evaluation, service))
+        return TaskResult({}) if found is None else _result(found, self.limit)
+
+    def _check_names(self, evaluation: Evaluation) -> None:
+        names = evaluation.standard
+        own = f"tasks of ours: {', '.join(TASKS)}"
+        if importlib.util.find_spec("lm_eval") is None:
+            problem = f"is one of lm_eval's, which is not installed (pip install 'zeco-train[lm-eval]'); {own}"
+            raise ConfigError("--tasks", names[0], problem)
+        from zeco_train.evaluate.language_model import Tasks
+
+        known = Tasks(include_path=self.include_path).all_tasks
+        for name in names:
+            if name not in known:
+                close = difflib.get_close_matches(name, [*TASKS, *known], n=3)
+                hint = f"did you mean {' or '.join(close)}?" if close else own
+                raise ConfigError("--tasks", name, f"neither we nor lm_eval have such a task; {hint}")
+
+    def _harness(self, evaluation: Evaluation, service: Any) -> Mapping[str, Any]:
+        """Run lm_eval; its results.
+
+        Raises:
+            DataError: a task or its data set cannot be loaded.
+        """
+        from lm_eval import simple_evaluate
+
+        from zeco_train.evaluate.language_model import LanguageModel, Tasks
+
+        results = simple_evaluate(
+            LanguageModel(service, evaluation.tokenizer, self.seed),
+            tasks=list(evaluation.standard),
+            num_fewshot=self.num_fewshot,
+            limit=self.limit,
+            task_manager=Tasks(include_path=self.include_path),
+            log_samples=False,
+            random_seed=self.seed,
+            numpy_random_seed=self.seed,
+            torch_random_seed=self.seed,
+            fewshot_random_seed=self.seed,
+        )
+        assert results is not None
+        return results
+
+
+def _result(found: Mapping[str, Any], limit: int | None) -> TaskResult:
+    metrics: dict[str, float] = {}
+    lines = [] if limit is None else [f"the first {limit} documents of each task only, by {LM_EVAL}.limit"]
+    for task, values in found["results"].items():
+        shown = []
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if (
+                not isinstance(value, float | int)
+                or isinstance(value, bool)
+                or metric.endswith("_stderr")
+                or not chosen
+            ):
+                continue
+            name = f"{task}/{metric}" if chosen == "none" else f"{task}/{metric},{chosen}"
+            metrics[name] = float(value)
+            error = values.get(f"{metric}_stderr,{chosen}")
+            shown.append(f"{metric} {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
+        count = found["n-samples"].get(task, {}).get("effective")
+        of = f" ({count} documents, {found['n-shot'].get(task, 0)}-shot)" if count else ""
+        lines.append(f"  {task:<20} {', '.join(shown)}{of}")
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "configs", "lm_eval_version")
+    return TaskResult(metrics, lines, {name: _plain(found[name]) for name in kept if name in found})
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold; functions of a task's configuration by their names."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
