@@ -1,0 +1,128 @@
+"""A synthetic task as what a run trains on: an endless stream of examples, whose only state is how many were taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.config import DataConfig, Shuffle, check_seq_len
+from data.reader import DataSplit, OpenedData, Reader, Shard
+from data.synthetic.config import SyntheticConfig
+from data.synthetic.example import Example
+from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
+from data.tokenizer import load_tokenizer
+
+# Nothing ever comes again; the number is there for sums over sources.
+_ENDLESS = 1 << 40
+
+
+class SyntheticReader(Reader):
+    """Makes one sequence-parallel rank's slices of the examples of a task; only the labels of answers count.
+
+    Raises:
+        ConfigError: sequences too short for the task.
+    """
+
+    has_labels = True
+
+    def __init__(self, source: SyntheticSource, split: DataSplit, seed: int) -> None:
+        check_seq_len(split.seq_len, split.sp_size, segments=split.segments)
+        source.task.check(split.seq_len, "data.seq_len")
+        self._source, self.split, self._seed = source, split, seed
+        self.num_sequences, self.description = _ENDLESS, source.description
+        self._last: tuple[int, Example] | None = None
+
+    def find(self, index: int) -> tuple[int, int]:
+        """See `Reader`."""
+        return divmod(index, self.num_sequences)
+
+    def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
+        """See `Reader`. Tokens outside of this rank's slice are not made."""
+        del epoch
+        example, offset = self._example(sequence), self.split.offset(segment)
+        stop = offset + self.split.length
+        return Shard(example.read(offset, stop + 1), None, offset > 0, example.counts(offset, stop))
+
+    def num_labels(self, epoch: int, sequence: int) -> int:
+        """See `Reader`."""
+        del epoch
+        return self._source.num_labels(self._example(sequence))
+
+    def _example(self, sequence: int) -> Example:
+        draws = draws_for(self._source.config, self._source.purpose, self._seed, sequence)
+        return self._source.task.example(self.split.seq_len, draws)
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """A task, see `data.reader.SequenceSource`.
+
+    Attributes:
+        config: of the task.
+        task: makes its examples.
+        purpose: "training" or "validation": their examples differ.
+    """
+
+    config: SyntheticConfig
+    task: ExampleMaker
+    purpose: str
+    weight: int = 1
+    name: str = ""
+
+    @property
+    def description(self) -> str:
+        """What messages call it."""
+        return f"the synthetic task {self.config.task.value}"
+
+    def reader(
+        self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
+    ) -> SyntheticReader:
+        """See `data.reader.SequenceSource`."""
+        del shuffle, number
+        return SyntheticReader(self, split, seed)
+
+    def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
+        """See `data.reader.SequenceSource`."""
+        del shuffle
+        return f"{self.description}: {num_sequences:,.0f} different sequences of {seq_len:,} tokens"
+
+
+@dataclass(frozen=True)
+class OpenedSynthetic(OpenedData):
+    """A task to train on, and other examples of it to validate on."""
+
+    train: list[SyntheticSource]
+    validation: list[SyntheticSource]
+
+    def identity(self) -> dict[str, Any]:
+        """See `OpenedData`."""
+        config = self.train[0].config
+        values = {name: getattr(config, name) for name in ("num_facts", "num_queries", "alphabet", "digits")}
+        names = {"num_facts": "facts", "num_queries": "queries"}
+        settings = {f"data.synthetic.{names.get(name, name)}": value for name, value in values.items()}
+        tokenizer = load_tokenizer(config.tokenizer).info
+        return {"data.synthetic.task": config.task.value, **settings, "data.tokenizer": tokenizer}
+
+    def tokenizer_files(self) -> Path | None:
+        """See `OpenedData`."""
+        folder = Path(self.train[0].config.tokenizer)
+        return folder if folder.is_dir() else None
+
+    def verify(self, rank: int, world_size: int) -> None:
+        """There are no files."""
+
+
+def open_synthetic(config: DataConfig, *, vocab_size: int, validate: bool) -> OpenedSynthetic:
+    """The task of a configuration.
+
+    Raises:
+        ConfigError: sequences too short for the task, or a vocabulary beyond the model's.
+        DataError: a tokenizer that cannot be loaded.
+    """
+    settings = config.synthetic
+    task = make_task(settings, load_tokenizer(settings.tokenizer))
+    check_task_vocabulary(task, vocab_size)
+    task.check(config.seq_len, "data.seq_len")
+    held_out = [SyntheticSource(settings, task, "validation")] if validate else []
+    return OpenedSynthetic([SyntheticSource(settings, task, "training")], held_out, [])

@@ -1,0 +1,206 @@
+"""Text that tells something among sentences that do not matter, and asks for it at the end.
+
+A text is put together from pieces that are tokenised one by one, so a tokenizer sees each of them alike wherever it
+stands. The filler is whole sentences, in which the pieces stand at the ends of sentences; only at its very beginning a
+sentence may be cut, so that every length is met to the token.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from data.synthetic.config import SyntheticConfig, Task
+from data.synthetic.draws import Draws
+from data.synthetic.example import Answer, Example, Piece, Tokens
+from data.synthetic.words import COLOURS, PLACES, SENTENCES
+from data.tokenizer import Tokenizer
+from zeco_train.errors import ConfigError
+
+_NUM_NAMES = len(COLOURS) * len(PLACES)
+
+
+class Sentences:
+    """Random sentences, of which the last `length` tokens are read.
+
+    Which sentence is where takes a sum over all of them, 8 bytes a sentence; their tokens are made slice by slice.
+
+    Args:
+        table: the tokens of each sentence that there is.
+    """
+
+    def __init__(self, table: Sequence[Tokens], draws: Draws, length: int) -> None:
+        self._table, self.length = table, length
+        most = length // min(len(tokens) for tokens in table) + 1
+        self._choices = draws.many_below(len(table), 0, most, "sentences")
+        ends = np.cumsum(np.array([len(tokens) for tokens in table])[self._choices])
+        used = int(np.searchsorted(ends, length)) + 1
+        self._choices = self._choices[:used]
+        # Cut at the front, so that what follows the last sentence follows a full stop.
+        self._ends = ends[:used] - (ends[used - 1] - length)
+
+    @property
+    def borders(self) -> list[int]:
+        """Where a piece may stand: the ends of all sentences."""
+        return self._ends.tolist()
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """See `Filler`."""
+        if start == stop:
+            return np.empty(0, np.int64)
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        tokens = np.concatenate([self._table[choice] for choice in self._choices[first : last + 1].tolist()])
+        begin = int(self._ends[first]) - len(self._table[int(self._choices[first])])
+        return tokens[start - begin : stop - begin]
+
+
+@dataclass(frozen=True)
+class _Script:
+    """What a text says.
+
+    Attributes:
+        told: the pieces that matter, in their order; the first one is at the depth, the others anywhere behind it.
+        beside: pieces that only look like them, anywhere.
+        question: at the end.
+        answers: after it, one after another.
+    """
+
+    told: Sequence[str]
+    beside: Sequence[str]
+    question: str
+    answers: Sequence[str]
+
+    @property
+    def ending(self) -> list[str]:
+        """The question, and the answers with commas between them: answers have odd places."""
+        return [text for before, answer in zip(self._before, self.answers, strict=True) for text in (before, answer)]
+
+    @property
+    def _before(self) -> list[str]:
+        return [self.question, *[","] * (len(self.answers) - 1)]
+
+
+class Texts:
+    """Makes examples of the tasks that are text, see `data.synthetic.tasks.ExampleMaker`."""
+
+    def __init__(self, config: SyntheticConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self.vocab_size = tokenizer.vocab_size
+
+    @property
+    def chance(self) -> float:
+        """Of a guess among all answers of the right form; that of the first one where there are several."""
+        match self._config.task:
+            case Task.counting:
+                return 1 / self._config.num_facts
+            case Task.variables:
+                return 1 / _NUM_NAMES
+            case _:
+                return float(10 ** -self._config.digits)
+
+    def check(self, length: int, field: str) -> None:
+        """See `ExampleMaker`."""
+        # No token is shorter than a byte, but for one that a tokenizer may put before each piece.
+        script = self._script(_Longest("", 0, 0))
+        pieces = (*script.told, *script.beside, *script.ending)
+        shortest = sum(len(text) + 1 for text in (*pieces, max(SENTENCES, key=len)))
+        if length < shortest:
+            allowed = f"too short for what {self._config.task.value} tells and asks; least legal value: {shortest}"
+            raise ConfigError(field, length, allowed)
+
+    def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
+        """See `ExampleMaker`."""
+        script = self._script(draws)
+        told, beside = self._encode(script.told), self._encode(script.beside)
+        ending = self._encode(script.ending)
+        filled = length + 1 - sum(len(tokens) for tokens in (*told, *beside, *ending))
+        assert filled > 0, (filled, length)
+        filler = Sentences(self._table, draws, filled)
+        places = self._places(filler.borders, len(told), len(beside), draws, depth)
+        # Those at one place stand in the order in which they are told.
+        laid = sorted(zip(places, range(len(places)), (*told, *beside), strict=True), key=lambda entry: entry[:2])
+        pieces, before = [], 0
+        for place, _, tokens in laid:
+            pieces.append(Piece(place + before, tokens))
+            before += len(tokens)
+        answers, start = [], filled + before
+        for number, tokens in enumerate(ending):
+            pieces.append(Piece(start, tokens))
+            if number % 2:
+                answers.append(Answer(start, start + len(tokens)))
+            start += len(tokens)
+        return Example(length, filler, pieces, answers)
+
+    @cached_property
+    def _table(self) -> list[Tokens]:
+        return self._encode(SENTENCES)
+
+    def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.asarray(tokens, dtype=np.int64) for tokens in self._tokenizer.encode(texts)] if texts else []
+
+    @staticmethod
+    def _places(borders: list[int], told: int, beside: int, draws: Draws, depth: float | None) -> list[int]:
+        """Where in the filler each piece stands."""
+        if depth is None:
+            first = draws.below(len(borders), "depth")
+        else:
+            wanted = depth * borders[-1]
+            after = min(bisect.bisect_left(borders, wanted), len(borders) - 1)
+            first = after - 1 if after and wanted - borders[after - 1] < borders[after] - wanted else after
+        others = sorted(first + draws.below(len(borders) - first, f"told {number}") for number in range(1, told))
+        anywhere = [draws.below(len(borders), f"beside {number}") for number in range(beside)]
+        return [borders[number] for number in (first, *others, *anywhere)]
+
+    def _script(self, draws: Draws) -> _Script:
+        count, digits = self._config.num_facts, self._config.digits
+        lowest = 10 ** (digits - 1)
+
+        def number(of: str) -> str:
+            return str(lowest + draws.below(9 * lowest, f"number {of}"))
+
+        def names(many: int) -> list[str]:
+            chosen = draws.pick(many, _NUM_NAMES, "names")
+            return [f"{COLOURS[name // len(PLACES)]} {PLACES[name % len(PLACES)]}" for name in chosen]
+
+        match self._config.task:
+            case Task.needle | Task.needle_multikey | Task.needle_multivalue:
+                is_multivalue = self._config.task is Task.needle_multivalue
+                named = names(1 if is_multivalue else count)
+                numbers = [number(str(place)) for place in range(count)]
+                told = [f" The code of the {name} is {code}." for name, code in zip(named * count, numbers, strict=False)]
+                asked = count if is_multivalue else 1
+                plural = f" All {count} codes, in order: the codes" if is_multivalue and count > 1 else " The code"
+                question = f" What was said?{plural} of the {named[0]} {'are' if asked > 1 else 'is'}"
+                return _Script(told[:asked], told[asked:], question, [f" {code}" for code in numbers[:asked]])
+            case Task.variables:
+                boxes = names(2 * count)
+                held = [str(lowest + code) for code in draws.pick(2, 9 * lowest, "held")]
+                told, beside = (_chain(boxes[part::2], held[part]) for part in range(2))
+                question = f" Which boxes hold {held[0]}? They are, in order,"
+                return _Script(told, beside, question, [f" {box}" for box in boxes[0::2]])
+            case Task.counting:
+                rings, horns = (1 + draws.below(count, of) for of in ("rings", "horns"))
+                question = " How often did the bell ring? It rang"
+                return _Script([" The bell rings."] * rings, [" The horn sounds."] * horns, question, [f" {rings}"])
+            case _:
+                raise AssertionError(self._config.task)
+
+
+class _Longest(Draws):
+    """Draws that make the longest pieces."""
+
+    def pick(self, count: int, n: int, of: str) -> list[int]:
+        """The last one, always."""
+        del of
+        return [n - 1] * count
+
+
+def _chain(boxes: Sequence[str], number: str) -> list[str]:
+    """The first box holds the number, each further one what the one before it holds."""
+    later = (f" The {box} box holds what the {before} box holds." for before, box in itertools.pairwise(boxes))
+    return [f" The {boxes[0]} box holds {number}.", *later]
