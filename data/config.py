@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data.corpora import prepare_embedded
 from data.store import PREPARE_HINT, VALIDATION_FOLDER
+from data.synthetic.config import SyntheticConfig
 from zeco_train.errors import ConfigError
 
 # Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
@@ -16,11 +17,12 @@ LARGEST_COUNT = 10**9
 
 
 class DataKind(Enum):
-    """Where tokens come from: the corpus that every machine has, a prepared token store, or several of them."""
+    """Where tokens come from: the corpus that every machine has, a prepared token store, several of them, or a task."""
 
     embedded = "embedded"
     tokens = "tokens"
     mixture = "mixture"
+    synthetic = "synthetic"
 
 
 class Shuffle(Enum):
@@ -59,8 +61,8 @@ class DataConfig:
     """What to read, and how it is cut into batches.
 
     Attributes:
-        kind: `embedded` (the running Python's standard library, as bytes), `tokens` (a store at `path`) or `mixture`
-            (`stores`).
+        kind: `embedded` (the running Python's standard library, as bytes), `tokens` (a store at `path`), `mixture`
+            (`stores`) or `synthetic` (questions whose answers come before them, of which the answers alone are learnt).
         path: folder of the token store; for `tokens` only.
         validation_path: store to validate on; for `tokens` only; None takes `path`/validation where that exists.
         stores: what to mix; for `mixture` only.
@@ -73,6 +75,7 @@ class DataConfig:
         validation_fraction: part of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
         verify: before the first step, read all token files and compare them with the digests of when they were made.
+        synthetic: what is asked; for `synthetic` only.
     """
 
     kind: DataKind = DataKind.embedded
@@ -88,6 +91,7 @@ class DataConfig:
     validation_fraction: float = 0.05
     cache_dir: str | None = None
     verify: bool = False
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     @property
     def needs_index(self) -> bool:
@@ -169,6 +173,7 @@ def check_config(config: DataConfig) -> None:
         raise ConfigError("data.min_document_tokens", config.min_document_tokens, "must be ≥ 0")
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
+    config.synthetic.validate()
     check_seq_len(config.seq_len)
     check_batch(config.global_batch, config.micro_batch)
     check_reset(config.reset_state_at_document, config.micro_batch)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from data.config import DataConfig, check_seq_len, locate_stores
+from data.config import DataConfig, DataKind, check_seq_len, locate_stores
 from data.documents import Documents
 from data.loader import Source
 from data.mixture import as_integers
 from data.reader import OpenedData
 from data.store import TokenStore, check_vocabulary
+from data.synthetic.source import open_synthetic
 from data.tokenizer import tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
@@ -73,7 +74,7 @@ class OpenedStores(OpenedData):
 def open_data(
     config: DataConfig, *, vocab_size: int, sp_size: int = 1, segments: int = 1, validate: bool = True
 ) -> OpenedData:
-    """Open the stores of a configuration.
+    """Open the stores of a configuration, or its task.
 
     Args:
         config: of data.
@@ -86,6 +87,8 @@ def open_data(
         ConfigError: a `seq_len` or a filter that leaves no sequence, or a vocabulary beyond the model's.
         DataError: stores that cannot be used, or not together.
     """
+    if config.kind is DataKind.synthetic:
+        return open_synthetic(config, vocab_size=vocab_size, validate=validate)
     located = locate_stores(config)
     weights = as_integers([paths.weight for paths in located])
     cache_dir = Path(config.cache_dir) if config.cache_dir else None

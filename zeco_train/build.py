@@ -31,6 +31,7 @@ from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.folder import is_hf_folder
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
+from zeco_train.loss import IGNORE_INDEX
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
 from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import Strategy, parallelize
@@ -356,7 +357,7 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
         if before_ids != ids:
             problem = f"{pair} have different ones in their first batch, {before_ids} and {ids}"
             raise DataError("data", problem, "start all ranks with the same command line")
-        if labels != tokens:
+        if any(label not in (token, IGNORE_INDEX) for label, token in zip(labels, tokens, strict=True)):
             problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
             raise DataError(loader.reader_of(ids[0]).description, problem, "copy the token store to all nodes again")
 

@@ -200,6 +200,11 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "data=embedded, data.shuffle=documents or data.min_document_tokens",
         lambda config: config.data.kind is DataKind.embedded or config.data.needs_index,
     ),
+    ("data.synthetic", "data=synthetic", lambda config: config.data.kind is DataKind.synthetic),
+    *(
+        (f"data.{name}", "data=embedded, tokens or mixture", lambda config: config.data.kind is not DataKind.synthetic)
+        for name in ("shuffle", "min_document_tokens", "reset_state_at_document", "verify", "cache_dir")
+    ),
     ("sp.all_scan", "sp=zeco", lambda config: config.sp.backend is Backend.zeco),
     (
         "sp.all_scan.blocks",

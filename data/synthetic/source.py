@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class SyntheticReader(Reader):
         source.task.check(split.seq_len, "data.seq_len")
         self._source, self.split, self._seed = source, split, seed
         self.num_sequences, self.description = _ENDLESS, source.description
-        self._last: tuple[int, Example] | None = None
+        # A step's examples are asked for more than once: for their tokens, and for how many labels they have.
+        self._example = lru_cache(maxsize=64)(self._make)
 
     def find(self, index: int) -> tuple[int, int]:
         """See `Reader`."""
@@ -47,9 +49,9 @@ class SyntheticReader(Reader):
     def num_labels(self, epoch: int, sequence: int) -> int:
         """See `Reader`."""
         del epoch
-        return self._source.num_labels(self._example(sequence))
+        return self._example(sequence).num_labels
 
-    def _example(self, sequence: int) -> Example:
+    def _make(self, sequence: int) -> Example:
         draws = draws_for(self._source.config, self._source.purpose, self._seed, sequence)
         return self._source.task.example(self.split.seq_len, draws)
 

@@ -101,7 +101,7 @@ class Texts:
             case Task.variables:
                 return 1 / _NUM_NAMES
             case _:
-                return float(10 ** -self._config.digits)
+                return float(10**-self._config.digits)
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""
@@ -172,7 +172,9 @@ class Texts:
                 is_multivalue = self._config.task is Task.needle_multivalue
                 named = names(1 if is_multivalue else count)
                 numbers = [number(str(place)) for place in range(count)]
-                told = [f" The code of the {name} is {code}." for name, code in zip(named * count, numbers, strict=False)]
+                told = [
+                    f" The code of the {name} is {code}." for name, code in zip(named * count, numbers, strict=False)
+                ]
                 asked = count if is_multivalue else 1
                 plural = f" All {count} codes, in order: the codes" if is_multivalue and count > 1 else " The code"
                 question = f" What was said?{plural} of the {named[0]} {'are' if asked > 1 else 'is'}"
