@@ -111,6 +111,7 @@ class Reader(ABC):
         num_sequences: of an epoch.
         description: what messages call the source.
         has_labels: some tokens' labels do not count.
+        is_endless: sequences never come again; `num_sequences` is only a large number.
         tokens_behind: of an epoch, behind the last whole sequence and its label, which no sequence has.
     """
 
@@ -118,6 +119,7 @@ class Reader(ABC):
     num_sequences: int
     description: str
     has_labels = False
+    is_endless = False
     tokens_behind = 0
 
     @abstractmethod

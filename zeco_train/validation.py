@@ -71,6 +71,9 @@ class Validation:
         lines = []
         for reader in self._readers:
             taken, left = self._taken(reader), []
+            if reader.is_endless:
+                lines.append(f"{reader.description}: {taken:,} held-out sequences of {self._split.seq_len:,} tokens")
+                continue
             if taken < reader.num_sequences:
                 left.append(f"{reader.num_sequences - taken:,} sequences by {key}={self._max_sequences}")
             if reader.tokens_behind:

@@ -62,7 +62,8 @@ class SyntheticConfig:
     task: what is asked.
     facts: how many things are told that may be asked for: recall: pairs; needle_multikey: names; needle_multivalue:
         numbers; variables: boxes; counting: rings at most; None for the task's default (8, 4, 4, 4, 9).
-    queries: of recall: keys whose values are asked for; None for as many as there are facts.
+    queries: of recall: how often a key's value is asked for; None for as often as there are facts, each once. (What is
+        asked again can also be read off the first time: easier to learn, but not to be measured by.)
     alphabet: of recall: how many symbols may be keys, and how many other ones values.
     digits: of the numbers of needles and variables.
     tokenizer: of the texts: `bytes`, or the folder of a Hugging Face tokenizer.
@@ -88,7 +89,7 @@ class SyntheticConfig:
     def validate(self, prefix: str = "data.synthetic") -> None:
         """Raise `ConfigError` for a value out of range, or one that the task does not read."""
         defaults = SyntheticConfig()
-        readers = {
+        readers: dict[str, list[Task]] = {
             "facts": [task for task in Task if task is not Task.needle],
             "queries": [Task.recall],
             "alphabet": [Task.recall],

@@ -26,12 +26,13 @@ class SyntheticReader(Reader):
     """
 
     has_labels = True
+    is_endless = True
 
     def __init__(self, source: SyntheticSource, split: DataSplit, seed: int) -> None:
         check_seq_len(split.seq_len, split.sp_size, segments=split.segments)
         source.task.check(split.seq_len, "data.seq_len")
         self._source, self.split, self._seed = source, split, seed
-        self.num_sequences, self.description = _ENDLESS, source.description
+        self.num_sequences, self.tokens_behind, self.description = _ENDLESS, 0, source.description
         # A step's examples are asked for more than once: for their tokens, and for how many labels they have.
         self._example = lru_cache(maxsize=64)(self._make)
 
