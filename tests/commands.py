@@ -60,7 +60,12 @@ def _exit(code: int) -> NoReturn:
 
 
 def train_here(*arguments: str) -> Outcome:
-    """Run `train.py` on one rank inside this process, whatever way it ends; much faster than a process."""
+    """Run `train.py` on one rank inside this process; see `run_here`."""
+    return run_here(cli.main, *SMALL, *arguments)
+
+
+def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
+    """Run a command on one rank inside this process, whatever way it ends; much faster than a process."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -69,7 +74,7 @@ def train_here(*arguments: str) -> Outcome:
             contextlib.redirect_stderr(err),
             mock.patch("os._exit", _exit),
         ):
-            code = cli.main([*SMALL, *arguments])
+            code = main([*arguments])
     except _Exit as end:
         code = end.args[0]
     finally:

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`: collectives, operator or model.
+"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`: collectives, operator, model or decode.
 
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures.
 """
@@ -8,8 +8,15 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from zeco_train.bench import collectives, figures, model, operator
-from zeco_train.bench.config import BenchConfig, CollectivesConfig, ModelConfig, OperatorConfig, describe
+from zeco_train.bench import collectives, decode, figures, model, operator
+from zeco_train.bench.config import (
+    BenchConfig,
+    CollectivesConfig,
+    DecodeConfig,
+    ModelConfig,
+    OperatorConfig,
+    describe,
+)
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
@@ -48,8 +55,10 @@ def _measure(case: str, arguments: list[str], job: Job) -> None:
         config = load_settings(OperatorConfig, arguments)
     elif case == "model":
         config = ModelConfig.load(arguments)
+    elif case == "decode":
+        config = DecodeConfig.load(arguments)
     else:
-        raise ConfigError("case", case, "must be collectives, operator, model or plot")
+        raise ConfigError("case", case, "must be collectives, operator, model, decode or plot")
     job.enter("joining the other ranks")
     session = Session.open(config, job.launch, job.enter)
     job.guard(session.mesh.timeout)
@@ -70,6 +79,8 @@ def run_case(config: BenchConfig, session: Session) -> Report:
             report = collectives.run(config, session)
         elif isinstance(config, OperatorConfig):
             report = operator.run(config, session)
+        elif isinstance(config, DecodeConfig):
+            report = decode.run(config, session)
         else:
             assert isinstance(config, ModelConfig)
             report = model.run(config, session)

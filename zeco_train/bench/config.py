@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from zeco_train.bench.variants import (
     GLA_VARIANTS,
@@ -152,13 +153,79 @@ class OperatorConfig(RunsConfig):
 
 
 @dataclass
-class ModelConfig(BenchConfig):
+class OfModelConfig(BenchConfig):
+    """What the cases have that are of a whole model.
+
+    Attributes:
+        model: a file of `configs/model`; `model.KEY=VALUE` overrides what it says, as in train.py.
+        dtype: to compute in.
+        overrides: the `model.KEY=VALUE` that were given.
+    """
+
+    model: str = "gla_1b"
+    dtype: Dtype = Dtype.bf16
+    overrides: list[str] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, arguments: Sequence[str]) -> Self:
+        """Of KEY=VALUE arguments; see `load_settings`."""
+        overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
+        config = load_settings(cls, [text for text in arguments if text not in overrides])
+        config.overrides += overrides
+        config.validate()
+        return config
+
+
+@dataclass
+class DecodeConfig(OfModelConfig):
+    """Attributes:
+    variants: `eager` launches the kernels of a step one by one, `graph` starts them as one CUDA graph.
+    contexts: tokens before those that are timed, rising.
+    batches: sequences at once on a rank.
+    steps: timed tokens of each sequence.
+    prefill_tokens: of a context at once on a rank; more take more memory.
+    check_tokens: of the check of correctness, half of them in steps.
+    """
+
+    variants: list[str] = field(default_factory=lambda: ["eager", "graph"])
+    contexts: list[int] = field(default_factory=lambda: [1 << 10, 1 << 14, 1 << 17, 1 << 20])
+    batches: list[int] = field(default_factory=lambda: [1])
+    steps: int = 64
+    prefill_tokens: int = 16_384
+    check_tokens: int = 200
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.variants or len(set(self.variants)) < len(self.variants) or not {*self.variants} <= _DECODERS:
+            raise ConfigError("variants", self.variants, f"must be a list of different ones of {', '.join(_DECODERS)}")
+        self._check_lists(contexts=1, batches=1)
+        if sorted(set(self.contexts)) != self.contexts:
+            raise ConfigError("contexts", self.contexts, "must rise: one is the beginning of the next")
+        self._check_least(steps=1, prefill_tokens=1, check_tokens=2)
+        self.run_config()
+
+    def run_config(self) -> Config:
+        """The configuration of a run with this model.
+
+        Raises:
+            ConfigError: a model that there is not, or cannot be.
+        """
+        return load_config(
+            [f"model={self.model}", *self.overrides, f"train.dtype={self.dtype.name}", f"seed={self.seed}"]
+        )
+
+
+# A dictionary, for its order.
+_DECODERS = {"eager": None, "graph": None}.keys()
+
+
+@dataclass
+class ModelConfig(OfModelConfig):
     """Attributes:
     variants: dp, lasp1, lasp2, zeco train; `products` makes the matrix products of their plain step and nothing else,
         the ceiling on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
     budget_seconds: of it each `fla` keeps as much for itself as one of the others has taken; more tokens a rank are
         not begun, and fewer steps are timed, where that would not be left.
-    model: a file of `configs/model`; `model.KEY=VALUE` overrides what it says, as in train.py.
     heads, tokens: H, and tokens of a rank in a step; all combinations are measured, tokens innermost.
     steps: timed optimizer steps of each variant; the papers' are 100. Fewer, which is noted, where another quarter of
         them would not end within budget_seconds.
@@ -166,30 +233,17 @@ class ModelConfig(BenchConfig):
         `products`, and none `fla`, which is trained in bf16.
     strategy: where parameters live; not hsdp, whose ranks would be others with `dp` than with the rest.
     check_tokens: tokens a rank of the check of correctness.
-    overrides: the `model.KEY=VALUE` that were given.
     """
 
     variants: list[str] = field(default_factory=lambda: list(MODEL_VARIANTS))
-    model: str = "gla_1b"
     heads: list[int] = field(default_factory=lambda: [16])
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
-    dtype: Dtype = Dtype.bf16
     compile: Compile = Compile.auto
     recompute: Recompute = Recompute.none
     segments: int = 1
     strategy: Strategy = Strategy.zero2
     check_tokens: int = 256
-    overrides: list[str] = field(default_factory=list)
-
-    @classmethod
-    def load(cls, arguments: Sequence[str]) -> ModelConfig:
-        """Of KEY=VALUE arguments; see `load_settings`."""
-        overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
-        config = load_settings(cls, [text for text in arguments if text not in overrides])
-        config.overrides += overrides
-        config.validate()
-        return config
 
     def validate(self) -> None:
         super().validate()
@@ -231,7 +285,13 @@ class ModelConfig(BenchConfig):
 
 def describe() -> str:
     """The settings of all cases."""
-    cases = (("collectives", CollectivesConfig), ("operator", OperatorConfig), ("model", ModelConfig))
+    cases = (
+        ("collectives", CollectivesConfig),
+        ("operator", OperatorConfig),
+        ("model", ModelConfig),
+        ("decode", DecodeConfig),
+    )
     common = f"Of all cases:\n{describe_attributes(BenchConfig)}"
     runs = f"Of collectives and operator:\n{describe_attributes(RunsConfig)}"
-    return "\n\n".join([common, runs, *(f"Case {case}:\n{describe_settings(schema)}" for case, schema in cases)])
+    model = f"Of model and decode:\n{describe_attributes(OfModelConfig)}"
+    return "\n\n".join([common, runs, model, *(f"Case {case}:\n{describe_settings(schema)}" for case, schema in cases)])

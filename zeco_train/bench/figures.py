@@ -3,6 +3,7 @@
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
     operator.png         time of forward + backward by GPUs, as Figure 4, top; below it throughput of all GPUs
     operator_tokens.png  time by tokens a GPU
+    decode.png           tokens a second and memory by the tokens before, for each number of sequences at once
     gla_1b_h16.png …     throughput of a GPU in training by GPUs, as Figure 4, bottom; below it that over `dp`'s
 
 The paper's GPUs are a cluster of H100, ours what results.json says: the two series show the same law, not a race.
@@ -34,6 +35,8 @@ _COLOURS = {
     "copy": "#9aa4ad",
     "fla": "#111111",
     "products": "#b0b7bd",
+    "eager": "#5f6b76",
+    "graph": "#c2410c",
 }
 # The variant that answers to a column of the paper's table.
 _PAPER_COLLECTIVES = {"all_gather": "all_gather", "all_scan": "zeco", "all_reduce": "all_reduce"}
@@ -77,6 +80,8 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         machine += ", CPU ranks in place of GPUs"
     if results[0]["case"] == "collectives":
         return [save_figure(_collectives(rows, machine), folder / "collectives.png")]
+    if results[0]["case"] == "decode":
+        return [save_figure(_decode(rows, machine), folder / "decode.png")]
     if results[0]["case"] == "model":
         models = sorted({(row["model"], row["heads"]) for row in rows})
         return [save_figure(_model(rows, *model, machine), folder / "{}_h{}.png".format(*model)) for model in models]
@@ -171,6 +176,20 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
         _label(upper, f"{count:,} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
         _label(lower, "", "GPUs", "tokens/s over that of dp", log=False)
         lower.axhline(1.0, color=_COLOURS["dp"], linewidth=0.8)
+    return figure
+
+
+def _decode(rows: list[Row], machine: str) -> Figure:
+    batches = sorted({row["batch"] for row in rows})
+    figure, axes = _figure(f"Decoding with {rows[0]['model']} ({machine})", len(batches), 2, 4.6 * len(batches))
+    for (left, right), batch in zip(axes, batches, strict=True):
+        here = [row for row in rows if row["batch"] == batch]
+        for variant in _variants(here):
+            _draw(left, _points(here, variant, "context", "tokens_per_second"), variant)
+            _draw(right, _points(here, variant, "context", "memory_gb"), variant)
+        at_once = f"{batch} sequence{'s' if batch > 1 else ''} at once"
+        _label(left, at_once, "tokens before", "tokens/s of a rank", log=False)
+        _label(right, at_once, "tokens before", "GB of a rank, weights included", log=False)
     return figure
 
 

@@ -38,19 +38,23 @@ class Prefill:
 
     @torch.no_grad()
     def run(
-        self, prompts: Sequence[Tensor], proceed: Callable[[], bool] = lambda: True
+        self,
+        prompts: Sequence[Tensor],
+        proceed: Callable[[], bool] = lambda: True,
+        states: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]] | None:
         """Logits [B, vocab] after each prompt's last token, and the states there, by layer [B, H, K, V].
 
         Args:
             prompts: [T_i] int64 each, T_i ≥ 1, the same on all ranks of a sequence.
             proceed: asked before each piece; must say the same on all these ranks.
+            states: after what stands before the prompts, the same on all these ranks; None: nothing does.
 
         Returns:
             None if it was told not to proceed.
         """
         device, lengths = self._mesh.device, [len(prompt) for prompt in prompts]
-        states = self._model.zero_states(len(prompts), device)
+        states = self._model.zero_states(len(prompts), device) if states is None else [s.clone() for s in states]
         last = torch.zeros(len(prompts), self._model.config.hidden_size, dtype=self._dtype, device=device)
         for start, stop in self._pieces(lengths):
             if not proceed():

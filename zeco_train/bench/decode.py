@@ -1,0 +1,179 @@
+"""Case `decode`: tokens a second and memory of generation, by the number of tokens that stand before.
+
+One context after another: the tokens that it has more than the one before it go through the model as a prompt, over
+all ranks together (`zeco_train.generate.prefill`). Then each rank goes on by itself, with as many sequences as are
+asked for, from the states there: the likeliest token of each, and a step with it (`zeco_train.generate.decode`). A step
+ends when its token is on the host, as a user has it. Weights and tokens are random, which costs the same as any others.
+
+Memory is what the rank holds while it decodes, weights included: on CUDA the most that was allocated, on CPUs what is
+resident, with all that allocators and libraries keep.
+
+Before anything is timed, logits by steps are compared with those of the chunked operator.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.gla import GLAForCausalLM
+from zeco_train.bench.backends import state_elements
+from zeco_train.bench.check import check_results
+from zeco_train.bench.config import DecodeConfig
+from zeco_train.bench.report import Report, Row
+from zeco_train.bench.samples import Summary
+from zeco_train.bench.session import Session
+from zeco_train.config import Dtype
+from zeco_train.errors import ConfigError
+from zeco_train.generate.decode import Decoder
+from zeco_train.generate.prefill import Prefill
+from zeco_train.generate.sampling import Sampler, Sampling
+
+# Of logits by steps: rounding of 20 layers in bf16, and of sums in another order in fp32.
+TOLERANCE = {Dtype.bf16: 5e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}
+COLUMNS = {
+    "context": ("context", ">9"),
+    "batch": ("batch", ">5"),
+    "variant": ("variant", "<7"),
+    "tokens_per_second": ("tokens/s", ">10:.1f"),
+    "median_ms": ("median ms", ">9:.3f"),
+    "p10_ms": ("p10", ">9:.3f"),
+    "p90_ms": ("p90", ">9:.3f"),
+    "memory_gb": ("GB", ">8:.3f"),
+    "state_mb": ("states MB", ">9:.3f"),
+    "prefill_tokens_per_second": ("prefill tokens/s", ">16:.0f"),
+    "relative_error": ("error", ">8:.1e"),
+}
+
+
+def run(config: DecodeConfig, session: Session) -> Report:
+    """Measure all combinations; results are in the report's folder.
+
+    Raises:
+        WrongResultError: before anything is timed.
+        ConfigError: this machine has none of the variants.
+    """
+    report = Report("decode", config, session, COLUMNS)
+    variants = [name for name in config.variants if name != "graph" or session.on_cuda]
+    if not variants:
+        raise ConfigError("variants", config.variants, "CUDA graphs need CUDA")
+    if variants != config.variants:
+        report.note("graph is not measured: there is no CUDA device")
+    _Measurement(config, session, report, variants).measure()
+    return report
+
+
+class _Measurement:
+    def __init__(self, config: DecodeConfig, session: Session, report: Report, variants: Sequence[str]) -> None:
+        self._config, self._session, self._report, self._variants = config, session, report, variants
+        self._run = config.run_config()
+        self._model = _random_model(config, session)
+        scan = session.scan("zeco", state_elements(self._run.model))
+        self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
+        self._tokens = torch.Generator().manual_seed(config.seed)
+
+    def measure(self) -> None:
+        """Add all rows to the report."""
+        self._session.enter("checking")
+        errors = {variant: self._check(variant) for variant in self._variants}
+        states, position = self._model.zero_states(1, self._session.device), 0
+        for context in self._config.contexts:
+            started = time.monotonic()
+            if not self._session.within_budget():
+                self._report.note(f"contexts from {context:,} on are not measured: budget_seconds is over")
+                return
+            self._session.enter(f"a context of {context:,} tokens")
+            found = self._prefill.run([self._random(context - position)], states=states)
+            assert found is not None
+            states = found[1]
+            rate = (context - position) / self._seconds_since(started)
+            position = context
+            for batch in self._config.batches:
+                rows = [self._time(variant, context, batch, found[0], states) for variant in self._variants]
+                self._report.add(
+                    [
+                        {**row, "prefill_tokens_per_second": rate, "relative_error": errors[row["variant"]]}
+                        for row in rows
+                    ]
+                )
+            self._session.spent(time.monotonic() - started)
+
+    def _time(self, variant: str, context: int, batch: int, logits: Tensor, states: Sequence[Tensor]) -> Row:
+        session, config = self._session, self._config
+        own = [state.expand(batch, -1, -1, -1).contiguous() for state in states]
+        if session.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        decoder = Decoder(self._model, own, cuda_graph=variant == "graph")
+        sampler = Sampler(Sampling(temperature=0), [0] * batch, session.device)
+        logits, samples = logits.expand(batch, -1), []
+        for _ in range(config.warmup + config.steps):
+            started = time.perf_counter()
+            tokens = sampler.draw(logits)
+            logits = decoder.step(tokens)
+            tokens.tolist()
+            if session.on_cuda:
+                torch.cuda.synchronize()
+            samples.append(1e3 * (time.perf_counter() - started))
+        memory = torch.cuda.max_memory_allocated() if session.on_cuda else _resident()
+        by_rank = session.gather(samples[config.warmup :])
+        summary = Summary.of(by_rank)
+        return {
+            "model": self._run.model.name,
+            "context": context,
+            "batch": batch,
+            "variant": variant,
+            **summary.as_row(),
+            "tokens_per_second": 1e3 * batch / summary.median,
+            "memory_gb": max(session.gather(memory)) / 1e9,
+            "state_mb": sum(state.nbytes for state in own) / 1e6,
+            "samples_ms_by_rank": by_rank,
+        }
+
+    def _check(self, variant: str) -> float:
+        """Error of the logits by steps, after a first half by the chunked operator; the worst rank's."""
+        ids = self._random(self._config.check_tokens)
+        half = len(ids) // 2
+        expected, found = [], []
+        started = self._prefill.run([ids[:half]])
+        assert started is not None
+        decoder = Decoder(self._model, started[1], cuda_graph=variant == "graph")
+        for token in ids[half:]:
+            found.append(decoder.step(token[None].to(self._session.device)).clone())
+        for length in range(half + 1, len(ids) + 1, max(1, half // 4)):
+            whole = self._prefill.run([ids[:length]])
+            assert whole is not None
+            expected.append(whole[0])
+        found = found[:: max(1, half // 4)]
+        results = {"logits by steps": (torch.cat(found), torch.cat(expected))}
+        tolerance = TOLERANCE[self._config.dtype]
+        errors = self._session.agree(lambda: check_results(variant, self._session.rank, results, tolerance))
+        return max(self._session.gather(max(errors.values())))
+
+    def _random(self, count: int) -> Tensor:
+        return torch.randint(self._run.model.vocab_size, (count,), generator=self._tokens)
+
+    def _seconds_since(self, started: float) -> float:
+        if self._session.on_cuda:
+            torch.cuda.synchronize()
+        return max(self._session.gather(time.monotonic() - started))
+
+
+@torch.no_grad()
+def _random_model(config: DecodeConfig, session: Session) -> GLAForCausalLM:
+    run = config.run_config()
+    with torch.device("meta"):
+        model = GLAForCausalLM(run.model).to(run.train.dtype.compute)
+    model.to_empty(device=session.device)
+    model.init_weights(run.seed)
+    return model.eval().requires_grad_(False)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory, on Linux; elsewhere 0."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
