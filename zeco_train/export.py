@@ -172,7 +172,9 @@ def _fill(
     write_durably(folder / "README.md", model_card(config, progress, losses, origin))
     written = write_weights(trained.path, trained.model, folder, dtype, file_bytes)
     _check_round_trip(folder, trained)
-    rows = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
+    # Of the weights: the rest is small, is checked when it is read, and may well be edited.
+    weights = [folder / name for name in written.files]
+    rows = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in weights}
     write_durably(folder / CHECKSUMS_FILE, json.dumps(rows, indent=1))
     return written
 

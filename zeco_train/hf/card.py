@@ -56,7 +56,7 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
         f"{origin['version']}. Its memory is a state of one size: it knows no longest sequence, but it was trained on "
         f"{data.seq_len:,} tokens at once.\n\n"
         f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_USE}\n\n"
-        "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what each file was.\n"
+        "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 
 
