@@ -98,3 +98,5 @@ def _data(data: DataConfig) -> str:
             return f"`{Path(data.path or '').name}`"
         case DataKind.mixture:
             return ", ".join(f"`{Path(store.path).name}` (weight {store.weight:g})" for store in data.stores)
+        case DataKind.synthetic:
+            return f"a synthetic task, {data.synthetic.task.value}"
