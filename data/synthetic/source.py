@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,37 @@ from data.tokenizer import load_tokenizer
 
 # Nothing ever comes again; the number is there for sums over sources.
 _ENDLESS = 1 << 40
+
+
+def shard_of(example: Example, split: DataSplit, segment: int) -> Shard:
+    """One rank's part of a segment of an example; tokens outside of it are not made."""
+    offset = split.offset(segment)
+    stop = offset + split.length
+    return Shard(example.read(offset, stop + 1), None, offset > 0, example.counts(offset, stop))
+
+
+class ExampleReader(Reader):
+    """Makes one sequence-parallel rank's slices of some examples."""
+
+    has_labels = True
+
+    def __init__(self, examples: Sequence[Example], split: DataSplit) -> None:
+        self._examples, self.split = examples, split
+        self.num_sequences, self.description = len(examples), "examples"
+
+    def find(self, index: int) -> tuple[int, int]:
+        """See `Reader`."""
+        return divmod(index, self.num_sequences)
+
+    def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
+        """See `Reader`."""
+        del epoch
+        return shard_of(self._examples[sequence], self.split, segment)
+
+    def num_labels(self, epoch: int, sequence: int) -> int:
+        """See `Reader`."""
+        del epoch
+        return self._examples[sequence].num_labels
 
 
 class SyntheticReader(Reader):
@@ -41,11 +73,9 @@ class SyntheticReader(Reader):
         return divmod(index, self.num_sequences)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """See `Reader`. Tokens outside of this rank's slice are not made."""
+        """See `Reader`."""
         del epoch
-        example, offset = self._example(sequence), self.split.offset(segment)
-        stop = offset + self.split.length
-        return Shard(example.read(offset, stop + 1), None, offset > 0, example.counts(offset, stop))
+        return shard_of(self._example(sequence), self.split, segment)
 
     def num_labels(self, epoch: int, sequence: int) -> int:
         """See `Reader`."""

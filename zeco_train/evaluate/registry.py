@@ -77,6 +77,17 @@ TASKS: dict[str, TaskKind] = {
     "validation": TaskKind(
         "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.held_out:HeldOut"
     ),
+    **{
+        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.tasks.synthetic:{kind}")
+        for name, kind, summary in (
+            ("recall", "Recall", "values by their keys"),
+            ("needle", "Needle", "a number by its name, in text"),
+            ("needle_multikey", "MultiKey", "one of several numbers by its name"),
+            ("needle_multivalue", "MultiValue", "all numbers of a name"),
+            ("variables", "Variables", "all boxes that hold the same number"),
+            ("counting", "Counting", "how often something was told"),
+        )
+    },
 }
 # What all tasks of lm_eval are settings of, together.
 LM_EVAL = "lm_eval"

@@ -1,0 +1,1 @@
+"""Evaluations of what a model recalls, from anywhere in a sequence of any length."""

@@ -1,0 +1,55 @@
+"""A picture of what is recalled: depth × length, a colour a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zeco_train.plot import new_figure
+from zeco_train.starts import length_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def heat_map(
+    title: str,
+    lengths: Sequence[int],
+    depths: Sequence[float | None],
+    accuracies: Sequence[Sequence[float]],
+    *,
+    train_len: int | None,
+    chance: float,
+    caption: str,
+) -> Figure:
+    """Draw accuracies, which are by depth and then by length, from 0 to 1.
+
+    Args:
+        train_len: tokens of the sequences of the training, marked where it is among the lengths.
+        chance: how often a guess is right.
+        caption: what a cell is the mean of.
+    """
+    from matplotlib.patches import Rectangle
+
+    width = max(5.5, 2.6 + 0.75 * len(lengths))
+    figure = new_figure(title, (width, max(2.9, 1.9 + 0.38 * len(depths))), dpi=130, title_size=12)
+    axes = figure.subplots()
+    image = axes.imshow(accuracies, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
+    axes.set_yticks(range(len(depths)), ["random" if depth is None else f"{depth:.0%}" for depth in depths])
+    axes.set_xlabel("tokens of the sequence")
+    axes.set_ylabel("depth")
+    for row, of_depth in enumerate(accuracies):
+        for column, accuracy in enumerate(of_depth):
+            color = "black" if accuracy > 0.6 else "white"
+            axes.text(column, row, f"{100 * accuracy:.0f}", ha="center", va="center", color=color, fontsize=9)
+    if train_len in lengths:
+        box = Rectangle((lengths.index(train_len) - 0.5, -0.5), 1, len(depths), fill=False, clip_on=False)
+        box.set(edgecolor="#d9720f", linewidth=2.5)
+        axes.add_patch(box)
+        caption = f"{caption}; framed: the length of the training"
+    bar = figure.colorbar(image, ax=axes, label="answers right")
+    bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
+    bar.ax.axhline(chance, color="#d9720f", linewidth=2)
+    figure.supxlabel(f"{caption}; orange on the scale: chance, {100 * chance:.2g} %", fontsize=8, color="#5f6b76")
+    return figure

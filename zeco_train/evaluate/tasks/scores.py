@@ -1,0 +1,106 @@
+"""Which answers of examples a model gives: all tokens of an answer are its first choice, those before them given.
+
+That is what greedy generation gives, in one forward pass and with the head at the answers' tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.reader import DataSplit
+from data.synthetic.example import Example
+from data.synthetic.source import ExampleReader
+from zeco_train.forward import SequenceForward
+from zeco_train.loss import IGNORE_INDEX
+from zeco_train.mesh import ProcessMesh
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What came of a number of examples, the same on all ranks.
+
+    Attributes:
+        right: [examples, answers] bool.
+        losses: [examples] fp64, mean loss of the answers' tokens in nats.
+    """
+
+    right: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How sequences of a length are cut.
+
+    Attributes:
+        segments: in time.
+        batch: sequences at once.
+    """
+
+    segments: int
+    batch: int
+
+    @classmethod
+    def of(cls, length: int, sp_size: int, least_segments: int, tokens: int) -> Cut:
+        """The fewest segments that leave a rank at most `tokens` tokens at once, and as many sequences as that takes.
+
+        `length` divides by `sp_size` · `least_segments`; so it does by the segments, which are a multiple of those.
+        """
+        shard = length // (sp_size * least_segments)
+        times = next(times for times in range(1, shard + 1) if shard % times == 0 and shard // times <= tokens)
+        return cls(least_segments * times, max(1, tokens // (shard // times)))
+
+
+def score(
+    examples: Sequence[Callable[[], Example]],
+    num_answers: int,
+    length: int,
+    forward: SequenceForward,
+    cut: Cut,
+    enter: Callable[[str], None],
+) -> Scores:
+    """Scores of examples, spread over the data-parallel ranks. Collective.
+
+    Args:
+        examples: makes each of them; all have sequences of `length` tokens and `num_answers` answers.
+        enter: says which batch this rank is at.
+    """
+    mesh = forward.mesh
+    wrong = torch.zeros(len(examples), num_answers, dtype=torch.int64)
+    losses = torch.zeros(len(examples), 2, dtype=torch.float64)
+    batch = min(cut.batch, -(-len(examples) // mesh.dp_size))
+    split = _split(length, batch, mesh, cut.segments)
+    for start in range(0, len(examples), batch * mesh.dp_size):
+        enter(f"{length} tokens, example {start + 1} of {len(examples)}")
+        own = range(start + mesh.dp_rank * batch, min(start + (mesh.dp_rank + 1) * batch, len(examples)))
+        # A rank without an example of its own takes part in the collectives all the same.
+        made = [examples[number]() for number in own] or [examples[0]()]
+        reader = ExampleReader(made, split)
+        segments = [reader.read(list(range(len(made))), segment) for segment in range(cut.segments)]
+        for part, scores in zip(segments, forward.scores(segments, length), strict=True):
+            is_wrong = scores.predictions.cpu() != part.labels
+            own_losses = scores.losses.double().sum(1).cpu()
+            for row, number in enumerate(own):
+                wrong[number] += _by_answer(is_wrong[row], made[row], part.offset)
+                losses[number] += torch.stack([own_losses[row], (part.labels[row] != IGNORE_INDEX).sum()])
+    wrong, losses = wrong.to(mesh.device), losses.to(mesh.device)
+    dist.all_reduce(wrong)
+    dist.all_reduce(losses)
+    return Scores((wrong == 0).cpu(), (losses[:, 0] / losses[:, 1]).cpu())
+
+
+def _by_answer(is_wrong: Tensor, example: Example, offset: int) -> Tensor:
+    """How many of this shard's tokens of each answer are wrong, [answers]; [T] is_wrong, of labels from `offset` on."""
+    total = torch.cat([torch.zeros(1, dtype=torch.int64), is_wrong.cumsum(0)])
+    borders = torch.tensor([[answer.start, answer.stop] for answer in example.answers]) - 1 - offset
+    before, after = total[borders.clamp(0, len(is_wrong))].unbind(1)
+    return after - before
+
+
+def _split(length: int, batch: int, mesh: ProcessMesh, segments: int) -> DataSplit:
+    return DataSplit(length, batch, mesh.dp_rank, mesh.dp_size, mesh.sp_rank, mesh.sp_size, segments=segments)

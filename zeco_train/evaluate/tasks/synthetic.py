@@ -1,0 +1,257 @@
+"""The tasks `recall`, `needle`, … : what a model recalls, by the length of the sequence and the depth in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from data.config import DataKind, check_seq_len
+from data.synthetic.config import SyntheticConfig, Task
+from data.synthetic.example import Example
+from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
+from data.tokenizer import ByteTokenizer
+from zeco_train.config import to_plain
+from zeco_train.errors import ConfigError
+from zeco_train.evaluate.evaluation import Evaluation
+from zeco_train.evaluate.registry import TaskResult
+from zeco_train.evaluate.tasks.heat_map import heat_map
+from zeco_train.evaluate.tasks.scores import Cut, Scores, score
+from zeco_train.evaluate.tasks.zeroed import ZeroedScan
+from zeco_train.forward import SequenceForward
+from zeco_train.starts import length_name
+
+Table = dict[int, Scores]
+
+
+@dataclass
+class SyntheticTask:
+    """What all of them have; see `data.synthetic.config.Task` for what each one asks.
+
+    Attributes:
+        lengths: of the sequences; empty is data.seq_len.
+        depths: so many, evenly spaced from 0 (the beginning) to 1; 0: a random one in each example, as in training.
+        examples: of each length and depth.
+        seed: of the examples; they are others than those of training and its validation.
+        tokens: at most so many of a rank go through the model at once; longer sequences are cut into segments.
+        zeroed: do it all again with zeros in place of the states that cross ranks and segments. What is right then
+            was not recalled from there.
+    """
+
+    task: ClassVar[Task]
+
+    lengths: list[int] = field(default_factory=list)
+    depths: int = 5
+    examples: int = 20
+    seed: int = 0
+    tokens: int = 16384
+    zeroed: bool = False
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        for name, least in (("depths", 0), ("examples", 1), ("seed", 0), ("tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, getattr(self, name), f"must be ≥ {least}")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ConfigError("lengths", self.lengths, "names one twice")
+
+    def prepare(self, evaluation: Evaluation) -> None:
+        """See `Task.prepare`: makes the task, and checks it and the lengths against model and ranks."""
+        config, mesh = evaluation.config, evaluation.mesh
+        self._asked = self._configure(evaluation)
+        self._maker = make_task(self._asked, evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer())
+        check_task_vocabulary(self._maker, evaluation.trained.model.vocab_size)
+        self._lengths = sorted(self.lengths or [config.data.seq_len])
+        for length in self._lengths:
+            try:
+                check_seq_len(length, mesh.sp_size, segments=config.train.segments)
+            except ConfigError as error:
+                allowed = str(error).removeprefix(f"{error.field}={length}: ")
+                raise ConfigError(f"{self.task.value}.lengths", length, allowed) from error
+            self._maker.check(length, f"{self.task.value}.lengths")
+        cuts = [self._cut(length, evaluation) for length in self._lengths]
+        if self.zeroed and mesh.sp_size == 1 and all(cut.segments == 1 for cut in cuts):
+            allowed = "no state crosses ranks or segments here: use more ranks, or train.segments"
+            raise ConfigError(f"{self.task.value}.zeroed", "true", allowed)
+
+    def run(self, evaluation: Evaluation) -> TaskResult:
+        """See `Task.run`."""
+        tables = {"": self._table(evaluation, evaluation.forward)}
+        if self.zeroed:
+            scan = ZeroedScan(evaluation.scan)
+            tables["zeroed"] = self._table(evaluation, SequenceForward(evaluation.forward.model, scan, evaluation.mesh))
+        return self._result(evaluation, tables)
+
+    def _configure(self, evaluation: Evaluation) -> SyntheticConfig:
+        """What is asked: as set, else as in the run's training on this task, else the defaults."""
+        trained, data = SyntheticConfig(task=self.task), evaluation.config.data
+        if data.kind is DataKind.synthetic and data.synthetic.task is self.task:
+            trained = data.synthetic
+        own = {entry.name for entry in fields(self)} & {entry.name for entry in fields(SyntheticConfig)}
+        values = {name: getattr(trained, name) for name in own - {"queries"}}
+        values |= {name: getattr(self, name) for name in own if getattr(self, name) is not None}
+        config = SyntheticConfig(task=self.task, **values)
+        config.validate(self.task.value)
+        return config
+
+    def _cut(self, length: int, evaluation: Evaluation) -> Cut:
+        return Cut.of(length, evaluation.mesh.sp_size, evaluation.config.train.segments, self.tokens)
+
+    @property
+    def _depths(self) -> list[float | None]:
+        if self.depths == 0:
+            return [None]
+        return [place / max(1, self.depths - 1) for place in range(self.depths)]
+
+    def _table(self, evaluation: Evaluation, forward: SequenceForward) -> Table:
+        """Scores by length; the examples of a length come depth by depth. Collective."""
+        table = {}
+        for length in self._lengths:
+            make = partial(_example, self._maker, self._asked, self.seed, length)
+            examples = [partial(make, depth, index) for depth in self._depths for index in range(self.examples)]
+            answers = len(examples[0]().answers)
+            cut = self._cut(length, evaluation)
+            table[length] = score(examples, answers, length, forward, cut, evaluation.enter)
+        return table
+
+    def _result(self, evaluation: Evaluation, tables: Mapping[str, Table]) -> TaskResult:
+        metrics: dict[str, float] = {}
+        lines, details, figures = [], {}, {}
+        chance = self._maker.chance
+        for name, table in tables.items():
+            by_length = {length: scores.right.double().mean().item() for length, scores in table.items()}
+            overall = sum(by_length.values()) / len(by_length)
+            loss = torch.cat([scores.losses for scores in table.values()]).mean().item()
+            prefix = f"{name}_" if name else ""
+            metrics |= {f"{prefix}accuracy": overall, f"{prefix}loss": loss}
+            if len(by_length) > 1:
+                metrics |= {f"{prefix}accuracy@{length_name(length)}": right for length, right in by_length.items()}
+            what = "incoming states zeroed" if name else "as it is"
+            lines.append(f"  {what}: {overall:.1%} of answers right (chance {chance:.2g}), loss {loss:.4f}")
+            lines += _spoken(self._depths, list(table), cells := self._cells(table))
+            details[name or "whole"] = {
+                "accuracy": cells,
+                "loss": {str(length): self._by_depth(scores.losses) for length, scores in table.items()},
+            }
+            if evaluation.mesh.is_main:
+                title = f"{evaluation.title}: {self.task.value}" + (f", {what}" if name else "")
+                file = f"{self.task.value}{'_' + name if name else ''}.png"
+                figures[file] = self._figure(evaluation, title, list(table), cells)
+        facts = {
+            "depths": self._depths,
+            "lengths": self._lengths,
+            "chance": chance,
+            "asked": to_plain(self._asked),
+            "segments": {str(length): self._cut(length, evaluation).segments for length in self._lengths},
+        }
+        return TaskResult(metrics, lines, {**facts, **details}, figures)
+
+    def _cells(self, table: Table) -> list[list[float]]:
+        """Accuracies by depth, and then by length."""
+        columns = [self._by_depth(scores.right.double().mean(1)) for scores in table.values()]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _by_depth(self, values: torch.Tensor) -> list[float]:
+        return values.view(len(self._depths), -1).mean(1).tolist()
+
+    def _figure(self, evaluation: Evaluation, title: str, lengths: Sequence[int], cells: list[list[float]]) -> Any:
+        trained = evaluation.trained
+        return heat_map(
+            title,
+            lengths,
+            self._depths,
+            cells,
+            train_len=trained.config.data.seq_len if trained.config is not None else None,
+            chance=self._maker.chance,
+            caption=f"{self.examples} examples a cell",
+        )
+
+
+@dataclass
+class _Numbers(SyntheticTask):
+    digits: int | None = None
+
+
+@dataclass
+class Recall(SyntheticTask):
+    __doc__ = f"""{SyntheticTask.__doc__}
+        facts: pairs of a key and a value; null: as trained on, else 8.
+        queries: how often a value is asked for; null: once for each pair.
+        alphabet: how many symbols may be keys, and how many values; null: as trained on, else 64.
+    """
+
+    task: ClassVar[Task] = Task.recall
+    facts: int | None = None
+    queries: int | None = None
+    alphabet: int | None = None
+
+
+@dataclass
+class Needle(_Numbers):
+    __doc__ = f"""{SyntheticTask.__doc__}
+        digits: of the number; null: as trained on, else 4.
+    """
+
+    task: ClassVar[Task] = Task.needle
+
+
+@dataclass
+class MultiKey(_Numbers):
+    __doc__ = f"""{SyntheticTask.__doc__}
+        digits: of the numbers; null: as trained on, else 4.
+        facts: names with a number; null: as trained on, else 4.
+    """
+
+    task: ClassVar[Task] = Task.needle_multikey
+    facts: int | None = None
+
+
+@dataclass
+class MultiValue(_Numbers):
+    __doc__ = f"""{SyntheticTask.__doc__}
+        digits: of the numbers; null: as trained on, else 4.
+        facts: numbers of the name; null: as trained on, else 4.
+    """
+
+    task: ClassVar[Task] = Task.needle_multivalue
+    facts: int | None = None
+
+
+@dataclass
+class Variables(_Numbers):
+    __doc__ = f"""{SyntheticTask.__doc__}
+        digits: of the numbers; null: as trained on, else 4.
+        facts: boxes that hold the number; null: as trained on, else 4.
+    """
+
+    task: ClassVar[Task] = Task.variables
+    facts: int | None = None
+
+
+@dataclass
+class Counting(SyntheticTask):
+    __doc__ = f"""{SyntheticTask.__doc__}
+        facts: rings at most; null: as trained on, else 9.
+    """
+
+    task: ClassVar[Task] = Task.counting
+    facts: int | None = None
+
+
+def _example(
+    maker: ExampleMaker, config: SyntheticConfig, seed: int, length: int, depth: float | None, index: int
+) -> Example:
+    return maker.example(length, draws_for(config, f"evaluation, length {length}, depth {depth}", seed, index), depth)
+
+
+def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:
+    """The table in lines of text."""
+    head = f"    {'depth':>8}" + "".join(f"{length_name(length):>8}" for length in lengths)
+    rows = [
+        f"    {'random' if depth is None else format(depth, '.0%'):>8}" + "".join(f"{cell:>8.1%}" for cell in row)
+        for depth, row in zip(depths, cells, strict=True)
+    ]
+    return [head, *rows]
