@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train a small GLA language model on real text, each sequence split over ranks by ZeCO: on the GPUs there are, or on
-# two CPU processes. Leaves runs/quickstart with a plot.
+# two CPU processes. Leaves runs/quickstart with a plot, and ends with a sample of what the model writes.
 # usage: launch/quickstart.sh [KEY=VALUE ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
@@ -20,4 +20,20 @@ if [ -f "$run_dir/identity.json" ] && [[ " $*" != *" run_dir="* && " $*" != *" n
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec torchrun --standalone --nproc-per-node "$ranks" train.py +experiment=quickstart name=quickstart "$@"
+torchrun --standalone --nproc-per-node "$ranks" train.py +experiment=quickstart name=quickstart "$@"
+
+for setting in "$@"; do
+  case "$setting" in
+    -h | --help) exit 0 ;;
+    name=*) run_dir="runs/${setting#name=}" ;;
+  esac
+done
+for setting in "$@"; do
+  case "$setting" in
+    run_dir=*) run_dir="${setting#run_dir=}" run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}" ;;
+  esac
+done
+prompt="def main("
+sample=(python -m zeco_train.generate "$run_dir" --max-tokens 200 --temperature 0.7)
+printf '\n%s --prompt "%s"\n%s' "${sample[*]}" "$prompt" "$prompt"
+"${sample[@]}" --prompt "$prompt"

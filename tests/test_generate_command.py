@@ -15,8 +15,10 @@ import pytest
 
 from data.tokenizer import ByteTokenizer
 from tests.commands import Command, Outcome, check_line, run_here, train_here
+from zeco_train import export
 from zeco_train.generate import command
 from zeco_train.generate.output import Printer
+from zeco_train.hf.folder import ORIGIN_FILE
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,18 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Path, tmp_path: Path) -
     checkpoint = run / "checkpoints" / "step_00000002"
     assert generate(checkpoint, *arguments[1:], "--no-stream").out == found.out
     assert generate(*arguments[:-1], "6").out != found.out
+
+
+def test_an_export_writes_what_its_run_writes(run: Path, tmp_path: Path) -> None:
+    """Also one that somebody else wrote, of which no run is known; it is computed in fp32 then."""
+    arguments = ["--prompt", "def ", "--max-tokens", "30", "--ignore-eos"]
+    expected = generate(run, *arguments).out
+    outcome = run_here(export.main, str(run), str(tmp_path / "export"))
+    assert outcome.code == 0, outcome
+    assert generate(tmp_path / "export", *arguments).out == expected
+    (tmp_path / "export" / ORIGIN_FILE).unlink()
+    assert generate(tmp_path / "export", *arguments, "--json", tmp_path / "found.json").code == 0
+    assert json.loads((tmp_path / "found.json").read_text())["step"] is None
 
 
 def test_headings_and_ends(run: Path, tmp_path: Path) -> None:
