@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the modules of `fla.models.GLAForCausalLM` compute without Triton, in fp32 for all but norms; no caches."""
+    """Have the modules of `fla.models.GLAForCausalLM` compute without Triton, the operator in fp32, for up to
+    64 tokens at once."""
     import fla.layers.gla as fla_layer
     import fla.modules.mlp as fla_mlp
     import fla.modules.norm.fused_norm_gate as fla_gate
@@ -25,8 +26,9 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
         assert activation == "swish"
         return fla_norm.rms_norm_ref(x, weight, bias, eps=eps) * F.silu(g)
 
-    def recurrent(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, initial_state: None, **_: Any) -> Any:
-        return naive_recurrent_gla(q, k, v, gk, initial_state)
+    def recurrent(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options: Any) -> Any:
+        kept = {name: options[name] for name in ("initial_state", "output_final_state")}
+        return naive_recurrent_gla(q, k, v, gk, **kept)
 
     monkeypatch.setattr(fla_norm, "rms_norm", norm)
     monkeypatch.setattr(fla_gate, "rms_norm_gated", gated_norm)

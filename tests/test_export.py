@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,11 +22,10 @@ from zeco_train.config import Dtype
 from zeco_train.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
+from zeco_train.hf.parity import ParitySettings, compare, table
 from zeco_train.hf.writer import write_weights
 from zeco_train.mesh import Launch
 from zeco_train.parallelize import Strategy
-from zeco_train.sp.base import SequenceShard
-from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import find_trained, load_trained
 
 __all__ = ["hugging_face"]
@@ -38,7 +38,6 @@ MODEL = [
     "model.clamp_min=-0.2",
     "model.norm_eps=1e-5",
 ]
-SCAN = LocalScan()
 
 
 def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str, Tensor]:
@@ -98,20 +97,23 @@ def test_fla_loads_it(run: tuple[Path, dict[str, Tensor]], exported: Path, monke
 
     use_references(monkeypatch)
     mesh = init(trained.configure([]), Launch(0, 1, 0))
-    ours = load_trained(trained, mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
-    theirs.load_state_dict(ours_state := {name: full(p) for name, p in ours.state_dict().items()})
-    assert ours_state.keys() == theirs.state_dict().keys()
-    prompt = torch.tensor([ids])
-    expected = theirs(prompt, use_cache=False).logits
-    logits = ours(prompt, SequenceShard(scan=SCAN, offset=0, seq_len=len(ids)))
-    assert expected.abs().max() > 0.5
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    text = theirs.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=False)[0].tolist()
-    own = list(ids)
-    for _ in range(len(text) - len(ids)):
-        shard = SequenceShard(scan=SCAN, offset=0, seq_len=len(own))
-        own.append(int(ours(torch.tensor([own]), shard)[0, -1].argmax()))
-    assert own == text
+    settings = ParitySettings(tokens=60, prompt_tokens=20, new_tokens=24)
+    (found,) = compare(trained, mesh, settings, [Dtype.fp32])
+    dist.destroy_process_group()
+    assert max(found.error, found.ours, found.theirs) < 1e-5
+    assert found.same == {"greedy": (24, 24), "drawn": (24, 24)}
+    assert "fp32 " in table([found])
+    assert table([found]).endswith("24 of 24     ok")
+
+
+@pytest.mark.gpu
+def test_fla_agrees_on_a_gpu(exported: Path) -> None:
+    trained = find_trained(str(exported))
+    mesh = init(trained.configure([]), Launch(0, 1, 0))
+    found = compare(trained, mesh, ParitySettings(tokens=1000))
+    dist.destroy_process_group()
+    print(table(found))
+    assert all(row.passes for row in found)
 
 
 def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy, Dtype]]) -> list[dict[str, Tensor]]:

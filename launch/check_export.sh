@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Train a little, export, and compare fla's own model with ours on a GPU: logits, and texts of one seed. A few minutes.
+# usage: launch/check_export.sh [KEY=VALUE ...]      settings of train.py, default: model=gla_340m with byte tokens
+#   RUN      a run that there is, in place of training one
+#   OUT      folder for all of it, default: a new one in the system's place for such
+#   STEPS    default 20
+#   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
+# Without a GPU it ends after the export, and an import of it that trains one step on.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "gpu"
+cd "$root"
+
+out="${OUT:-$(mktemp -d)}"
+mkdir -p "$out"
+settings=("$@")
+[ "${#settings[@]}" -gt 0 ] || settings=(model=gla_340m model.vocab_size=259)
+small=(data.seq_len=2048 data.global_batch=1 train.eval_sequences=1 "train.steps=${STEPS:-20}" checkpoint.every=0)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+if [ -z "${RUN:-}" ]; then
+  RUN="$out/run"
+  "$PYTHON" train.py name=check_export run_dir="$RUN" "${small[@]}" "${settings[@]}"
+fi
+"$PYTHON" -m zeco_train.export "$RUN" "$out/export"
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 0 ]; then
+  # Else fla's products of fp32 numbers would be those of tf32.
+  TRITON_F32_DEFAULT=ieee timeout 500 "$PYTHON" -m zeco_train.hf.parity "$out/export"
+else
+  echo "no GPU: fla's model was not compared"
+  "$PYTHON" train.py name=check_import run_dir="$out/on" "${small[@]}" "${settings[@]}" \
+    train.steps=1 checkpoint.load="hf:$out/export"
+fi
+echo "results in $out"

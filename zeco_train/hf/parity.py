@@ -1,0 +1,185 @@
+"""`python -m zeco_train.hf.parity EXPORT`: an export in fla's own model beside ours, on a GPU.
+
+Logits of one sequence, in fp32 and bf16, each also against ours in fp64, and the texts that both generate with the same
+seed, theirs through transformers. fla's model computes with Triton: without a GPU there is nothing to compare with. Its
+products in fp32 are those of tf32 unless TRITON_F32_DEFAULT=ieee is set, which is worth more than what is allowed here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.gla import GLAForCausalLM
+from zeco_train.config import Dtype
+from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.generate.generator import Generator, Limits
+from zeco_train.generate.sampling import Sampling
+from zeco_train.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.overrides import describe_settings, load_settings
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.trained import Trained, find_trained, load_trained
+
+_USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
+# The largest relative error (2-norms) between the two models' logits that passes.
+ALLOWED = {Dtype.fp32: 1e-4, Dtype.bf16: 1e-2}
+
+
+@dataclass
+class ParitySettings:
+    """Attributes:
+    tokens: length of the sequence whose logits are compared.
+    prompt_tokens: of it, what the texts begin with.
+    new_tokens: of each text.
+    seed: of the sequence, and of what is drawn.
+    """
+
+    tokens: int = 4096
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    seed: int = 0
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        for name in ("tokens", "prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be ≥ 1")
+        if self.prompt_tokens > self.tokens:
+            raise ConfigError("prompt_tokens", self.prompt_tokens, f"must be ≤ tokens={self.tokens}")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The two models in one dtype.
+
+    Attributes:
+        dtype: of weights and activations.
+        error: of our logits against theirs, ‖ours − theirs‖ / ‖theirs‖.
+        ours, theirs: of each against our logits in fp64.
+        same: by kind of text (greedy, drawn) how many tokens are the same before the first that differs, of how many.
+    """
+
+    dtype: Dtype
+    error: float
+    ours: float
+    theirs: float
+    same: dict[str, tuple[int, int]]
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= ALLOWED[self.dtype]
+
+
+def compare(
+    trained: Trained, mesh: ProcessMesh, settings: ParitySettings, dtypes: Sequence[Dtype] = tuple(ALLOWED)
+) -> list[Parity]:
+    """Both models in each dtype; of one rank.
+
+    Args:
+        trained: an export.
+    """
+    import fla  # noqa: F401 - tells transformers of its models
+    from transformers import AutoModelForCausalLM
+
+    draw = torch.Generator().manual_seed(settings.seed)
+    # Special tokens have low ids in most vocabularies.
+    first, vocabulary = min(3, trained.model.vocab_size - 1), trained.model.vocab_size
+    ids = torch.randint(first, vocabulary, (settings.tokens,), generator=draw)
+    sequence = ids[None].to(mesh.device)
+    exact = _logits(load_trained(trained, mesh, dtype=Dtype.fp64, strategy=None), sequence)
+    found = []
+    for dtype in dtypes:
+        theirs = AutoModelForCausalLM.from_pretrained(trained.path, dtype=dtype.compute).to(mesh.device).eval()
+        ours = load_trained(trained, mesh, dtype=dtype, strategy=None)
+        with torch.no_grad():
+            expected = theirs(sequence, use_cache=False).logits[0].double()
+        logits = _logits(ours, sequence)
+        generator = Generator(ours, trained.tokenizer, mesh, scan := LocalScan())
+        prompt = ids[: settings.prompt_tokens]
+        same = {
+            name: _same(generator, theirs, prompt, Sampling(temperature=temperature, seed=settings.seed), settings)
+            for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
+        }
+        scan.drain()
+        found.append(Parity(dtype, _error(logits, expected), _error(logits, exact), _error(expected, exact), same))
+        del ours, theirs, generator
+    return found
+
+
+def table(found: Sequence[Parity]) -> str:
+    """The comparison as text."""
+    lines = ["dtype   ours − theirs   allowed   ours − fp64   theirs − fp64   same greedy   same drawn"]
+    for row in found:
+        counts = "   ".join(f"{equal:>4} of {total:<4}" for equal, total in row.same.values())
+        figures = f"{row.error:13.2e}   {ALLOWED[row.dtype]:7.0e}   {row.ours:11.2e}   {row.theirs:13.2e}"
+        lines.append(f"{row.dtype.value:5}   {figures}   {counts}   {'ok' if row.passes else 'TOO FAR APART'}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare; returns the process's exit code, 1 where logits are further apart than is allowed."""
+    if {"-h", "--help"} & set(arguments):
+        print(f"usage: {_USAGE}\n\n{describe_settings(ParitySettings)}")
+        return 0
+    try:
+        if not arguments or "=" in arguments[0]:
+            raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
+        settings = load_settings(ParitySettings, arguments[1:])
+        if not torch.cuda.is_available():
+            raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
+        trained = find_trained(arguments[0])
+        mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))
+        found = compare(trained, mesh, settings)
+        dist.destroy_process_group()
+    except ZecoError as error:
+        print(error.line, file=sys.stderr)
+        return error.exit_code
+    print(table(found))
+    return 0 if all(row.passes for row in found) else 1
+
+
+def _same(
+    generator: Generator, theirs: Any, prompt: Tensor, sampling: Sampling, settings: ParitySettings
+) -> tuple[int, int]:
+    limits = Limits(max_tokens=settings.new_tokens, at_eos=False)
+    own = generator.generate([prompt], sampling, limits)[0].tokens
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        options = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(sampling.seed)
+    row = prompt[None].to(theirs.device)
+    text = theirs.generate(
+        row,
+        attention_mask=torch.ones_like(row),
+        max_new_tokens=settings.new_tokens,
+        min_new_tokens=settings.new_tokens,
+        eos_token_id=None,
+        **options,
+    )
+    other = text[0, len(prompt) :].tolist()
+    equal = next((i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), len(other))
+    return equal, len(other)
+
+
+@torch.no_grad()
+def _logits(model: GLAForCausalLM, sequence: Tensor) -> Tensor:
+    scan = LocalScan()
+    logits = model(sequence, SequenceShard(scan=scan, offset=0, seq_len=sequence.shape[1]))[0].double()
+    scan.drain()
+    return logits
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
