@@ -149,7 +149,8 @@ class Reader(ABC):
         """The batch of some shards, which may be of several sources."""
         assert not self.split.reset_state_at_document or len(shards) == 1, sequence_ids
         tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
-        labels = tokens[:, 1:].contiguous()
+        # A copy, also of a single row: labels that do not count are written over.
+        labels = tokens[:, 1:].clone()
         for row, shard in zip(labels, shards, strict=True):
             if shard.counts is not None:
                 row[torch.from_numpy(~shard.counts)] = IGNORE_INDEX

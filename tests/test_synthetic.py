@@ -196,6 +196,13 @@ def test_ranks_and_segments_read_parts_of_the_same_sequences() -> None:
             assert part.continues == (part.offset > 0)
 
 
+def test_a_single_row_keeps_its_tokens() -> None:
+    """Labels that do not count are written over, and those of one row lie where its tokens do."""
+    alone, together = (loader(DataSplit(768, micro_batch)).batch(0, 0) for micro_batch in (1, 8))
+    assert alone.input_ids.equal(together.input_ids[:1])
+    assert alone.labels.equal(together.labels[:1])
+
+
 def test_validation_has_other_examples() -> None:
     data = DataConfig(kind=DataKind.synthetic, seq_len=64)
     opened = open_data(data, vocab_size=259)
