@@ -37,6 +37,14 @@ def test_rows_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
+def test_a_budget_ends_the_measurement(tmp_path: Path) -> None:
+    outcome = run_here(command.main, "decode", *QUICK, "budget_seconds=0.001", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["rows"] == []
+    assert "contexts from 70 on are not measured: budget_seconds is over" in result["notes"]
+
+
 def test_wrong_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Decoder.step
 

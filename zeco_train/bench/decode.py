@@ -4,6 +4,8 @@ One context after another: the tokens that it has more than the one before it go
 all ranks together (`zeco_train.generate.prefill`). Then each rank goes on by itself, with as many sequences as are
 asked for, from the states there: the likeliest token of each, and a step with it (`zeco_train.generate.decode`). A step
 ends when its token is on the host, as a user has it. Weights and tokens are random, which costs the same as any others.
+Contexts, batches and variants take turns, a part of the steps each, so that whatever else the machine does, it does to
+all of them.
 
 Memory is what the rank holds while it decodes, weights included: on CUDA the most that was allocated, on CPUs what is
 resident, with all that allocators and libraries keep.
@@ -13,9 +15,11 @@ Before anything is timed, logits by steps are compared with those of the chunked
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -36,6 +40,7 @@ from zeco_train.generate.sampling import Sampler, Sampling
 
 # Of logits by steps: rounding of 20 layers in bf16, and of sums in another order in fp32.
 TOLERANCE = {Dtype.bf16: 5e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}
+_ROUNDS = 4
 COLUMNS = {
     "context": ("context", ">9"),
     "batch": ("batch", ">5"),
@@ -68,6 +73,28 @@ def run(config: DecodeConfig, session: Session) -> Report:
     return report
 
 
+@dataclass(frozen=True)
+class _Context:
+    """Logits and states after so many tokens, and how many of them a second went through the model."""
+
+    tokens: int
+    logits: Tensor
+    states: list[Tensor]
+    rate: float
+
+
+@dataclass
+class _Kind:
+    """What is timed, and what has been found of it on this rank: ms of each step, and bytes."""
+
+    context: _Context
+    batch: int
+    variant: str
+    samples: list[float] = field(default_factory=list)
+    memory: int = 0
+    state_bytes: int = 0
+
+
 class _Measurement:
     def __init__(self, config: DecodeConfig, session: Session, report: Report, variants: Sequence[str]) -> None:
         self._config, self._session, self._report, self._variants = config, session, report, variants
@@ -81,37 +108,45 @@ class _Measurement:
         """Add all rows to the report."""
         self._session.enter("checking")
         errors = {variant: self._check(variant) for variant in self._variants}
-        states, position = self._model.zero_states(1, self._session.device), 0
+        contexts = list(self._contexts())
+        kinds = [
+            _Kind(context, batch, variant)
+            for context in contexts
+            for batch in self._config.batches
+            for variant in self._variants
+        ]
+        rounds = min(_ROUNDS, self._config.steps)
+        for turn in range(rounds):
+            for kind in kinds:
+                self._session.enter(f"decoding after {kind.context.tokens:,} tokens")
+                self._time(kind, self._config.steps // rounds + (turn < self._config.steps % rounds))
+        self._report.add([self._row(kind) | {"relative_error": errors[kind.variant]} for kind in kinds])
+
+    def _contexts(self) -> Iterator[_Context]:
+        """The contexts that the budget is enough for."""
+        states, position, rate = self._model.zero_states(1, self._session.device), 0, math.inf
         for context in self._config.contexts:
-            started = time.monotonic()
-            if not self._session.within_budget():
+            if not self._session.within_budget((context - position) / rate):
                 self._report.note(f"contexts from {context:,} on are not measured: budget_seconds is over")
                 return
             self._session.enter(f"a context of {context:,} tokens")
+            started = time.monotonic()
             found = self._prefill.run([self._random(context - position)], states=states)
             assert found is not None
-            states = found[1]
-            rate = (context - position) / self._seconds_since(started)
-            position = context
-            for batch in self._config.batches:
-                rows = [self._time(variant, context, batch, found[0], states) for variant in self._variants]
-                self._report.add(
-                    [
-                        {**row, "prefill_tokens_per_second": rate, "relative_error": errors[row["variant"]]}
-                        for row in rows
-                    ]
-                )
-            self._session.spent(time.monotonic() - started)
+            logits, states = found
+            rate, position = (context - position) / self._seconds_since(started), context
+            yield _Context(context, logits, states, rate)
 
-    def _time(self, variant: str, context: int, batch: int, logits: Tensor, states: Sequence[Tensor]) -> Row:
-        session, config = self._session, self._config
-        own = [state.expand(batch, -1, -1, -1).contiguous() for state in states]
+    def _time(self, kind: _Kind, steps: int) -> None:
+        """Decode for so many steps from the context on, after those that warm up."""
+        session, batch = self._session, kind.batch
+        own = [state.expand(batch, -1, -1, -1).contiguous() for state in kind.context.states]
         if session.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        decoder = Decoder(self._model, own, cuda_graph=variant == "graph")
+        decoder = Decoder(self._model, own, cuda_graph=kind.variant == "graph")
         sampler = Sampler(Sampling(temperature=0), [0] * batch, session.device)
-        logits, samples = logits.expand(batch, -1), []
-        for _ in range(config.warmup + config.steps):
+        logits, samples = kind.context.logits.expand(batch, -1), []
+        for _ in range(self._config.warmup + steps):
             started = time.perf_counter()
             tokens = sampler.draw(logits)
             logits = decoder.step(tokens)
@@ -119,18 +154,23 @@ class _Measurement:
             if session.on_cuda:
                 torch.cuda.synchronize()
             samples.append(1e3 * (time.perf_counter() - started))
+        kind.samples += samples[self._config.warmup :]
         memory = torch.cuda.max_memory_allocated() if session.on_cuda else _resident()
-        by_rank = session.gather(samples[config.warmup :])
+        kind.memory, kind.state_bytes = max(kind.memory, memory), sum(state.nbytes for state in own)
+
+    def _row(self, kind: _Kind) -> Row:
+        by_rank = self._session.gather(kind.samples)
         summary = Summary.of(by_rank)
         return {
             "model": self._run.model.name,
-            "context": context,
-            "batch": batch,
-            "variant": variant,
+            "context": kind.context.tokens,
+            "batch": kind.batch,
+            "variant": kind.variant,
             **summary.as_row(),
-            "tokens_per_second": 1e3 * batch / summary.median,
-            "memory_gb": max(session.gather(memory)) / 1e9,
-            "state_mb": sum(state.nbytes for state in own) / 1e6,
+            "tokens_per_second": 1e3 * kind.batch / summary.median,
+            "memory_gb": max(self._session.gather(kind.memory)) / 1e9,
+            "state_mb": kind.state_bytes / 1e6,
+            "prefill_tokens_per_second": kind.context.rate,
             "samples_ms_by_rank": by_rank,
         }
 
