@@ -18,6 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "zeco_train.build",
+    "zeco_train.trainer",
+]
+
 
 class RankError(AssertionError):
     """A rank failed; the message holds its traceback."""
@@ -30,11 +38,14 @@ def run_distributed(
     timeout: float = 120.0,
     backend: str = "gloo",
     may_die: Collection[int] = (),
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on `world_size` new processes that share a default process group.
 
-    A spawn costs seconds (each rank imports torch), so let `fn` loop over all cases of a world size and name the case
-    in its assertion messages. Ranks use one thread each, and with `backend="nccl"` the CUDA device of their number.
+    They are forked from one process that has imported torch and the trainer and done nothing else, since to import
+    them takes each rank seconds. What they do first still costs, so let `fn` loop over all cases of a world size and
+    name the case in its assertion messages. Ranks have this process's environment as it is now, use one thread each,
+    and with `backend="nccl"` the CUDA device of their number.
 
     Args:
         fn: a function of a module's top level, in a module that spawned processes can import.
@@ -43,6 +54,7 @@ def run_distributed(
         timeout: seconds, after which all ranks are killed. Also the timeout of the process group.
         backend: of `init_process_group`.
         may_die: ranks that may end without a result.
+        fresh: start processes that have imported nothing yet, for what has to be set before an import.
 
     Returns:
         What each rank returned, by rank; None for a rank of `may_die` that vanished.
@@ -50,14 +62,20 @@ def run_distributed(
     Raises:
         RankError: a rank raised (the first in time is reported), vanished, or none of this within `timeout`.
     """
-    context = multiprocessing.get_context("spawn")
+    # What has only looked for CUDA devices must not be forked.
+    fresh = fresh or "nccl" in backend
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="zeco-test-") as folder:
         store = str(Path(folder) / "store")
         ranks: dict[Connection, tuple[int, BaseProcess]] = {}
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process: BaseProcess = context.Process(
-                target=_run_rank, args=(theirs, fn, rank, world_size, store, backend, timeout, args), daemon=True
+                target=_run_rank,
+                args=(theirs, fn, rank, world_size, store, backend, timeout, dict(os.environ), args),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -113,8 +131,12 @@ def _run_rank(
     store: str,
     backend: str,
     timeout: float,
+    environment: dict[str, str],
     args: tuple[object, ...],
 ) -> None:
+    # It has that of the process it was forked from.
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     result, trace = None, None
     try:

@@ -135,7 +135,7 @@ def missing_peer(rank: int, algorithm: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_kernels_in_the_interpreter(world_size: int) -> None:
-    run_distributed(suite, world_size, timeout=240.0)
+    run_distributed(suite, world_size, timeout=240.0, fresh=True)
 
 
 def fallbacks(rank: int, world_size: int) -> None:

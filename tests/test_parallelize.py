@@ -55,10 +55,10 @@ def test_what_a_rank_holds_between_micro_batches() -> None:
 
 
 def _timeouts(rank: int, world_size: int) -> set[float]:
-    mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=7))
+    mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=57))
     groups = [*mesh.devices.get_all_groups(), *mesh.scan_groups]
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
 def test_every_group_of_the_mesh_has_the_timeout() -> None:
-    assert run_distributed(_timeouts, 4, timeout=60) == [{7.0}] * 4
+    assert run_distributed(_timeouts, 4, timeout=60) == [{57.0}] * 4
