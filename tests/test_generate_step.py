@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.test_model import build, tokens_and_labels, whole
+from models.gla_config import FeatureMap
+from tests.test_model import SMALL, build, tokens_and_labels, whole
 from zeco_train.ops import naive_gla
 from zeco_train.ops.recurrent import recurrent_step
 from zeco_train.sp.segments import LayerStates
@@ -66,8 +70,18 @@ def test_steps_of_the_model_equal_the_chunked_operator(prompt: int) -> None:
     assert error < 1e-12, error
 
 
-def test_all_steps_from_the_zero_state() -> None:
-    model, (ids, _) = build(), tokens_and_labels(tokens=70)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_kv_heads": 1},
+        {"feature_map": FeatureMap.relu, "clamp_min": -0.3},
+        {"use_output_gate": False, "tie_word_embeddings": True},
+    ],
+)
+def test_all_steps_from_the_zero_state(changes: dict[str, Any]) -> None:
+    """Whatever the layers are made of."""
+    model, (ids, _) = build(dataclasses.replace(SMALL, **changes)), tokens_and_labels(tokens=70)
     states = model.zero_states(2, ids.device)
     before = [state.data_ptr() for state in states]
     logits = torch.stack([model.step(column, states) for column in ids.T], dim=1)
