@@ -1,6 +1,6 @@
 """`python -m zeco_train.export RUN OUT`: a trained model as a folder that Hugging Face's libraries read.
 
-One process on a CPU, whatever the model was trained on; memory is that of one file of weights. The folder appears by
+One process on a CPU, whatever the model was trained on; memory is that of two files of weights. The folder appears by
 one rename once all in it is on disk. With fla installed, `AutoModelForCausalLM.from_pretrained(OUT)` loads it; no code
 comes with it, so nothing has to be trusted.
 """
@@ -49,11 +49,11 @@ _PAD_OF_BYTES = 0
 @dataclass
 class ExportSettings:
     """Attributes:
-    shard_mb: the most of weights in a file, in MB; memory is about that, too.
+    shard_mb: the most of weights in a file, in MB; memory is about twice that, for a file is read back.
     dtype: of the weights in the files; null: that which they were trained in, bit for bit.
     """
 
-    shard_mb: int = 2000
+    shard_mb: int = 1000
     dtype: Dtype | None = None
 
     def validate(self) -> None:

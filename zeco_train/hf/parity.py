@@ -97,7 +97,8 @@ def compare(
     exact = _logits(load_trained(trained, mesh, dtype=Dtype.fp64, strategy=None), sequence)
     found = []
     for dtype in dtypes:
-        theirs = AutoModelForCausalLM.from_pretrained(trained.path, dtype=dtype.compute).to(mesh.device).eval()
+        theirs: Any = AutoModelForCausalLM.from_pretrained(trained.path, dtype=dtype.compute)
+        theirs = theirs.to(mesh.device).eval()
         ours = load_trained(trained, mesh, dtype=dtype, strategy=None)
         with torch.no_grad():
             expected = theirs(sequence, use_cache=False).logits[0].double()
