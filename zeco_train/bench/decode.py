@@ -8,7 +8,7 @@ Contexts, batches and variants take turns, a part of the steps each, so that wha
 all of them.
 
 Memory is what the rank holds while it decodes, weights included: on CUDA the most that was allocated, on CPUs what is
-resident, with all that allocators and libraries keep.
+resident of the process, with all that libraries and allocators keep, of longer contexts' prompts as well.
 
 Before anything is timed, logits by steps are compared with those of the chunked operator.
 """

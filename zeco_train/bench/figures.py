@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from zeco_train.bench.report import Row
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.plot import BACKEND_COLORS, new_figure, save_figure
+from zeco_train.starts import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,6 +181,8 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
 
 
 def _decode(rows: list[Row], machine: str) -> Figure:
+    from matplotlib.ticker import FuncFormatter
+
     batches = sorted({row["batch"] for row in rows})
     figure, axes = _figure(f"Decoding with {rows[0]['model']} ({machine})", len(batches), 2, 4.6 * len(batches))
     for (left, right), batch in zip(axes, batches, strict=True):
@@ -190,6 +193,9 @@ def _decode(rows: list[Row], machine: str) -> Figure:
         at_once = f"{batch} sequence{'s' if batch > 1 else ''} at once"
         _label(left, at_once, "tokens before", "tokens/s of a rank", log=False)
         _label(right, at_once, "tokens before", "GB of a rank, weights included", log=False)
+        for axis in (left, right):
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
+            axis.set_ylim(top=1.15 * max(float(y) for line in axis.lines for y in line.get_ydata()))
     return figure
 
 
