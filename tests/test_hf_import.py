@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from data.prepare import PrepareOptions, prepare_store
 from models.gla import GLAConfig
 from models.gla_config import FeatureMap
 from tests.commands import train_here
+from tests.stores import write_lines
+from tests.test_data_prepare import hugging_face
 from tests.test_model import reference_logits
 from zeco_train.build import init
 from zeco_train.config import Dtype
-from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import ExportSettings, export, main
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
@@ -29,6 +32,7 @@ from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import find_trained, load_trained
 
+__all__ = ["hugging_face"]
 # The file of fla-hub's 1.3B models of 2024, without what later versions added.
 PUBLISHED: dict[str, Any] = {
     "architectures": ["GLAForCausalLM"], "attn_mode": "chunk", "bos_token_id": 1, "clamp_min": None, "conv_size": 4,
@@ -287,3 +291,26 @@ def test_what_fla_cannot_say_is_not_exported(tmp_path: Path, capsys: pytest.Capt
     assert errors == "error: model.gate_logit_normalizer=8: fla's GLA knows 16 only, so this model cannot be exported\n"
     assert not (tmp_path / "out").exists()
     assert GLAConfig().gate_logit_normalizer == 16
+
+
+def test_a_tokenizer_outlives_its_store(hugging_face: Path, tmp_path: Path) -> None:
+    """The run keeps the files; the export has them as they are."""
+    words = " ".join(f"w{index}" for index in range(200))
+    source = write_lines(tmp_path / "a.jsonl", [{"text": words}] * 3)
+    copy = shutil.copytree(hugging_face / "whole", tmp_path / "tokenizer")
+    prepare_store(PrepareOptions((source,), tmp_path / "store", tokenizer=str(copy), validation_fraction=0))
+    data = ["data=tokens", f"data.path={tmp_path / 'store'}", "data.seq_len=64", "data.global_batch=4"]
+    run = tmp_path / "run"
+    assert train_here(*data, f"run_dir={run}", "train.steps=1", "model.vocab_size=70003").code == 0
+    shutil.rmtree(copy)
+    shutil.rmtree(tmp_path / "store")
+    assert find_trained(str(run)).tokenizer.encode(["w7 w70000"])[0].tolist() == [9, 70002]
+    export(str(run), tmp_path / "out", ExportSettings())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (run / "tokenizer" / name).read_bytes()
+    exported = find_trained(str(tmp_path / "out"))
+    assert exported.tokenizer.decode(exported.tokenizer.encode(["w7 w70000"])[0]) == "w7 w70000"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
+    shutil.rmtree(run / "tokenizer")
+    with pytest.raises(DataError, match=r"no such token store|no tokenizer there"):
+        _ = find_trained(str(run)).tokenizer
