@@ -83,6 +83,7 @@ def test_the_loss_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
     assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
     assert metrics["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-12)
     assert (found["step"], found["ranks"], found["config"]["data"]["seq_len"]) == (2, 1, 64)
+    assert (run / "loss_by_position.png").is_file()
     # An earlier checkpoint is another model.
     assert evaluate(run / "checkpoints/step_00000001", "validation.sequences=5", "--out", tmp_path / "older").code == 0
     assert results(tmp_path / "older")["tasks"]["validation"]["metrics"]["loss"] != metrics["loss"]
@@ -204,7 +205,7 @@ def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monk
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     split = ["sp=zeco", "sp.size=2", "parallel=zero3", "lm_eval.batch_tokens=32", "--out", str(tmp_path / "two")]
     with Command([*launcher, "-m", "zeco_train.evaluate", str(run), *tasks, *split], REPOSITORY) as command:
-        assert command.wait(120).code == 0, command.err
+        assert command.wait(240).code == 0, command.err
     one, two = (results(tmp_path / name)["tasks"] for name in ("one", "two"))
     assert set(one["lm_eval"]["metrics"]) == {
         "zeco_choice/acc",

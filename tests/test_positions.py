@@ -14,7 +14,7 @@ from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train.loss import IGNORE_INDEX, TokenScores, linear_cross_entropy, linear_token_scores
 from zeco_train.metrics import LineWriter, read_metrics
-from zeco_train.position_chart import POSITIONS_PLOT_FILE, VALIDATION_FILE, plot_validations, position_figure
+from zeco_train.position_chart import VALIDATION_FILE, plot_validations, position_figure
 from zeco_train.positions import PositionLosses, PositionSums, bucket_edges
 
 
@@ -118,5 +118,4 @@ def test_a_training_leaves_its_validations(tmp_path: Path) -> None:
         whole = sum((b - a) * loss for (a, b), loss in zip(pairwise(edges), losses, strict=True)) / 768
         assert whole == pytest.approx(of_step["val_loss"], rel=1e-12)
         assert of_step["val_perplexity"] == pytest.approx(math.exp(of_step["val_loss"]), rel=1e-12)
-    assert (tmp_path / "one" / POSITIONS_PLOT_FILE).is_file()
     assert (tmp_path / "one" / "logs" / "rank_0.log").read_text().count("left out: ") == 1
