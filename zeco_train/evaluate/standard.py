@@ -62,7 +62,9 @@ class StandardTasks:
             raise ConfigError("--tasks", names[0], problem)
         from zeco_train.evaluate.language_model import Tasks
 
-        known = Tasks(include_path=self.include_path).all_tasks
+        # Made once: it reads the headers of thousands of files.
+        self._tasks = Tasks(include_path=self.include_path)
+        known = self._tasks.all_tasks
         for name in names:
             if name not in known:
                 close = difflib.get_close_matches(name, [*TASKS, *known], n=3)
@@ -77,14 +79,14 @@ class StandardTasks:
         """
         from lm_eval import simple_evaluate
 
-        from zeco_train.evaluate.language_model import LanguageModel, Tasks
+        from zeco_train.evaluate.language_model import LanguageModel
 
         results = simple_evaluate(
             LanguageModel(service, evaluation.tokenizer, self.seed),
             tasks=list(evaluation.standard),
             num_fewshot=self.num_fewshot,
             limit=self.limit,
-            task_manager=Tasks(include_path=self.include_path),
+            task_manager=self._tasks,
             log_samples=False,
             random_seed=self.seed,
             numpy_random_seed=self.seed,
