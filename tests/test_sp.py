@@ -210,3 +210,20 @@ def test_autocast_changes_nothing() -> None:
             o, _ = gla(*tokens, g, SequenceShard(LocalScan(), 0, 100))
             results.append([o, *torch.autograd.grad(o, tokens, torch.ones_like(o))])
     assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_one_chunk_and_one_head(num_tokens: int, heads: int) -> None:
+    """Where the layout of chunks is that of tokens; an op's outputs must be tensors of their own all the same."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, num_tokens, heads, 8
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
+    g = (-torch.rand(shape, generator=generator, dtype=torch.float64)).requires_grad_()
+    do = torch.randn(shape, generator=generator, dtype=torch.float64)
+    o, _ = gla(q, k, v, g, SequenceShard(LocalScan(), 0, num_tokens))
+    expected, _ = ops.naive_gla(q, k, v, g)
+    torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
+    grads, wanted = (torch.autograd.grad(out, (q, k, v, g), do) for out in (o, expected))
+    for own, reference in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(own, reference, rtol=0, atol=1e-11)

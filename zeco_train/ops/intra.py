@@ -110,7 +110,8 @@ def intra_grads(
 
     scores = _own_scores(queries, keys)
     own_grads = score_grads.diagonal(dim1=-2, dim2=-1).view(*queries.shape[:-1], 1)
-    dq, dk = score_grads.new_empty(2, *queries.shape).unbind()
+    # Each its own memory: of one chunk and one head they are returned as they are, and an op's outputs must not alias.
+    dq, dk = (score_grads.new_empty(queries.shape) for _ in range(2))
     torch.mul(keys, own_grads, out=dq)
     torch.mul(queries, own_grads, out=dk)
     for pairs in _block_pairs(queries, keys, g, documents):
