@@ -5,8 +5,9 @@
 #   NPROC    ranks, default 2; even, so that keys and questions lie apart
 #   RUN_DIR  where the runs go, a folder each, default runs/recall; started again, it goes on where it was
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
-# Three runs, each from the weights of the one before: the mechanism first, where a question may also be answered by an
-# earlier one; then questions that only the states of the other rank answer, among four pairs and among two.
+# Four runs, each from the weights of the one before, of 2, 4, 8 and 16 pairs. The circuit that joins a value to the key
+# before it forms within 300 steps where there are two keys only; with 16 from the start a model first learns to guess
+# among the values that it has seen, and stays there.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
 cd "$root"
@@ -22,10 +23,13 @@ stage() { # NAME FROM SETTINGS…
     "name=$name" "run_dir=$run_dir/$name" ${load:+"checkpoint.load=$run_dir/$load"} "$@"
 }
 
-short=(data.seq_len=32 data.global_batch=64 data.micro_batch=64 optim.lr=5e-3)
-stage mechanism "" "$@"
-stage four "mechanism" "${short[@]}" data.synthetic.queries=4 train.steps=1000 "$@"
-stage two "four" "${short[@]}" data.synthetic.facts=2 data.synthetic.queries=2 train.steps=450 \
-  sched.warmup_steps=10 "$@"
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m zeco_train.evaluate "$run_dir/two" \
+told() { # PAIRS QUERIES SEQ_LEN STEPS
+  settings=(data.synthetic.facts="$1" data.synthetic.keys="$1" data.synthetic.queries="$2" data.seq_len="$3" train.steps="$4")
+}
+
+told 2 1 16 500 && stage stage_1 "" "${settings[@]}" "$@"
+told 4 2 16 200 && stage stage_2 stage_1 "${settings[@]}" "$@"
+told 8 4 32 400 && stage stage_3 stage_2 "${settings[@]}" "$@"
+told 16 8 64 600 && stage stage_4 stage_3 "${settings[@]}" "$@"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m zeco_train.evaluate "$run_dir/stage_4" \
   --tasks recall recall.depths=0 recall.examples=500 recall.zeroed=true

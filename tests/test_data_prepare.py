@@ -205,6 +205,8 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
         (tmp_path / "old.txt").write_text("old")
         assert main([str(tmp_path / "old.txt"), "--out", str(out)]) == 0
     command = [sys.executable, "-m", "data.prepare", str(source), "--out", str(out), "--workers", "2", "--overwrite"]
+    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

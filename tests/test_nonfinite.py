@@ -17,6 +17,7 @@ from data.loader import Batch
 from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train.errors import ConfigError, NonFiniteError
+from zeco_train.forward import SequenceForward
 from zeco_train.nonfinite import skip_limit
 from zeco_train.step import Numbers, TrainingStep
 
@@ -27,7 +28,7 @@ GRADIENT, ACTIVATION = "model.layers.0.attn.o_proj.weight", "model.layers.1.attn
 @contextlib.contextmanager
 def _poison(gradient_ids: list[int], activation_ids: list[int], rank: int) -> Iterator[None]:
     """Make a gradient of rank 1, and what enters a layer of rank 0, NaN whenever certain sequences are trained on."""
-    backward, forward = TrainingStep.backward, TrainingStep._forward
+    backward, forward = TrainingStep.backward, SequenceForward.loss
 
     def bad_backward(self: TrainingStep, segments: list[Batch], **options: Any) -> torch.Tensor | None:
         share = backward(self, segments, **options)
@@ -36,7 +37,7 @@ def _poison(gradient_ids: list[int], activation_ids: list[int], rank: int) -> It
             grad.to_local().fill_(torch.nan)
         return share
 
-    def bad_forward(self: TrainingStep, batch: Batch, *arguments: Any) -> torch.Tensor:
+    def bad_forward(self: SequenceForward, batch: Batch, *arguments: Any) -> torch.Tensor:
         if rank != 0 or batch.sequence_ids != activation_ids:
             return forward(self, batch, *arguments)
         module = self.model.get_submodule(ACTIVATION)
@@ -46,7 +47,10 @@ def _poison(gradient_ids: list[int], activation_ids: list[int], rank: int) -> It
         finally:
             handle.remove()
 
-    with mock.patch.multiple(TrainingStep, backward=bad_backward, _forward=bad_forward):
+    with (
+        mock.patch.object(TrainingStep, "backward", bad_backward),
+        mock.patch.object(SequenceForward, "loss", bad_forward),
+    ):
         yield
 
 

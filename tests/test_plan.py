@@ -343,8 +343,8 @@ def _h200(world_size: int, kilotokens: int, sp: str, *more: str) -> list[str]:
     return ["model=gla_1b", "train.dtype=bf16", "gpu=h200", sp, *split, *more]
 
 
-# Without a length and a number of ranks of their own.
-NO_LENGTH = ("quickstart", "gla_1b_extension")
+# Without a number of ranks of their own, or a length.
+NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall")
 
 MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     # README: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.

@@ -59,8 +59,9 @@ def test_slices_join_and_do_not_depend_on_how_they_are_cut(task: Task) -> None:
         assert not np.array_equal(whole, make(config, index + 1, depth=depth).read(0, LENGTH + 1))
 
 
-def test_recall_asks_in_the_second_half_for_what_stands_in_the_first() -> None:
-    config = SyntheticConfig(facts=8, queries=8, alphabet=16)
+@pytest.mark.parametrize("keys", [None, 12, 8])
+def test_recall_asks_in_the_second_half_for_what_stands_in_the_first(keys: int | None) -> None:
+    config = SyntheticConfig(facts=8, queries=8, alphabet=16, keys=keys)
     for index, depth in itertools.product(range(8), [None, 0.0, 0.5, 1.0]):
         example = make(config, index, 128, depth)
         tokens = example.read(0, 129)
@@ -69,6 +70,7 @@ def test_recall_asks_in_the_second_half_for_what_stands_in_the_first() -> None:
         told, asked = places[places < 64], places[places >= 64]
         values = {int(tokens[place]): int(tokens[place + 1]) for place in told}
         assert len(values) == len(asked) == 8
+        assert max(values) < FIRST_SYMBOL + (keys or 16)
         assert {int(tokens[place]) for place in asked} == set(values)
         assert [answer.start for answer in example.answers] == [place + 1 for place in asked]
         assert all(values[int(tokens[place])] == tokens[place + 1] for place in asked)
@@ -145,6 +147,8 @@ def test_a_million_tokens_are_made_a_slice_at_a_time() -> None:
     ("config", "expected"),
     [
         (SyntheticConfig(facts=0), "data.synthetic.facts=0: must be from 1 to 64 (pairs of a key and a value)"),
+        (SyntheticConfig(facts=5, keys=4), "data.synthetic.facts=5: must be from 1 to 4 (pairs of a key and a value)"),
+        (SyntheticConfig(keys=65), "data.synthetic.keys=65: must be from 1 to 64"),
         (SyntheticConfig(alphabet=128), "data.synthetic.alphabet=128: must be from 1 to 127"),
         (
             SyntheticConfig(task=Task.needle, queries=2),

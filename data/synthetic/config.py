@@ -65,6 +65,8 @@ class SyntheticConfig:
     queries: of recall: how often a key's value is asked for; None for as often as there are facts, each once. (What is
         asked again can also be read off the first time: easier to learn, but not to be measured by.)
     alphabet: of recall: how many symbols may be keys, and how many other ones values.
+    keys: of recall: only so many of the keys are used; None for all. (Fewer are easier to learn: with as many as there
+        are pairs, each has a value in every example.)
     digits: of the numbers of needles and variables.
     tokenizer: of the texts: `bytes`, or the folder of a Hugging Face tokenizer.
     """
@@ -73,6 +75,7 @@ class SyntheticConfig:
     facts: int | None = None
     queries: int | None = None
     alphabet: int = 64
+    keys: int | None = None
     digits: int = 4
     tokenizer: str = "bytes"
 
@@ -86,6 +89,11 @@ class SyntheticConfig:
         """`queries`, or the default."""
         return self.num_facts if self.queries is None else self.queries
 
+    @property
+    def num_keys(self) -> int:
+        """`keys`, or the default."""
+        return self.alphabet if self.keys is None else self.keys
+
     def validate(self, prefix: str = "data.synthetic") -> None:
         """Raise `ConfigError` for a value out of range, or one that the task does not read."""
         defaults = SyntheticConfig()
@@ -93,6 +101,7 @@ class SyntheticConfig:
             "facts": [task for task in Task if task is not Task.needle],
             "queries": [Task.recall],
             "alphabet": [Task.recall],
+            "keys": [Task.recall],
             "digits": [Task.needle, Task.needle_multikey, Task.needle_multivalue, Task.variables],
             "tokenizer": [task for task in Task if task.is_text],
         }
@@ -106,6 +115,7 @@ class SyntheticConfig:
             "facts": (self.num_facts, self._most_facts),
             "queries": (self.num_queries, 1 << 20),
             "alphabet": (self.alphabet, LARGEST_ALPHABET),
+            "keys": (self.num_keys, self.alphabet),
             "digits": (self.digits, 9),
         }
         for name, (value, most) in limits.items():
@@ -118,7 +128,7 @@ class SyntheticConfig:
         """Keys of recall differ, and so do names and boxes; a count has one digit."""
         match self.task:
             case Task.recall:
-                return self.alphabet
+                return self.num_keys
             case Task.counting:
                 return LARGEST_COUNT
             case _:

@@ -131,8 +131,10 @@ class OpenedSynthetic(OpenedData):
     def identity(self) -> dict[str, Any]:
         """See `OpenedData`."""
         config = self.train[0].config
-        values = {name: getattr(config, name) for name in ("num_facts", "num_queries", "alphabet", "digits")}
-        names = {"num_facts": "facts", "num_queries": "queries"}
+        values = {
+            name: getattr(config, name) for name in ("num_facts", "num_queries", "alphabet", "num_keys", "digits")
+        }
+        names = {"num_facts": "facts", "num_queries": "queries", "num_keys": "keys"}
         settings = {f"data.synthetic.{names.get(name, name)}": value for name, value in values.items()}
         tokenizer = load_tokenizer(config.tokenizer).info
         return {"data.synthetic.task": config.task.value, **settings, "data.tokenizer": tokenizer}

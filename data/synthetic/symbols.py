@@ -38,7 +38,8 @@ class Recall:
     vocab_size = FIRST_SYMBOL + NUM_SYMBOLS
 
     def __init__(self, config: SyntheticConfig) -> None:
-        self._pairs, self._queries, self._alphabet = config.num_facts, config.num_queries, config.alphabet
+        self._pairs, self._queries = config.num_facts, config.num_queries
+        self._keys, self._alphabet = config.num_keys, config.alphabet
 
     @property
     def chance(self) -> float:
@@ -61,7 +62,7 @@ class Recall:
         else:
             first = round(depth * (half - 2 * self._pairs))
             places = list(range(first, first + 2 * self._pairs, 2))
-        keys = draws.pick(self._pairs, self._alphabet, "keys")
+        keys = draws.pick(self._pairs, self._keys, "keys")
         values = [draws.below(self._alphabet, f"value {number}") for number in range(self._pairs)]
         questions = sorted(draws.pick(self._queries, (length + 1 - half) // 2, "questions"))
         asked = draws.pick(self._pairs, self._pairs, "asked")

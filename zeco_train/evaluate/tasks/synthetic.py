@@ -181,12 +181,14 @@ class Recall(SyntheticTask):
         facts: pairs of a key and a value; null: as trained on, else 8.
         queries: how often a value is asked for; null: once for each pair.
         alphabet: how many symbols may be keys, and how many values; null: as trained on, else 64.
+        keys: only so many of the keys are used; null: as trained on, else all.
     """
 
     task: ClassVar[Task] = Task.recall
     facts: int | None = None
     queries: int | None = None
     alphabet: int | None = None
+    keys: int | None = None
 
 
 @dataclass
