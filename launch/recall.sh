@@ -5,7 +5,7 @@
 #   NPROC    ranks, default 2; even, so that keys and questions lie apart
 #   RUN_DIR  where the runs go, a folder each, default runs/recall; started again, it goes on where it was
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
-# Three runs, each from the weights of the one before, of 2, 4 and 8 pairs. The circuit that joins a value to the key before
+# Three runs, each from the weights of the one before, of 2, 8 and 16 pairs. The circuit that joins a value to the key before
 # it forms within some hundred steps where there are two keys only; with more from the start a model first learns to guess
 # among the values that it has seen, and stays there.
 set -euo pipefail
@@ -27,8 +27,8 @@ told() { # PAIRS QUERIES SEQ_LEN STEPS
   settings=(data.synthetic.facts="$1" data.synthetic.keys="$1" data.synthetic.queries="$2" data.seq_len="$3" train.steps="$4")
 }
 
-told 2 1 16 600 && stage stage_1 "" "${settings[@]}" "$@"
-told 4 2 16 600 && stage stage_2 stage_1 "${settings[@]}" "$@"
-told 8 4 32 800 && stage stage_3 stage_2 "${settings[@]}" "$@"
+told 2 1 16 400 && stage stage_1 "" "${settings[@]}" "$@"
+told 8 4 32 1000 && stage stage_2 stage_1 "${settings[@]}" "$@"
+told 16 8 64 1000 && stage stage_3 stage_2 "${settings[@]}" "$@"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m zeco_train.evaluate "$run_dir/stage_3" \
   --tasks recall recall.depths=0 recall.examples=500 recall.zeroed=true

@@ -40,7 +40,8 @@ _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, Checkpoint
 # Of ranks that say nothing of a cause of their own: they lost a peer, were ended by their launcher, or have saved.
 _CONSEQUENCES = {6, SAVED, -signal.SIGTERM}
 _TAIL_LINES = 20
-_SECONDS_FOR_OTHERS = 15.0
+# Longer than ranks leave rank 0 to speak before its ranks have joined.
+_SECONDS_FOR_OTHERS = 30.0
 
 
 class RankFiles(DefaultLogsSpecs):
@@ -98,8 +99,10 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str]) -> int:
         code = 0
     except ChildFailedError as error:
         lines, code = _explain(*error.get_first_failure(), files)
-        if node == 0:
-            # Here, where the error keeps the agent and its store: without it nobody learns whose fault it was, and
+        _note_end(output, node)
+        if node == 0 or 0 in files.ranks:
+            # Here, where the error keeps the agent and its stores, the rendezvous' on the first node and the ranks' on
+            # that of rank 0: without them nobody learns whose fault it was, or that it has been told already, and
             # torchrun on the other nodes would end ranks that are about to end by themselves.
             _wait_for_others(output, nodes)
     except SignalException as error:
@@ -108,7 +111,7 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str]) -> int:
         lines, code = [f"node {node} has no connection to the first one at {endpoint}: {error}".splitlines()[0]], FAILED
     finally:
         shutil.rmtree(files.root_log_dir, ignore_errors=True)
-        (output / f"node_{node:04d}.ended").touch()
+        _note_end(output, node)
     os.write(console, "".join(f"{line}\n" for line in lines).encode())
     return code
 
@@ -119,7 +122,9 @@ def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list
     if code == SAVED:
         return [], SAVED
     lines = files.errors()
-    if code not in _CONSEQUENCES:
+    # One rank speaks for all that have met the same error.
+    told_elsewhere = code in _FINAL_CODES and not lines and 0 not in files.ranks
+    if code not in _CONSEQUENCES and not told_elsewhere:
         if not lines and rank:
             # A fault that no message was written for.
             lines = files.tail(rank)
@@ -128,9 +133,13 @@ def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list
     return lines, FINAL + code if code in _FINAL_CODES else FAILED
 
 
+def _note_end(output: Path, node: int) -> None:
+    (output / f"node_{node:04d}.ended").touch()
+
+
 def _wait_for_others(output: Path, nodes: int) -> None:
     deadline = time.monotonic() + _SECONDS_FOR_OTHERS
-    while len(list(output.glob("node_*.ended"))) < nodes - 1 and time.monotonic() < deadline:
+    while len(list(output.glob("node_*.ended"))) < nodes and time.monotonic() < deadline:
         time.sleep(0.2)
 
 

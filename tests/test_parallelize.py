@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.distributed import run_distributed
@@ -57,6 +58,8 @@ def test_what_a_rank_holds_between_micro_batches() -> None:
 def _timeouts(rank: int, world_size: int) -> set[float]:
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=57))
     groups = [*mesh.devices.get_all_groups(), *mesh.scan_groups]
+    # A group is made here before its peers are done with it: one that ended now would break theirs.
+    dist.barrier()
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 

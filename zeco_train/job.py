@@ -152,7 +152,11 @@ class Job:
         """
         joined = dist.is_initialized()
         if self.launch.rank != 0:
-            time.sleep(_SECONDS_AMONG_RANKS if joined else _SECONDS_TO_IMPORT)
+            deadline = time.monotonic() + _SECONDS_TO_IMPORT
+            while not joined and not self.watchdog.has_spoken() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            # The end of this rank has its launcher end the others, in the middle of a word.
+            time.sleep(_SECONDS_AMONG_RANKS)
         # Without the launcher's store nobody knows who has spoken, and before the ranks have joined nobody agrees.
         if (not joined and self._store is None) or self.watchdog.may_speak():
             _say(error)

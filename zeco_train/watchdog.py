@@ -59,6 +59,7 @@ class Watchdog:
         self._stop = threading.Event()
         # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
         self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._spoken = f"{self._prefix}/spoken"
         if store is not None:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -101,15 +102,24 @@ class Watchdog:
         if self._store is None:
             return self._launch.rank == 0
         try:
-            return self._store.add(f"{self._prefix}/spoken", 1) == 1
+            return self._store.add(self._spoken, 1) == 1
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
             return self._launch.local_rank == 0
 
+    def has_spoken(self) -> bool:
+        """True once a rank has been given the word by `may_speak`, or when that cannot be known any more."""
+        if self._store is None:
+            return False
+        try:
+            return self._store.check([self._spoken])
+        except (dist.DistError, RuntimeError):
+            return True
+
     def diagnose(self, error: Exception) -> CommunicationError:
         """The error for the user behind a failed communication: it names the rank at fault."""
         rank, others = self._launch.rank, [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        operation = error.operation if isinstance(error, CommunicationError) else self._operation()
+        operation = self._operation(error)
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, CommunicationError):
             detail = error.problem if error.peer is None else f"with rank {error.peer}: {error.problem}"
@@ -144,9 +154,12 @@ class Watchdog:
             except (dist.DistError, RuntimeError):
                 return
 
-    def _operation(self) -> str:
-        """What this rank was doing: its activity, and what it has last communicated."""
-        last = last_communication() if dist.is_initialized() else ""
+    def _operation(self, error: Exception) -> str:
+        """What this rank was doing: its activity, and the communication that has failed, or the last one."""
+        if isinstance(error, CommunicationError):
+            last = "" if error.operation == self.activity else error.operation
+        else:
+            last = last_communication() if dist.is_initialized() else ""
         return f"{self.activity}, {last}" if last else self.activity
 
     def _watch(self, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]) -> None:

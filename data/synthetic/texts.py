@@ -101,7 +101,7 @@ class Texts:
             case Task.variables:
                 return 1 / _NUM_NAMES
             case _:
-                return float(10**-self._config.digits)
+                return 1 / (9 * 10 ** (self._config.digits - 1))
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""

@@ -1,0 +1,52 @@
+"""What is said of a lost peer: which rank, in which step, in which operation."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from zeco_train import watchdog
+from zeco_train.errors import CommunicationError
+from zeco_train.mesh import Launch
+from zeco_train.watchdog import Watchdog
+
+
+@pytest.fixture(autouse=True)
+def moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(watchdog, "_LISTEN_SECONDS", 0.3)
+
+
+def test_a_silent_peer_is_named_with_step_and_operation() -> None:
+    """Rank 1 lives, rank 2 has never been heard of; rank 0 meets the loss in a scan, which knows of no steps."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    alive = [Watchdog(Launch(rank, 3, rank), store) for rank in range(2)]
+    alive[0].enter("step 7, micro-batch 2 of 4")
+    error = alive[0].diagnose(CommunicationError(0, "all_scan_chain forward: receive of block 0", "closed", 1))
+    for rank in alive:
+        rank.stop()
+    assert str(error).startswith(
+        "rank 0: step 7, micro-batch 2 of 4, all_scan_chain forward: receive of block 0: rank 2 no longer answers"
+    )
+    assert "rank 1" not in str(error)
+
+
+def test_the_activity_is_not_said_twice() -> None:
+    watchdog = Watchdog(Launch(0, 2, 0), None)
+    watchdog.enter("step 7, optimizer")
+    error = watchdog.diagnose(CommunicationError(0, "step 7, optimizer", "silent for 10 s", 1))
+    assert str(error) == "rank 0: step 7, optimizer: with rank 1: silent for 10 s"
+
+
+def test_one_rank_speaks_and_the_others_know_it() -> None:
+    store = dist.HashStore()
+    first, second = (Watchdog(Launch(rank, 2, rank), store) for rank in range(2))
+    assert not first.has_spoken()
+    assert first.may_speak()
+    assert second.has_spoken()
+    assert not second.may_speak()
+    first.stop()
+    second.stop()
