@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from data.synthetic.config import FIRST_SYMBOL, SyntheticConfig, Task
 from data.synthetic.example import Example
 from data.synthetic.tasks import draws_for, make_task
 from data.tokenizer import ByteTokenizer
+from tests.distributed import run_distributed
+from tests.training import train
 from zeco_train.config import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.loss import IGNORE_INDEX
@@ -235,3 +239,19 @@ def test_mistakes_of_a_command_line(overrides: list[str], expected: str | None) 
     with pytest.raises(ConfigError) as caught:
         load_config(overrides)
     assert str(caught.value).startswith(expected)
+
+
+def _train_on_recall(rank: int, world_size: int, run_dir: str, steps: int) -> list[dict[str, Any]]:
+    settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", "train.dtype=fp64", "parallel=ddp"]
+    return train(rank, world_size, run_dir, *settings, f"train.steps={steps}", "checkpoint.every=2", "sched=constant")[
+        "rows"
+    ]
+
+
+def test_a_run_goes_on_on_another_split(tmp_path: Path) -> None:
+    unbroken = run_distributed(_train_on_recall, 1, str(tmp_path / "unbroken"), 4)[0]
+    run_distributed(_train_on_recall, 1, str(tmp_path / "run"), 2)
+    rows = run_distributed(_train_on_recall, 2, str(tmp_path / "run"), 4)[0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row, expected in zip(rows, unbroken, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-9)

@@ -217,10 +217,11 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return _ALWAYS_BEFORE | stored
+    return stored
 
 
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    stored = {key: value for key, value in _ALWAYS_BEFORE.items() if key in wanted} | dict(stored)
     for key in sorted({*stored, *wanted}):
         if stored.get(key) == wanted.get(key):
             continue
