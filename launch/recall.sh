@@ -29,6 +29,6 @@ told() { # PAIRS QUERIES SEQ_LEN STEPS
 
 told 2 1 16 400 && stage stage_1 "" "${settings[@]}" "$@"
 told 8 4 32 1000 && stage stage_2 stage_1 "${settings[@]}" "$@"
-told 16 16 64 800 && stage stage_3 stage_2 "${settings[@]}" "$@"
+told 16 16 64 1600 && stage stage_3 stage_2 "${settings[@]}" "$@"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m zeco_train.evaluate "$run_dir/stage_3" \
   --tasks recall recall.depths=0 recall.examples=500 recall.zeroed=true
