@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zeco_train import job
 from zeco_train.errors import ConfigError, OutOfMemoryError, ZecoError
@@ -87,5 +88,19 @@ def test_a_rank_that_is_alone_with_its_mistake(
         code = Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("alone"))
     assert code == 1
     assert leave.called == joined
-    assert waits == [2.0 if joined else 20.0]
+    assert sum(waits) == (2.0 if joined else 22.0)
     assert capsys.readouterr().err == ("error: alone\n" if speaks else "")
+
+
+def test_a_rank_leaves_once_rank_0_has_spoken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    waits: list[float] = []
+    monkeypatch.setattr(job.time, "sleep", waits.append)
+    assert Job(Launch(0, 2, 0), ADVICE).fail(ZecoError("all alike")) == 1
+    assert waits == []
+    assert Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("all alike")) == 1
+    assert waits == [2.0]
+    assert capsys.readouterr().err == "error: all alike\n"

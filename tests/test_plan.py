@@ -344,7 +344,7 @@ def _h200(world_size: int, kilotokens: int, sp: str, *more: str) -> list[str]:
 
 
 # Without a number of ranks of their own, or a length.
-NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall")
+NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
 
 MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     # README: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# The first stage of launch/recall.sh.
-STAGE = ["facts=2", "keys=2", "queries=1"]
+# The first stage of launch/recall.sh, in smaller batches.
+STAGE = ["data.seq_len=16", "data.global_batch=32", "data.micro_batch=32", "train.steps=350"]
+TASK = ["data.synthetic.facts=2", "data.synthetic.keys=2", "data.synthetic.queries=1"]
+QUIET = ["train.eval_every=0", "train.eval_sequences=0", "checkpoint.every=0"]
 
 
 def run_on_two_ranks(*command: str) -> None:
@@ -24,13 +26,11 @@ def run_on_two_ranks(*command: str) -> None:
 @pytest.mark.slow
 def test_keys_and_questions_on_different_ranks(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path}/run"
-    settings = [f"data.synthetic.{setting}" for setting in STAGE]
-    length = ["data.seq_len=16", "train.steps=400", "train.eval_every=0", "checkpoint.every=0"]
-    run_on_two_ranks("train.py", "+experiment=gla_recall", run, *settings, *length)
+    run_on_two_ranks("train.py", "+experiment=gla_recall", run, *TASK, *STAGE, *QUIET)
     asked = ["recall.depths=0", "recall.examples=400", "recall.queries=1", "recall.zeroed=true"]
     command = ["-m", "zeco_train.evaluate", f"{tmp_path}/run", "--tasks", "recall", "--out", f"{tmp_path}/out"]
     run_on_two_ranks(*command, *asked)
-    recall = json.loads((tmp_path / "out" / "results.json").read_bytes())["recall"]
+    recall = json.loads((tmp_path / "out" / "results.json").read_bytes())["tasks"]["recall"]
     [[whole]], [[zeroed]] = recall["whole"]["accuracy"], recall["zeroed"]["accuracy"]
     assert whole > 0.9
     # Within four standard errors of chance.

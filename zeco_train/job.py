@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # what it needs on a busy machine, or, once all work together, for a moment.
 _SECONDS_TO_IMPORT = 20.0
 _SECONDS_AMONG_RANKS = 2.0
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,10 @@ class Job:
         """
         joined = dist.is_initialized()
         if self.launch.rank != 0:
-            deadline = time.monotonic() + _SECONDS_TO_IMPORT
-            while not joined and not self.watchdog.has_spoken() and time.monotonic() < deadline:
-                time.sleep(0.2)
+            waited = 0.0
+            while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.has_spoken():
+                time.sleep(_LOOK_SECONDS)
+                waited += _LOOK_SECONDS
             # The end of this rank has its launcher end the others, in the middle of a word.
             time.sleep(_SECONDS_AMONG_RANKS)
         # Without the launcher's store nobody knows who has spoken, and before the ranks have joined nobody agrees.
