@@ -71,6 +71,7 @@ nodes="${TRAIN_NODES:-$SLURM_JOB_NUM_NODES}"
   fail "TRAIN_NODES=$nodes: must be 1 to $SLURM_JOB_NUM_NODES, the nodes of the job"
 [[ "${CHECKS:=stop}" =~ ^(stop|warn|off)$ ]] || fail "CHECKS=$CHECKS: must be stop, warn or off"
 [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "RESTARTS=$RESTARTS: must be a number"
+[[ "${PORT:=$((20000 + SLURM_JOB_ID % 400 * 100))}" =~ ^[0-9]+$ ]] || fail "PORT=$PORT: must be a number"
 if [ -z "${PYTHON:-}" ]; then
   PYTHON="$root/.venv/bin/python"
   [ -x "$PYTHON" ] || PYTHON="$(command -v python || command -v python3)" || fail "PYTHON: no python found; name one"
@@ -101,7 +102,7 @@ on_nodes() {
   return "$code"
 }
 
-newest_checkpoint() { (cd "$run_dir/checkpoints" 2>/dev/null && printf '%s\n' step_???????? | tail -n 1) || true; }
+newest_checkpoint() { (cd "$run_dir/checkpoints" 2>/dev/null && compgen -G 'step_????????' | tail -n 1) || echo "the start"; }
 
 requeue() {
   say "requeue: $1; goes on from $(newest_checkpoint) of $run_dir"
@@ -111,6 +112,15 @@ requeue() {
   exit 0
 }
 
+# Where the ranks meet: the first of the nodes that are not excluded, unless told otherwise.
+head_address() {
+  local host
+  for host in "${hosts[@]}"; do
+    [[ ",$excluded," = *",$host,"* ]] || break
+  done
+  echo "${given_address:-$(scontrol show node "$host" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}"
+}
+
 check() {
   local report code=0
   report="$output/checks.json"
@@ -118,21 +128,24 @@ check() {
     --run-dir "$run_dir" --report "$report" $([ "$gpus" = 0 ] || echo --gpus) || code=$?
   [ -z "$warned$ended" ] || return 0
   excluded="$("$PYTHON" -c 'import json, sys; print(",".join(json.load(open(sys.argv[1]))["bad"]))' "$report" 2>/dev/null)" || true
-  [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ] || excluded=""
+  # With too few left, nobody is left out: then CHECKS=warn trains on all of them.
+  [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ] && [ "$code" -eq 0 ] || excluded=""
   [ "$code" -eq 0 ] || [ "$CHECKS" = warn ] || fail "the checks above found faults (CHECKS=warn starts all the same)"
 }
 
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export NODE_NAMES="${hosts[*]}"
-failures=0 excluded=""
+failures=0 excluded="" given_address="${HEAD_ADDRESS:-}"
 for ((attempt = 0; ; attempt++)); do
   output="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt"
   mkdir -p "$output"
   # Attempts of one job meet at different ports: the one before may not have let go of its own.
-  export HEAD_PORT=$((${PORT:-$((20000 + SLURM_JOB_ID % 400 * 100))} + attempt % 50 * 2))
-  export HEAD_ADDRESS="${HEAD_ADDRESS:-$(scontrol show node "${hosts[0]}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}"
+  export HEAD_PORT=$((PORT + attempt % 50 * 2))
   say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}.$attempt: $nodes nodes × $ranks ranks ($SLURM_JOB_NODELIST), $run_dir"
+  excluded=""
+  export HEAD_ADDRESS="$(head_address)"
   [ "$CHECKS" = off ] || check
+  export HEAD_ADDRESS="$(head_address)"
   before="$(newest_checkpoint)" code=75
   if [ -z "$warned$ended" ]; then
     code=0

@@ -1,0 +1,104 @@
+"""`launch/slurm_256gpu.sh` without a Slurm: on which nodes it trains, where their ranks meet, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import REPOSITORY
+
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+"show hostnames") printf '%s\\n' n0 n1 n2 ;;
+"show node") echo "   NodeAddr=address-of-$3 NodeHostName=$3" ;;
+esac
+"""
+# The checks find the nodes of BAD at fault; the ranks fail once, then they finish.
+SRUN = """#!/bin/bash
+echo "srun at $HEAD_ADDRESS $*"
+bad=($BAD)
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --report) report="$2" ;;
+    --need) needed="$2" ;;
+    */slurm_node.py) training=1 ;;
+  esac
+  shift
+done
+if [ -n "${training:-}" ]; then
+  [ -e failed ] || { touch failed; exit 70; }
+else
+  echo "{\\"bad\\": [$(printf '"%s",' $BAD | sed 's/,$//')]}" >"$report"
+  [ "$needed" -le $((3 - ${#bad[@]})) ]
+fi
+"""
+
+
+def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script as Slurm would, on three nodes."""
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment |= {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "zeco",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_NODELIST": "n[0-2]",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "PYTHON": sys.executable,
+        "RUN_DIR": str(folder / "a run"),
+        "RANKS_PER_NODE": "1",
+        "BAD": "n0",
+        **variables,
+    }
+    command = ["bash", str(REPOSITORY / "launch" / "slurm_256gpu.sh"), "--", "train.steps=3"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def steps(output: str) -> list[tuple[str, str, str | None]]:
+    """Of each step of the job: where the first node is, how many there are, and which are left out."""
+    lines = re.findall(r"^srun at (\S+) --nodes=(\d) .*", output, re.M)
+    excluded = [re.search(r"--exclude=(\S+)", line) for line in output.splitlines() if line.startswith("srun at ")]
+    return [(*line, match and match[1]) for line, match in zip(lines, excluded, strict=True)]
+
+
+def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
+    """The ranks meet on the first node that trains, and each start's checks are for all nodes again."""
+    job = submit(tmp_path, TRAIN_NODES="2")
+    assert job.returncode == 0, job.stderr
+    start = [("address-of-n0", "3", None), ("address-of-n1", "2", "n0")]
+    assert steps(job.stdout) == start * 2
+    assert "starting again from the start, 1 of 3 without a new checkpoint" in job.stdout
+
+
+def test_where_ranks_meet_can_be_said(tmp_path: Path) -> None:
+    job = submit(tmp_path, TRAIN_NODES="2", HEAD_ADDRESS="10.0.0.1", CHECKS="off")
+    assert steps(job.stdout) == [("10.0.0.1", "2", None)] * 2
+
+
+def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> None:
+    job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
+    assert job.returncode == 0, job.stderr
+    assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("PORT", "ssh", "error: PORT=ssh: must be a number"),
+        ("TRAIN_NODES", "4", "error: TRAIN_NODES=4: must be 1 to 3, the nodes of the job"),
+        ("CHECKS", "no", "error: CHECKS=no: must be stop, warn or off"),
+    ],
+)
+def test_mistakes(name: str, value: str, line: str, tmp_path: Path) -> None:
+    job = submit(tmp_path, **{name: value})
+    assert (job.returncode, job.stderr.strip()) == (2, line)
