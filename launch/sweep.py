@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.config import check_batch, check_seq_len
 from zeco_train.checkpoint_files import write_durably
 from zeco_train.config import Config, load_config
-from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.mesh import resolve_sp_size
 from zeco_train.metrics import METRICS_FILE, read_metrics
 
@@ -99,6 +99,7 @@ class Sweep:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder = options, options.folder.resolve()
+        _check_grid(options)
         for setting in options.settings:
             key = setting.lstrip("+").partition("=")[0]
             if key in _OWN_KEYS:
@@ -109,7 +110,7 @@ class Sweep:
         settings = tuple(options.settings)
         self.cases = [Case(b, length, n, options.ranks_per_node, self.folder, settings) for b, length, n in grid]
         self._record = self.folder / "sweep.json"
-        self.jobs: dict[str, str] = json.loads(self._record.read_text())["jobs"] if self._record.exists() else {}
+        self.jobs = _read_jobs(self._record)
 
     def run(self) -> int:
         """Check all, then submit or run what is to be done; returns the exit code."""
@@ -139,13 +140,19 @@ class Sweep:
             if not self.options.local:
                 previous.append(f"JOB{len(previous) + 1}")
             return f"would go {before}", True
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("--folder", self.folder, f"cannot be made ({error.strerror})") from error
         if self.options.local:
             print(f"== {case.name}", flush=True)
             code = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
             return ("finished", True) if code == 0 else (f"failed with exit code {code}", False)
         # Jobs run where they are submitted; their output belongs to the sweep.
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+        except OSError as error:
+            return f"not submitted: {error.filename}: {error.strerror}", False
         if done.returncode != 0:
             return f"not submitted: {' '.join(done.stderr.split())}", False
         number = done.stdout.strip().partition(";")[0]
@@ -170,6 +177,33 @@ class Sweep:
     def _local(self, case: Case) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
         return [*launcher, str(ROOT / "train.py"), *case.overrides]
+
+
+def _check_grid(options: argparse.Namespace) -> None:
+    for name in ("backends", "lengths", "nodes"):
+        given = getattr(options, name)
+        for value in given:
+            if given.count(value) > 1:
+                raise ConfigError(f"--{name}", value, "comes twice")
+    for name, value in (*(("--nodes", count) for count in options.nodes), ("--ranks-per-node", options.ranks_per_node)):
+        if value < 1:
+            raise ConfigError(name, value, "must be ≥ 1")
+    if options.at_once < 0:
+        raise ConfigError("--at-once", options.at_once, "must be ≥ 0; 0 sets no limit")
+    try:
+        shlex.split(options.sbatch)
+    except ValueError as error:
+        raise ConfigError("--sbatch", options.sbatch, f"cannot be split into words ({error})") from error
+
+
+def _read_jobs(path: Path) -> dict[str, str]:
+    """Job ids by name, as an earlier call has left them."""
+    try:
+        return dict(json.loads(path.read_text())["jobs"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(path, "is not what a sweep has left", "remove it, or take another --folder") from error
 
 
 def _check(case: Case) -> Config:

@@ -76,6 +76,11 @@ def test_finished_runs_are_left_alone_and_broken_ones_go_on(tmp_path: Path, caps
         (["--lengths", "1k", "1001", "--backends", "zeco"], "error: zeco-1001-1n: data.seq_len=1001"),
         (["--lengths", "1k", "--backends", "ring"], "error: ring-1k-1n: sp=ring"),
         (["--lengths", "1k", "--local", "--nodes", "2"], "error: --nodes=2: must be 1 with --local"),
+        (["--lengths", "1k", "--nodes", "0"], "error: --nodes=0: must be ≥ 1"),
+        (["--lengths", "1k", "--ranks-per-node", "0"], "error: --ranks-per-node=0: must be ≥ 1"),
+        (["--lengths", "1k", "--at-once", "-1"], "error: --at-once=-1: must be ≥ 0"),
+        (["--lengths", "1k", "--backends", "dp", "zeco", "dp"], "error: --backends=dp: comes twice"),
+        (["--lengths", "1k", "--sbatch", "--comment 'x"], "error: --sbatch=--comment 'x: cannot be split into words"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_submitted(
@@ -87,6 +92,21 @@ def test_mistakes_are_found_before_anything_is_submitted(
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert not (tmp_path / "sweep").exists()
+
+
+def test_what_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without Slurm; a folder that cannot be made; a record that is none."""
+    monkeypatch.setenv("PATH", "")
+    options = ["--lengths", "1k", "--backends", "dp", "--ranks-per-node", "1"]
+    assert main([*options, "--folder", str(tmp_path / "sweep")]) == 1
+    assert "not submitted: sbatch: No such file or directory" in capsys.readouterr().out
+    assert main([*options, "--folder", "/proc/sweep"]) == 2
+    assert capsys.readouterr().err.startswith("error: --folder=/proc/sweep: cannot be made (")
+    (tmp_path / "sweep" / "sweep.json").touch()
+    assert main([*options, "--folder", str(tmp_path / "sweep")]) == 3
+    assert capsys.readouterr().err.endswith("is not what a sweep has left; remove it, or take another --folder\n")
 
 
 def test_lengths_are_powers_of_two() -> None:
