@@ -23,6 +23,7 @@ from zeco_train.wandb_logger import WandbLogger
 
 COMMAND = str(REPOSITORY / "launch" / "wandb_dashboard.py")
 MODEL_RESULTS = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
+OPERATOR_RESULTS = MODEL_RESULTS.with_name("operator_4xh200.json")
 
 
 def panels(written: dict[str, Any]) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def test_offline_with_benchmarks(tmp_path: Path) -> None:
     assert [*written["charts"]] == [chart_name()]
 
     row = next(row for row in json.loads(MODEL_RESULTS.read_text())["rows"] if row["variant"] == "zeco")
-    (log,) = folder.glob("model_4xh200_16k-zeco-65536/wandb/offline-run-*/run-*.wandb")
+    (log,) = folder.glob("model_4xh200_16k-gla_1b-zeco-65536/wandb/offline-run-*/run-*.wandb")
     run = run_record(log)
     assert (run.job_type, run.run_group) == ("bench", "gla_1b-64k")
     assert {"bench", "sp=zeco", "sp.size=4", "seq_len=64k"} <= {*run.tags}
@@ -149,6 +150,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--nonsense"], 2, "--help lists all"),
         (["--offline", str(tmp_path / "x.json")], 3, "x.json: cannot be written"),
         (["--offline", "x.json", "--bench", str(tmp_path / "none.json")], 3, "none.json: is not a file"),
+        (["--offline", "x.json", "--bench", str(OPERATOR_RESULTS)], 3, "operator_4xh200: has no measured step"),
     ):
         outcome = main(arguments)
         check_line(Outcome(outcome, "", capsys.readouterr().err), code, part)

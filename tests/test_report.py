@@ -180,6 +180,29 @@ def test_benchmarks(tmp_path: Path) -> None:
     assert sum("ZeCO paper" in image["alt"] for image in page.images) == 3
 
 
+def test_benchmarks_of_one_name_and_of_several_heads_are_told_apart(tmp_path: Path) -> None:
+    """A benchmark leaves `results.json` in a folder of its own."""
+    first, second = (json.loads((RESULTS / f"model_4xh200_16k{heads}.json").read_text()) for heads in ("", "_h32"))
+    both = {**first, "rows": [row for row in first["rows"] + second["rows"] if row["variant"] in ("dp", "zeco")]}
+    files = [tmp_path / name / "results.json" for name in ("one", "both")]
+    for file, content in zip(files, (first, both), strict=True):
+        file.parent.mkdir()
+        file.write_text(json.dumps(content))
+    found = read(files)
+    assert [*found.benchmarks] == ["one-results", "both-results"]
+    told = [(m.name, m.layout.model, m.layout.backend) for m in found.measurements]
+    assert len(told) == len(set(told)) == 8
+    assert {model for name, model, _ in told if name == "both-results"} == {"gla_1b_h16", "gla_1b_h32"}
+
+
+def test_a_run_that_has_only_begun_does_not_keep_the_others_from_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "run", {1: 1.0}, [(0, DP)])
+    write_run(tmp_path / "runs" / "begun", {}, [(0, DP)])
+    found = read([tmp_path / "runs"])
+    assert [m.name for m in found.measurements] == ["run"]
+    assert found.notes == ["begun has no rows yet"]
+
+
 def test_a_run_from_before_there_were_starts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "old", {1: 1.0, 2: 50.0}, [])
     config = "sp: {backend: zeco, size: 2}\nmodel: {name: gla_tiny}\ndata: {seq_len: 64}\nparallel: {strategy: ddp}\n"
@@ -199,6 +222,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([], 2, "PATH"),
         ([tmp_path / "none"], 3, "has no metrics.jsonl, nor has a folder in it"),
         ([run, run], 2, "names a folder twice"),
+        ([RESULTS / "operator_4xh200.json"] * 2, 2, "names a file twice"),
         ([bare], 3, "config.yaml: is not there"),
         ([torn], 3, "starts.jsonl: line 1 is no start of a run"),
         ([tmp_path / "other.json"], 3, "is no results.json of a benchmark"),

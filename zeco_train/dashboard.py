@@ -305,7 +305,7 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
         How many there were.
 
     Raises:
-        DataError: a file is no result.
+        DataError: a file is no result, or not of `bench model`.
         ConfigError: W&B refuses.
     """
     from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode
@@ -320,9 +320,11 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
         if not file.is_file():
             raise DataError(file, "is not a file", "give results.json of bench model")
     comparison = read(files)
+    for name in comparison.benchmarks.keys() - {measurement.name for measurement in comparison.measurements}:
+        raise DataError(name, "has no measured step of a backend", "give results.json of bench model")
     for measurement in comparison.measurements:
         layout = measurement.layout
-        run_dir = folder / f"{measurement.name}-{layout.backend}-{layout.seq_len}".replace(":", "_")
+        run_dir = folder / f"{measurement.name}-{layout.model}-{layout.backend}-{layout.seq_len}".replace(":", "_")
         run_dir.mkdir(parents=True, exist_ok=True)
         results = comparison.benchmarks[measurement.name]
         tracker = WandbLogger(config, run_dir)

@@ -15,7 +15,7 @@ import numpy as np
 
 from zeco_train.bench.figures import load_results
 from zeco_train.compare import Run, read_runs
-from zeco_train.errors import DataError
+from zeco_train.errors import ConfigError, DataError
 from zeco_train.metrics import METRICS_FILE
 from zeco_train.run_folder import IDENTITY_FILE
 from zeco_train.starts import Layout, read_starts
@@ -98,35 +98,53 @@ def read(paths: Sequence[Path]) -> Comparison:
         ConfigError: a run comes twice.
     """
     files = [path for path in paths if path.is_file()]
-    folders = [folder for path in paths if not path.is_file() for folder in run_folders(path)]
-    runs = read_runs(folders) if folders else []
     notes: list[str] = []
+    folders = [folder for path in paths if not path.is_file() for folder in run_folders(path, notes)]
+    runs = read_runs(folders) if folders else []
     measurements = []
     families: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         families[_identity(run.path)].append(run)
         measurements += _of_run(run, notes)
     measurements = _with_ratios(measurements, {run.name: _identity(run.path) for run in runs})
-    benchmarks = {path.stem: load_results(path) for path in files}
+    benchmarks = {name: load_results(path) for name, path in zip(_file_names(files), files, strict=True)}
     for name, results in benchmarks.items():
         measurements += _of_benchmark(name, results, notes)
     return Comparison(measurements, list(families.values()), benchmarks, notes)
 
 
-def run_folders(path: Path) -> list[Path]:
+def run_folders(path: Path, notes: list[str]) -> list[Path]:
     """`path` itself if it is a run's folder, else those of its folders that are, sorted.
+
+    Runs that have only begun are left out of a folder of runs, and noted.
 
     Raises:
         DataError: there is none.
     """
     if (path / METRICS_FILE).exists():
         return [path]
-    found = sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}"))
+    files = sorted(path.glob(f"*/{METRICS_FILE}"))
+    found = [file.parent for file in files if file.stat().st_size]
+    notes += [f"{file.parent.name} has no rows yet" for file in files if file.parent not in found]
     if not found:
         raise DataError(
             path, f"has no {METRICS_FILE}, nor has a folder in it", "give folders of runs that have trained"
         )
     return found
+
+
+def _file_names(files: Sequence[Path]) -> list[str]:
+    """By what tells them apart: their own names, as far as needed with those of the folders that they are in.
+
+    Raises:
+        ConfigError: a file comes twice.
+    """
+    parts = [path.resolve().with_suffix("").parts[1:] for path in files]
+    for depth in range(max(map(len, parts), default=0) + 1):
+        names = ["-".join(own[-depth - 1 :]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError("PATH", " ".join(map(str, files)), "names a file twice")
 
 
 def _identity(path: Path) -> str:
@@ -223,10 +241,11 @@ def _of_benchmark(name: str, results: Mapping[str, Any], notes: list[str]) -> li
 
 def _of_benchmark_row(name: str, results: Mapping[str, Any], row: Row) -> Measurement:
     config, devices, tokens = results["config"], results["world_size"], row["tokens"]
+    heads = {other["heads"] for other in results["rows"] if other.get("median_ms")}
     sp_size = 1 if row["variant"] == "dp" else devices
     layout = Layout(
         backend=row["variant"],
-        model=row["model"],
+        model=row["model"] if len(heads) == 1 else f"{row['model']}_h{row['heads']}",
         seq_len=tokens * sp_size,
         sp_size=sp_size,
         devices=devices,
