@@ -104,3 +104,31 @@ def test_a_rank_leaves_once_rank_0_has_spoken(
     assert Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("all alike")) == 1
     assert waits == [2.0]
     assert capsys.readouterr().err == "error: all alike\n"
+
+
+def test_a_terminal_that_is_gone_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
+    assert fail_with(ConfigError("field", 1, "must be 2"), []) == ConfigError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"RANK": "0"}, "variable RANK=0: is set, but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with torchrun"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "variable RANK=x: must be a"),
+    ],
+)
+def test_half_a_launcher(
+    variables: dict[str, str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = mock.Mock()
+    assert run_job(command, ADVICE) == ConfigError.exit_code
+    assert not command.called
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_number_of_ranks_that_a_cluster_has_set_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert Launch.from_environment() == Launch(0, 1, 0)

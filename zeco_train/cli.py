@@ -66,8 +66,8 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
         recorder.exit_code = exit_code(stopped_by)
         done = f"after step {progress.step}: saved" if progress.step else "before the first step was done"
         summary = f"{stopped_by.name} {done}; the same command goes on from there"
-    if summary is not None and mesh.is_main:
-        print(summary, flush=True)
+    if summary is not None:
+        recorder.note(summary)
     return 0 if stopped_by is None else exit_code(stopped_by)
 
 

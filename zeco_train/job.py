@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -186,7 +186,11 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
     Raises:
         Exception: a fault of the command, as it is.
     """
-    launch = Launch.from_environment()
+    try:
+        launch = Launch.from_environment()
+    except ZecoError as error:
+        _say(error)
+        return error.exit_code
     if launch.world_size > 1:
         die_with_launcher()
     job = Job(launch, advice)
@@ -202,14 +206,17 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
 
 
 def _say(error: ZecoError) -> None:
-    # Above a progress bar, if there is one.
-    tqdm.write(error.line, file=sys.stderr)
-    sys.stderr.flush()
+    # A terminal that is gone changes nothing of what is to follow, nor of the exit code.
+    with suppress(OSError):
+        # Above a progress bar, if there is one.
+        tqdm.write(error.line, file=sys.stderr)
+        sys.stderr.flush()
 
 
 def _leave(code: int) -> NoReturn:
     """Not sys.exit: shutting the process groups down would wait for whoever is lost."""
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
 
 

@@ -32,11 +32,26 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Read torchrun's variables; without them this is a single process."""
-        return cls(*(int(os.environ.get(name, default)) for name, default in _LAUNCH_VARIABLES))
+        """Read torchrun's variables; without `RANK` this is a single process, whatever else a cluster has set.
+
+        Raises:
+            ConfigError: there are some of them only, or one is no number.
+        """
+        if "RANK" not in os.environ:
+            return cls(0, 1, 0)
+        if missing := [name for name in _NEEDED if name not in os.environ]:
+            problem = f"is set, but {', '.join(missing)} not: start with torchrun, or unset it for a single process"
+            raise ConfigError("variable RANK", os.environ["RANK"], problem)
+        values = [os.environ.get(name, default) for name, default in _LAUNCH_VARIABLES]
+        for (name, _), value in zip(_LAUNCH_VARIABLES, values, strict=True):
+            if not value.isdecimal():
+                raise ConfigError(f"variable {name}", value, "must be a whole number ≥ 0; start with torchrun")
+        return cls(*map(int, values))
 
 
-_LAUNCH_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+_LAUNCH_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+# What torch joins the ranks by.
+_NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
