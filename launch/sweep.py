@@ -146,7 +146,7 @@ class Sweep:
             raise ConfigError("--folder", self.folder, f"cannot be made ({error.strerror})") from error
         if self.options.local:
             print(f"== {case.name}", flush=True)
-            code = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+            code = _run_here(command)
             return ("finished", True) if code == 0 else (f"failed with exit code {code}", False)
         # Jobs run where they are submitted; their output belongs to the sweep.
         try:
@@ -215,6 +215,16 @@ def _check(case: Case) -> Config:
         raise
 
 
+def _run_here(command: list[str]) -> int:
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            # The run has got it, too, and saves.
+            process.wait()
+            raise
+
+
 def _steps_done(case: Case) -> int:
     rows = read_metrics(case.run_dir / METRICS_FILE)
     return rows[-1]["step"] if rows else 0
@@ -266,6 +276,8 @@ def main(arguments: list[str]) -> int:
     except ZecoError as error:
         print(error.line, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -92,6 +94,18 @@ def test_mistakes_are_found_before_anything_is_submitted(
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_run_here_ends_before_an_interrupted_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to the run, too, and that saves; no other is started then."""
+    start = mock.MagicMock()
+    process = start.return_value.__enter__.return_value
+    start.return_value.__exit__.return_value = False
+    process.wait.side_effect = [KeyboardInterrupt, 130]
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert main(["--local", "--lengths", "1k", "2k", "--ranks-per-node", "1", "--folder", str(tmp_path)]) == 130
+    assert process.wait.call_count == 2
+    assert start.call_count == 1
 
 
 def test_what_is_not_there_is_said(
