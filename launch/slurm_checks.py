@@ -126,7 +126,7 @@ def _judge_disks(node: str, free_gb: dict[str, float | None]) -> Iterable[Findin
     for name, (too_little, little) in DISK_LIMITS_GB.items():
         free = free_gb.get(name)
         if free is None:
-            yield Finding(node, name == "run_dir", f"{name}: does not exist there, or cannot be written")
+            yield Finding(node, name in ("run_dir", "cache"), f"{name}: does not exist there, or cannot be written")
         elif free < little:
             yield Finding(node, free < too_little, f"{name}: {free:.1f} GB free")
 

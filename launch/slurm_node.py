@@ -168,7 +168,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for what ranks print")
     parser.add_argument("command", nargs="+", help="train.py and its settings")
     options = parser.parse_args()
-    _set_caches(Path(os.environ["CACHE_DIR"]))
+    try:
+        _set_caches(Path(os.environ["CACHE_DIR"]))
+    except OSError as error:
+        place = os.environ.get("SLURMD_NODENAME")
+        print(f"error: CACHE_DIR: {error.filename} cannot be made on {place} ({error.strerror})", file=sys.stderr)
+        return FINAL + ConfigError.exit_code
     return launch(options.nodes, options.ranks, options.output, options.command)
 
 

@@ -84,6 +84,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Facts]], None]:
         (change("free_gb/run_dir", 0.2), True, "run_dir: 0.2 GB free"),
         (change("free_gb/cache", 2.0), False, "cache: 2.0 GB free"),
         (change("free_gb/run_dir", None), True, "run_dir: does not exist there, or cannot be written"),
+        (change("free_gb/cache", None), True, "cache: does not exist there, or cannot be written"),
         (change("cpus", 1), False, "1 CPUs for 8 ranks"),
         (change("skew", -40.0), False, "its clock is -40.0 s off the first node's"),
     ],

@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from launch import slurm_node
 from tests.commands import REPOSITORY
 
 SCONTROL = """#!/bin/bash
@@ -89,6 +91,17 @@ def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> No
     job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
     assert job.returncode == 0, job.stderr
     assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
+
+
+def test_a_cache_that_cannot_be_made_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slurm_node.py", "--nodes", "1", "--ranks", "1", "--output", "o", "--", "x"])
+    # It sets variables for the ranks.
+    with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        assert slurm_node.main() == 102
+    assert capsys.readouterr().err.startswith("error: CACHE_DIR: /proc/cache")
 
 
 @pytest.mark.parametrize(
