@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zeco_train import job
-from zeco_train.errors import ConfigError, OutOfMemoryError, ZecoError
+from zeco_train.errors import CommunicationError, ConfigError, OutOfMemoryError, ZecoError
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import Launch
 
@@ -127,6 +127,21 @@ def test_half_a_launcher(
     assert run_job(command, ADVICE) == ConfigError.exit_code
     assert not command.called
     assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_launcher_that_is_gone(
+    local_rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is on a slow node, when the first one has ended with a failure: one rank of the node says so."""
+    launcher = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": local_rank, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in {**launcher, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
+    monkeypatch.setattr(job.dist, "TCPStore", mock.Mock(side_effect=dist.DistNetworkError("refused")))
+    assert run_job(mock.Mock(), ADVICE) == CommunicationError.exit_code
+    line = "error: rank 9: start: the launcher's store at here:1 cannot be reached; its node may be gone\n"
+    assert capsys.readouterr().err == (line if local_rank == "0" else "")
 
 
 def test_a_number_of_ranks_that_a_cluster_has_set_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

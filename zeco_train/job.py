@@ -188,12 +188,14 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
     """
     try:
         launch = Launch.from_environment()
+        if launch.world_size > 1:
+            die_with_launcher()
+        job = Job(launch, advice)
     except ZecoError as error:
-        _say(error)
+        # Nobody can be asked who speaks: one rank of a node does.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(error)
         return error.exit_code
-    if launch.world_size > 1:
-        die_with_launcher()
-    job = Job(launch, advice)
     try:
         code = command(job)
         job.finish()

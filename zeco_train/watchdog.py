@@ -225,9 +225,16 @@ def is_communication_failure(error: BaseException) -> bool:
 
 
 def launcher_store(launch: Launch) -> dist.TCPStore | None:
-    """A connection of its own to torchrun's store; None in a world of one, and under launchers that have no store."""
+    """A connection of its own to torchrun's store; None in a world of one, and under launchers that have no store.
+
+    Raises:
+        CommunicationError: it cannot be reached.
+    """
     if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+    except (dist.DistError, RuntimeError) as error:
+        problem = f"the launcher's store at {host}:{port} cannot be reached; its node may be gone"
+        raise CommunicationError(launch.rank, "start", problem) from error
