@@ -16,7 +16,7 @@
 #   CHECKS          stop (default): a fault that the checks find ends the job; warn: it is only reported; off: no checks
 #   RESTARTS        starts in a row that may fail without a new checkpoint; default 3
 #   CACHE_DIR       of compiled kernels, on each node's own disk; default /tmp/zeco-cache-USER
-#   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, as Slurm calls it, and a port by the job's number
+#   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, and a port by the job's number
 # Stop, saved, for good: scancel JOB. Stop, saved, and start again: scancel --batch --signal=USR1 JOB.
 #SBATCH --job-name=zeco
 #SBATCH --nodes=32
