@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,7 +19,7 @@ from zeco_train.mesh import Launch
 ADVICE = Advice("the rest is lost", "less needs less", "patience")
 
 
-def fail_with(error: Exception, closed: list[str]) -> int:
+def fail_with(error: BaseException, closed: list[str]) -> int:
     def command(running: Job) -> int:
         running.closing.callback(closed.append, "closed")
         running.enter("thinking")
@@ -65,6 +68,35 @@ def test_faults_are_raised(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_user_who_leaves(joined: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, and `| head`: an end in silence, with the code that a shell has for it."""
+    monkeypatch.setattr(job.signal, "signal", mock.Mock())
+    monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, os.fdopen(writing, "w") as unread:
+        for error, code in ((KeyboardInterrupt(), 130), (BrokenPipeError(), 141)):
+            closed: list[str] = []
+            monkeypatch.setattr(job.sys, "stdout", unread)
+            if joined:
+                with pytest.raises(SystemExit):
+                    fail_with(error, closed)
+                leave.assert_called_with(code)
+            else:
+                assert fail_with(error, closed) == code
+            assert closed == ["closed"]
+    monkeypatch.undo()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_pipe_of_our_own_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "out").open("w") as read:
+        monkeypatch.setattr(job.sys, "stdout", read)
+        with pytest.raises(BrokenPipeError):
+            fail_with(BrokenPipeError(), [])
+
+
 def test_a_lost_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for, and what is open stays open."""
     closed: list[str] = []
@@ -82,7 +114,7 @@ def test_a_rank_that_is_alone_with_its_mistake(
 ) -> None:
     """Without a launcher's store: it gives rank 0 time, and speaks unless the ranks have joined and so agreed."""
     waits: list[float] = []
-    monkeypatch.setattr(job.time, "sleep", waits.append)
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
     monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
     with mock.patch.object(job.os, "_exit") as leave:
         code = Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("alone"))

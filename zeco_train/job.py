@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -123,6 +124,22 @@ class Job:
             _leave(expected.exit_code)
         return expected.exit_code
 
+    def leave(self, number: signal.Signals) -> int:
+        """End in silence: the user has left, by Ctrl-C or by reading no further.
+
+        Returns:
+            The exit code, as a shell has it for what a signal has ended; once the ranks have joined, the process ends
+            here.
+        """
+        # A launcher forwards what a terminal has already sent.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._end_alone()
+        self.watchdog.report_failure(number.name)
+        self.closing.close()
+        if dist.is_initialized():
+            _leave(128 + number)
+        return 128 + number
+
     def _hear_of_loss(self) -> None:
         """Another rank has given up: write down what this one is doing, unless it ends for a reason of its own."""
         if self._ending.acquire(blocking=False):
@@ -197,14 +214,33 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
             _say(error)
         return error.exit_code
     try:
+        return _run(command, job)
+    except KeyboardInterrupt:
+        return job.leave(signal.SIGINT)
+
+
+def _run(command: Callable[[Job], int], job: Job) -> int:
+    try:
         code = command(job)
         job.finish()
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return job.leave(signal.SIGPIPE)
         failure = job.fail(error)
         if failure is None:
             raise
         return failure
     return code
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout leads nowhere any more, as after `| head`; if so, what is written to it from now on is dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _say(error: ZecoError) -> None:
