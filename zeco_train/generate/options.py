@@ -76,6 +76,9 @@ def parse(arguments: Sequence[str]) -> Options:
             raise ConfigError(f"--{name.replace('_', '-')}", getattr(given, name), "must be ≥ 1")
     if not given.prompts:
         raise ConfigError("--prompt", "", 'give one, or --prompt-file; --prompt "" begins a document')
+    for name, texts in (("--prompt", given.prompts), ("--stop", given.stop)):
+        for text in texts:
+            _check_text(name, text)
     if given.prompts.count(Path(_STDIN)) > 1:
         raise ConfigError("--prompt-file", _STDIN, "stdin can be read once")
     if given.json is not None and not given.json.parent.is_dir():
@@ -114,6 +117,15 @@ def _read(path: Path) -> str:
         raise DataError(path, f"cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise DataError(path, f"is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _check_text(name: str, text: str | Path) -> None:
+    """Refuse bytes of the command line that are no text."""
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        allowed = f"is not UTF-8 text (character {error.start + 1}); --prompt-file reads files"
+        raise ConfigError(name, ascii(str(text)), allowed) from error
 
 
 def _check_setting(text: str) -> None:

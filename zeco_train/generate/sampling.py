@@ -13,6 +13,8 @@ from zeco_train.errors import ConfigError
 
 # A generator's seed is a whole number of 64 bits; samples of a prompt count up from the one that is given.
 _LARGEST_SEED = (1 << 63) - 1
+# Logits divided by less than this may not be finite any more.
+_LEAST_TEMPERATURE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Sampling:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError("temperature", self.temperature, "must be finite and ≥ 0; 0 takes the likeliest token")
+        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature < math.inf:
+            allowed = f"must be finite and ≥ {_LEAST_TEMPERATURE:g}; or 0, which takes the likeliest token"
+            raise ConfigError("temperature", self.temperature, allowed)
         if self.top_k < 0:
             raise ConfigError("top_k", self.top_k, "must be ≥ 0; 0 leaves all tokens")
         if not 0 < self.top_p <= 1:
