@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.gla import GLAForCausalLM
 from tests.commands import check_line, run_here
 from zeco_train.bench import __main__ as command
 from zeco_train.generate.decode import Decoder
@@ -58,6 +59,22 @@ def test_wrong_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert outcome.code == 8
     assert "eager is wrong, nothing is timed: logits by steps" in outcome.errors[0]
     assert not (tmp_path / "results.json").exists()
+
+
+def test_every_turn_begins_at_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, begun = Decoder.__init__, []
+
+    def remember(self: Decoder, model: GLAForCausalLM, states: list[Tensor], cuda_graph: bool) -> None:
+        begun.append(states[0].clone())
+        made(self, model, states, cuda_graph)
+
+    monkeypatch.setattr(Decoder, "__init__", remember)
+    outcome = run_here(command.main, "decode", *QUICK, "contexts=[70]", "batches=[1]", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    # The first decoder is that of the check.
+    _, first, *others = begun
+    assert len(others) == 3
+    assert all(torch.equal(states, first) for states in others)
 
 
 @pytest.mark.parametrize(
