@@ -19,7 +19,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 if [ -z "${RUN:-}" ]; then
   RUN="$out/run"
-  "$PYTHON" train.py name=check_export run_dir="$RUN" "${small[@]}" "${settings[@]}"
+  "$PYTHON" train.py name=check_export run_dir="'$RUN'" "${small[@]}" "${settings[@]}"
 fi
 "$PYTHON" -m zeco_train.export "$RUN" "$out/export"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 0 ]; then
@@ -27,7 +27,11 @@ if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 0 ];
   TRITON_F32_DEFAULT=ieee timeout 500 "$PYTHON" -m zeco_train.hf.parity "$out/export"
 else
   echo "no GPU: fla's model was not compared"
-  "$PYTHON" train.py name=check_import run_dir="$out/on" "${small[@]}" "${settings[@]}" \
-    train.steps=1 checkpoint.load="hf:$out/export"
+  # The shape is that of the model, which RUN may have with other settings than those of here.
+  shape='import json, sys
+for key, value in json.load(open(sys.argv[1]))["config"]["model"].items(): print(f"model.{key}={json.dumps(value)}")'
+  mapfile -t model < <("$PYTHON" -c "$shape" "$out/export/zeco_train.json")
+  "$PYTHON" train.py name=check_import run_dir="'$out/on'" "${small[@]}" "${settings[@]}" "${model[@]}" \
+    train.steps=1 checkpoint.load="'hf:$out/export'"
 fi
 echo "results in $out"

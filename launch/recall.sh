@@ -16,11 +16,19 @@ run_dir="${RUN_DIR:-runs/recall}"
 nproc="${NPROC:-2}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+device=""
+for setting in "$@"; do
+  case "$setting" in
+    train.device=*) device="$setting" ;;
+    name=* | run_dir=* | checkpoint.load=*) fail "${setting%%=*}: set by this script; see RUN_DIR in its first lines" ;;
+  esac
+done
+
 stage() { # NAME FROM SETTINGS…
   local name="$1" load="$2"
   shift 2
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py +experiment=gla_recall \
-    "name=$name" "run_dir=$run_dir/$name" ${load:+"checkpoint.load=$run_dir/$load"} "$@"
+    "name=$name" "run_dir='$run_dir/$name'" ${load:+"checkpoint.load='$run_dir/$load'"} "$@"
 }
 
 told() { # PAIRS QUERIES SEQ_LEN STEPS
@@ -31,4 +39,4 @@ told 2 1 16 400 && stage stage_1 "" "${settings[@]}" "$@"
 told 8 4 32 1000 && stage stage_2 stage_1 "${settings[@]}" "$@"
 told 16 16 64 1600 && stage stage_3 stage_2 "${settings[@]}" "$@"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m zeco_train.evaluate "$run_dir/stage_3" \
-  --tasks recall recall.depths=0 recall.examples=500 recall.zeroed=true
+  --tasks recall recall.depths=0 recall.examples=500 recall.zeroed=true ${device:+"$device"}
