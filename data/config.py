@@ -180,7 +180,12 @@ def check_config(config: DataConfig) -> None:
 
 
 def check_seq_len(
-    seq_len: int, sp_size: int = 1, num_tokens: int | None = None, segments: int = 1, corpus: str = "the corpus"
+    seq_len: int,
+    sp_size: int = 1,
+    num_tokens: int | None = None,
+    segments: int = 1,
+    corpus: str = "the corpus",
+    field: str = "data.seq_len",
 ) -> None:
     """Check the length of a sequence against its shards and, where given, the size of the corpus.
 
@@ -189,6 +194,7 @@ def check_seq_len(
         num_tokens: tokens of the corpus; a sequence needs one more than its length, the label of its last token.
         segments: parts of the sequence in time, each shared by all those ranks.
         corpus: what messages call it.
+        field: the setting that the length is of.
 
     Raises:
         ConfigError: names the nearest legal values.
@@ -198,15 +204,15 @@ def check_seq_len(
     largest = (num_tokens - 1) // unit * unit if num_tokens is not None else None
     if largest is not None and largest < unit:
         allowed = f"{corpus} has only {num_tokens} tokens, too few for any sequence with {shards}"
-        raise ConfigError("data.seq_len", seq_len, allowed)
+        raise ConfigError(field, seq_len, allowed)
     if seq_len <= 0:
-        raise ConfigError("data.seq_len", seq_len, f"must be positive; nearest legal value: {unit}")
+        raise ConfigError(field, seq_len, f"must be positive; nearest legal value: {unit}")
     if largest is not None and num_tokens is not None and seq_len > num_tokens - 1:
         allowed = f"longer than {corpus} of {num_tokens} tokens; largest legal value: {largest}"
-        raise ConfigError("data.seq_len", seq_len, f"{allowed}; for longer sequences {PREPARE_HINT}")
+        raise ConfigError(field, seq_len, f"{allowed}; for longer sequences {PREPARE_HINT}")
     if seq_len % unit != 0:
         nearest = _nearest_multiples(seq_len, unit, largest)
-        raise ConfigError("data.seq_len", seq_len, f"must divide by {shards}; nearest legal values: {nearest}")
+        raise ConfigError(field, seq_len, f"must divide by {shards}; nearest legal values: {nearest}")
 
 
 def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:

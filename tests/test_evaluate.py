@@ -13,10 +13,15 @@ from unittest import mock
 
 import pytest
 
+from data import prepare
 from tests.commands import REPOSITORY, Command, Outcome, check_line, run_here, snapshot, train_here
 from tests.stores import write_lines, write_store
+from tests.test_data_prepare import hugging_face
+from zeco_train import export
 from zeco_train.evaluate.command import main
 from zeco_train.metrics import read_metrics
+
+__all__ = ["hugging_face"]
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 # Of a task of lm_eval on local files, but for where they are.
@@ -75,7 +80,8 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def test_the_loss_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
-    assert evaluate(run, "validation.sequences=5", "--out", tmp_path / "out").code == 0
+    # The batch of training is 4.
+    assert evaluate(run, "validation.sequences=5", "data.micro_batch=3", "--out", tmp_path / "out").code == 0
     found = results(tmp_path / "out")
     loss = read_metrics(run / "metrics.jsonl")[-1]["val_loss"]
     metrics = found["tasks"]["validation"]["metrics"]
@@ -129,6 +135,25 @@ def test_the_training_store_may_be_gone(run: Path, tmp_path: Path) -> None:
     assert evaluate(moved, "validation.sequences=1", *override).code == 0
 
 
+def test_an_export_whose_tokenizer_is_of_hugging_face(hugging_face: Path, tmp_path: Path) -> None:
+    """What it was trained on is found to be its own text by the export's files, and other text to be another's."""
+    store, out = tmp_path / "store", tmp_path / "export"
+    source = write_lines(tmp_path / "text.jsonl", [{"text": "w5 w7 " * 100} for _ in range(4)])
+    prepared = ["--tokenizer", str(hugging_face / "whole"), "--validation-fraction", "0.5", "--out", str(store)]
+    assert prepare.main([str(source), *prepared]) == 0
+    model = ("model.vocab_size=70003", "model.hidden_size=8", f"run_dir={tmp_path / 'run'}", "train.steps=1")
+    assert train_here("data=tokens", f"data.path={store}", *model).code == 0
+    assert run_here(export.main, str(tmp_path / "run"), str(out)).code == 0
+    found = []
+    for path in (tmp_path / "run", out):
+        assert evaluate(path, "--out", tmp_path / f"results of {path.name}").code == 0
+        found.append(results(tmp_path / f"results of {path.name}")["tasks"]["validation"]["metrics"])
+    assert found[0] == found[1]
+    tokenizer = out / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("w9999", "v9999"))
+    check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "that of the model is")
+
+
 def test_mistakes(run: Path, tmp_path: Path) -> None:
     other = write_store(tmp_path / "other", vocab_size=200, kind="words")
     full = tmp_path / "full"
@@ -143,8 +168,9 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ([run, "lm_eval.limit=3"], 2, "would be ignored; it needs one of lm_eval's tasks"),
         ([run, "validation.sequences=-1"], 2, "validation.sequences=-1: must be ≥ 0"),
         ([run, "validation.lengths=[3,3]"], 2, "names one twice"),
-        ([run, "validation.lengths=[0]"], 2, "must be positive"),
-        ([run, "data.seq_len=100000"], 2, "longer than the corpus"),
+        ([run, "validation.lengths=[0]"], 2, "validation.lengths=0: must be positive"),
+        ([run, "validation.lengths=[64,100000]"], 2, "validation.lengths=100000: longer than the corpus"),
+        ([run, "data.seq_len=100000"], 2, "data.seq_len=100000: longer than the corpus"),
         ([run, "data.seq_len=65", "train.segments=2"], 2, "nearest legal values: 64, 66"),
         ([run, "train.steps=3"], 2, "an evaluation does not read it"),
         ([run, "optim.lr=3"], 2, "an evaluation does not read it"),

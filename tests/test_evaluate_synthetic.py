@@ -173,6 +173,7 @@ def test_command(run: Path, tmp_path: Path) -> None:
         (["recall.alphabet=200"], "recall.alphabet=200: must be from 1 to 127"),
         (["recall.zeroed=true"], "recall.zeroed=true: no state crosses ranks or segments here"),
         (["recall.digits=3"], "recall.digits=3: unknown key"),
+        (["--tasks=validation"], "--tasks=validation: data=synthetic holds no text out; take --tasks=recall"),
     ],
 )
 def test_mistakes(run: Path, arguments: list[str], expected: str) -> None:

@@ -75,12 +75,25 @@ def test_found_in_a_run_or_a_checkpoint(run: Path) -> None:
     assert newest.tokenizer.decode(newest.tokenizer.encode(["naïve"])[0]) == "naïve"
 
 
+def _load_different(rank: int, world_size: int, folder: str) -> None:
+    trained = find_trained(f"{folder}/checkpoints/step_{rank + 1:08}")
+    mesh = init(trained.configure([]), Launch(rank, world_size, rank))
+    with pytest.raises(ConfigError, match=r"the checkpoint's step=2: rank 1 differs, rank 0 has 1; name one step_"):
+        load_trained(trained, mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
+
+
+def test_a_checkpoint_that_came_between_two_ranks(run: Path) -> None:
+    run_distributed(_load_different, 2, str(run))
+
+
 def test_configuration_on_top_of_the_runs(run: Path) -> None:
     trained = find_trained(str(run))
     config = trained.configure(["data.seq_len=128", "sp=zeco"])
     assert (config.data.seq_len, config.data.global_batch) == (128, 4)
     assert config.sp.backend.value == "zeco"
     assert trained.configure([]).sp.backend.value == "lasp2"
+    assert trained.configure(["data=tokens", "data.path=other"]).data.seq_len == 64
+    assert trained.configure(["data=tokens", "data.path=other", "data.seq_len=128"]).data.seq_len == 128
     # Those of the machine that it was trained on.
     assert (config.sp.size, config.train.device) == (-1, Device.auto)
     with pytest.raises(ConfigError, match=r"model.num_layers=3: is decided by the trained model"):

@@ -14,6 +14,7 @@ from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
+from zeco_train.agreement import check_same
 from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, read_progress
 from zeco_train.config import Config, Device, Dtype, config_of, load_config, read_config
 from zeco_train.errors import CheckpointError, ConfigError, DataError
@@ -47,9 +48,9 @@ class Trained:
 
     @property
     def token_folders(self) -> list[Path]:
-        """`folders`, and the token stores that the run read: older runs kept no tokenizer of their own."""
+        """`folders`, and of a run the token stores that it read: older runs kept no tokenizer of their own."""
         data = self.config.data if self.config is not None else None
-        if data is None or not (data.path or data.stores):
+        if data is None or not (data.path or data.stores) or is_hf_folder(self.path):
             return list(self.folders)
         stores = [paths.train for paths in locate_stores(data)]
         return [*self.folders, *(folder for store in stores for folder in (store, store.parent))]
@@ -90,6 +91,9 @@ class Trained:
             train=replace(base.train, device=Device.auto),
             checkpoint=replace(base.checkpoint, load=None),
         )
+        if any(text.partition("=")[0] == "data" for text in overrides):
+            # A file of the group sets all of the section; other text is to be of the run's length all the same.
+            overrides = [f"data.seq_len={base.data.seq_len}", *overrides]
         return load_config(overrides, base)
 
 
@@ -125,7 +129,10 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
 
     Raises:
         CheckpointError: the weights are damaged or of another model.
+        ConfigError: the ranks have found different checkpoints.
     """
+    # A training may have left another one between two ranks' looks.
+    check_same({"the checkpoint's step": trained.step}, mesh.world_size, "name one step_… folder in place of the run")
     with torch.device("meta"):
         model = GLAForCausalLM(trained.model).to(dtype.compute)
     model.to_empty(device=mesh.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     check_read(request.overrides)
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
-    config = trained.configure(request.overrides)
+    config = trained.configure([*request.overrides, *_fitting_batch(request.overrides)])
     sp_size = _sp_size(config, request, job.launch)
     device = find_device(config.train.device, job.launch, "train.device")
     job.enter("joining the other ranks")
@@ -64,6 +64,12 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     if folder is not None:
         print(f"results: {folder.path / RESULTS_FILE}", flush=True)
     return 0
+
+
+def _fitting_batch(overrides: Sequence[str]) -> list[str]:
+    """A batch of training, which nobody reads here, that is a multiple of the data.micro_batch asked for."""
+    pairs = [text.partition("=") for text in overrides]
+    return [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
 
 
 def _sp_size(config: Config, request: Request, launch: Launch) -> int:

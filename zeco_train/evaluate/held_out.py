@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from data.config import check_seq_len
+from data.config import DataKind, check_seq_len
 from data.loader import Source
 from data.opening import open_held_out
 from data.reader import DataSplit
@@ -20,6 +20,7 @@ from zeco_train.mesh import main_first
 from zeco_train.position_chart import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.positions import PositionLosses
 from zeco_train.starts import length_name
+from zeco_train.trained import Trained
 from zeco_train.validation import Validation, ValidationLoss
 
 _ALL = 1 << 62
@@ -46,9 +47,13 @@ class HeldOut:
     def prepare(self, evaluation: Evaluation) -> None:
         """See `Task.prepare`: opens the held-out stores, and checks the lengths against them and the ranks."""
         config, mesh, trained = evaluation.config, evaluation.mesh, evaluation.trained
+        if config.data.kind is DataKind.synthetic:
+            task = config.data.synthetic.task.value
+            allowed = f"data=synthetic holds no text out; take --tasks={task}, or data=tokens data.path=STORE"
+            raise ConfigError("--tasks", "validation", allowed)
         self._sources = main_first(
             mesh,
-            lambda: open_held_out(config.data, vocab_size=trained.model.vocab_size, tokenizer=trained.tokenizer_info),
+            lambda: open_held_out(config.data, vocab_size=trained.model.vocab_size, tokenizer=_tokenizer(trained)),
         )
         digests = {
             source.name or "held-out tokens": source.documents.store.meta.tokens_sha256 for source in self._sources
@@ -56,7 +61,14 @@ class HeldOut:
         check_same(digests, mesh.world_size, "copy the token store to all nodes again")
         longest = max(self._sources, key=lambda source: source.documents.num_tokens).documents
         for length in self.lengths or [config.data.seq_len]:
-            check_seq_len(length, mesh.sp_size, longest.num_tokens, config.train.segments, longest.description)
+            check_seq_len(
+                length,
+                mesh.sp_size,
+                longest.num_tokens,
+                config.train.segments,
+                longest.description,
+                field="validation.lengths" if self.lengths else "data.seq_len",
+            )
             self._validation(evaluation, length)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
@@ -93,6 +105,17 @@ class HeldOut:
         )
         short = [source for source in self._sources if source not in fitting]
         return validation, [*validation.coverage("validation.sequences"), *(_too_short(s, length) for s in short)]
+
+
+def _tokenizer(trained: Trained) -> Mapping[str, str]:
+    """What tells the model's tokenizer from others: with its digest, which is to be taken of an export's own files.
+
+    Raises:
+        DataError: they cannot be loaded.
+    """
+    info = trained.tokenizer_info
+    is_told = not info or info.get("kind") == BYTES or "sha256" in info
+    return info if is_told else trained.tokenizer.info
 
 
 def _too_short(source: Source, length: int) -> str:

@@ -66,11 +66,7 @@ class SyntheticTask:
         check_task_vocabulary(self._maker, evaluation.trained.model.vocab_size)
         self._lengths = sorted(self.lengths or [config.data.seq_len])
         for length in self._lengths:
-            try:
-                check_seq_len(length, mesh.sp_size, segments=config.train.segments)
-            except ConfigError as error:
-                allowed = str(error).removeprefix(f"{error.field}={length}: ")
-                raise ConfigError(f"{self.task.value}.lengths", length, allowed) from error
+            check_seq_len(length, mesh.sp_size, segments=config.train.segments, field=f"{self.task.value}.lengths")
             self._maker.check(length, f"{self.task.value}.lengths")
         cuts = [self._cut(length, evaluation) for length in self._lengths]
         if self.zeroed and mesh.sp_size == 1 and all(cut.segments == 1 for cut in cuts):
