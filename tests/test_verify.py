@@ -44,6 +44,8 @@ def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    # The ranks have joined by a file; a launcher says where they meet all the same.
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = command.main([*SMALL, *arguments])
