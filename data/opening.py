@@ -17,7 +17,7 @@ from data.mixture import as_integers
 from data.reader import OpenedData
 from data.store import TokenStore, check_vocabulary
 from data.synthetic.source import open_synthetic
-from data.tokenizer import tokenizer_files
+from data.tokenizer import comparable, tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
 
@@ -132,7 +132,7 @@ def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str
         assert paths.validation is not None
         store = TokenStore.open(paths.validation)
         check_vocabulary(store, vocab_size)
-        own, expected = _comparable(store.meta.tokenizer), _comparable(dict(tokenizer))
+        own, expected = comparable(store.meta.tokenizer), comparable(dict(tokenizer))
         if tokenizer and own != expected:
             problem = f"its tokenizer is {own}, that of the model is {expected}"
             raise DataError(store.path, problem, "prepare it with the model's tokenizer")
@@ -163,12 +163,7 @@ def _check_filter(documents: Documents) -> None:
 def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
     """An id has to mean the same in all stores of a run."""
     for what in ("tokenizer", "vocab_size", "eos_id"):
-        own, expected = (_comparable(getattr(one.meta, what)) for one in (store, first))
+        own, expected = (comparable(getattr(one.meta, what)) for one in (store, first))
         if own != expected:
             problem = f"its {what} is {own}, that of {first.path} is {expected}"
             raise DataError(store.path, problem, "prepare both with the same tokenizer")
-
-
-def _comparable(value: Any) -> Any:
-    """A tokenizer is what its digest says, wherever it lay."""
-    return {key: part for key, part in value.items() if key != "path"} if isinstance(value, dict) else value

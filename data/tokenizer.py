@@ -145,3 +145,8 @@ def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
 def tokenizer_files(*folders: Path) -> Path | None:
     """The tokenizer's files in the first of `folders`, stores or runs, that has them."""
     return next((path / TOKENIZER_FOLDER for path in folders if (path / TOKENIZER_FOLDER).is_dir()), None)
+
+
+def comparable(value: Any) -> Any:
+    """A tokenizer's `info` without its place: it is what its digest says wherever it lies. Others stay."""
+    return {key: part for key, part in value.items() if key != "path"} if isinstance(value, dict) else value

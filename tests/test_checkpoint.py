@@ -24,7 +24,7 @@ from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train import checkpoint, checkpoint_writer
 from zeco_train.checkpoint import Checkpointer
-from zeco_train.checkpoint_files import complete_checkpoints
+from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, find_weights, set_aside
 from zeco_train.checkpoint_writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
 from zeco_train.metrics import read_metrics
@@ -280,6 +280,21 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     outcome = train_here(*further)
     assert outcome.code == 0, outcome.err
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, last + 3))
+
+
+def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """Damaged ones, however often, and what a user has made; `latest` stands for the one that it names now."""
+    folder = tmp_path / "checkpoints"
+    sound, damaged = folder / "step_00000002", folder / "step_00000004"
+    for name in ("step_00000004.damaged", "step_00000004.damaged.2"):
+        damaged.mkdir(parents=True)
+        assert set_aside(damaged).name == name
+    sound.mkdir()
+    (sound / PROGRESS_FILE).touch()
+    (folder / "step_00000002 of May 3").mkdir()
+    assert complete_checkpoints(tmp_path) == [sound]
+    (folder / "latest").symlink_to(sound.name)
+    assert find_weights(str(folder / "latest")) == sound
 
 
 def test_settings(tmp_path: Path) -> None:

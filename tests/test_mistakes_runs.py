@@ -189,9 +189,15 @@ def test_weights_to_load(run: Path, store: Path, tmp_path: Path) -> None:
         check_line(outcome, CONFIG, f"checkpoint.load={path}: holds no complete checkpoint")
     load = [f"checkpoint.load={run}", "train.steps=1"]
     other = train_here(*on(store), *load, f"run_dir={tmp_path / 'other'}", "model.hidden_size=64")
-    check_line(other, CHECKPOINT, str(run / "checkpoints" / "step_00000002"), "loading failed")
+    problem = "model.embeddings.weight is [259, 32], the run's configuration makes it [259, 64]"
+    check_line(other, CHECKPOINT, f"{run / 'checkpoints' / 'step_00000002'}: {problem}")
+    assert not (tmp_path / "other").exists()
+    # Of the same shapes, it may be what the user wants.
+    other = train_here(*on(store), *load, f"run_dir={tmp_path / 'other'}", "model.feature_map=relu")
+    assert other.code == 0, other.err
+    assert f"checkpoint.load={run}: these weights were trained with model.feature_map=None, not relu" in other.err
     right = train_here(*on(store), *load, f"run_dir={tmp_path / 'right'}", "seed=5")
-    assert right.code == 0, right.err
+    assert (right.code, "trained with" in right.err) == (0, False), right.err
     assert snapshot(run) == before
 
 

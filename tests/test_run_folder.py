@@ -133,6 +133,33 @@ def test_the_configuration_is_resolved(tmp_path: Path) -> None:
     assert not (run / "config.1.yaml").exists()
 
 
+def test_a_tokenizer_may_lie_elsewhere(tmp_path: Path) -> None:
+    """What it is, its digest says."""
+
+    def of(path: str, digest: str) -> dict[str, object]:
+        return {**IDENTITY, "data.tokenizer": {"kind": "huggingface", "path": path, "sha256": digest}}
+
+    for path in ("/old", "/new"):
+        folder = RunFolder(tmp_path, of(path, "a"))
+        folder.begin({}, [])
+        folder.release()
+    with pytest.raises(CheckpointError, match=r"^data\.tokenizer=.* or remove that one, which has no checkpoint yet$"):
+        RunFolder(tmp_path, of("/old", "b"))
+
+
+def test_a_models_weights_are_not_its_tokenizers(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    for name in ("tokenizer.json", "tokenizer.model", "config.json", "model.safetensors", "original/a.pth", ".git/a"):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).touch()
+    folder = RunFolder(tmp_path / "run", IDENTITY)
+    folder.begin({}, [])
+    folder.keep_tokenizer(model)
+    folder.release()
+    kept = {path.name for path in (tmp_path / "run" / "tokenizer").rglob("*") if path.is_file()}
+    assert kept == {"tokenizer.json", "tokenizer.model", "config.json"}
+
+
 def test_errors_of_the_system_name_the_folder(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     folder = RunFolder(tmp_path / "run", IDENTITY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tenso
         assert model.lm_head.weight is model.model.embeddings.weight
         loaded.append({name: full(parameter).clone() for name, parameter in model.named_parameters()})
     checkpoint = trained.path
+    found = replace(trained, path=checkpoint.with_name(f"step_{rank}"))
+    with pytest.raises(CheckpointError, match=r"checkpoints: rank 0 has found step_0, rank 1 step_1; name one of them"):
+        load_trained(found, mesh, dtype=Dtype.fp64, strategy=Strategy.ddp)
     with (checkpoint / "__0_0.distcp").open("r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(b"x")

@@ -29,6 +29,7 @@ from zeco_train.environment import environment
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.folder import is_hf_folder
+from zeco_train.hf.writer import stored_dtype
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
 from zeco_train.loss import IGNORE_INDEX
@@ -37,7 +38,7 @@ from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.profiler import StepProfiler, check_profile_ranks
 from zeco_train.recorder import Recorder
-from zeco_train.run_folder import RunFolder, check_shared
+from zeco_train.run_folder import RunFolder, check_shared, other_model
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.step import TrainingStep
@@ -180,6 +181,8 @@ def _check_load(load: str, config: Config) -> None:
     path = find_weights(load)
     if is_hf_folder(path):
         check_continuation(path, config.model)
+    else:
+        stored_dtype(path, config.model)
 
 
 def _begin(folder: RunFolder, data: OpenedData, config: Config, arguments: list[str], mesh: ProcessMesh) -> None:
@@ -197,8 +200,10 @@ def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh
 def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
     """Say, on rank 0, what the user may miss."""
     load = config.checkpoint.load
-    if load is not None and not complete_checkpoints(folder.path) and is_hf_folder(path := find_weights(load)):
-        problem = other_tokenizer(path, data.identity().get("data.tokenizer", {}))
+    if load is not None and not complete_checkpoints(folder.path):
+        path, own = find_weights(load), config.identity() | data.identity()
+        is_hf = is_hf_folder(path)
+        problem = other_tokenizer(path, own["data.tokenizer"]) if is_hf else other_model(path.parent.parent, own)
         if problem is not None:
             logger.warning("checkpoint.load=%s: %s", load, problem)
     if folder.lock_problem is not None:

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +24,8 @@ LATEST = "latest"
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
 _READ_BYTES = 1 << 22
+# Not those set aside, `step_XXXXXXXX.damaged.2`, nor what a user has made of one.
+_COMPLETE = re.compile(r"step_[0-9]+")
 
 
 @dataclass
@@ -53,7 +56,8 @@ class Progress:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run that were written to their end, oldest first."""
-    folders = (path for path in (run_dir / "checkpoints").glob("step_*[0-9]") if path.is_dir())
+    found = (run_dir / "checkpoints").glob("step_*")
+    folders = (path for path in found if _COMPLETE.fullmatch(path.name) and path.is_dir())
     return sorted(folders, key=step_of)
 
 
@@ -90,7 +94,8 @@ def find_weights(load: str) -> Path:
             raise ConfigError("checkpoint.load", load, problem)
         return path
     path = Path(load)
-    candidates = [path] if (path / PROGRESS_FILE).is_file() else complete_checkpoints(path)
+    # `latest` may be another one a moment later.
+    candidates = [path.resolve()] if (path / PROGRESS_FILE).is_file() else complete_checkpoints(path)
     if not candidates:
         raise ConfigError(
             "checkpoint.load",

@@ -16,8 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.tokenizer import TOKENIZER_FOLDER
-from zeco_train.checkpoint_files import write_durably
+from data.tokenizer import TOKENIZER_FOLDER, comparable
+from zeco_train.checkpoint_files import complete_checkpoints, write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 
 IDENTITY_FILE = "identity.json"
@@ -27,8 +27,12 @@ _LOCK = "lock"
 _JOBS = "slurm"
 # In which a network file system shows one node what another one wrote.
 _SECONDS_TO_APPEAR = 10.0
+# What may lie beside a tokenizer's files, where its folder is a model's; hidden ones are a repository's own.
+_WEIGHTS = (".*", "*.safetensors", "*model*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 # The part of an identity that no configuration key shows: a digest of all tokens.
 _TOKENS_KEY = "data.tokens_sha256"
+# They name it, and say how it was begun.
+_NOT_OF_THE_MODEL = {"model.name", "model.initializer_range"}
 # What identities from before there were such keys stand for.
 _ALWAYS_BEFORE = {
     "data.shuffle": "sequences",
@@ -97,7 +101,7 @@ class RunFolder:
 
     def keep_tokenizer(self, files: Path | None) -> None:
         """Copy the tokenizer's own files here, if there are any: the token store may be gone by the time the model is
-        to read and write text.
+        to read and write text. A folder may have a model's weights, too, which stay where they are.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -108,7 +112,7 @@ class RunFolder:
         with _system_errors(self.path):
             partial = kept.with_name(f"{TOKENIZER_FOLDER}.tmp")
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(files, partial)
+            shutil.copytree(files, partial, ignore=shutil.ignore_patterns(*_WEIGHTS))
             partial.rename(kept)
 
     def release(self) -> None:
@@ -220,16 +224,33 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     return stored
 
 
+def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
+    """What to tell the user of a new run whose weights are from the one in `run_dir`, if they are of another model, for
+    all that their shapes are the same, or of another tokenizer; None if not, or if nobody knows.
+    """
+    try:
+        stored = read_identity(run_dir)
+    except CheckpointError:
+        return None
+    names = {name for name in identity if name.startswith("model.")} - _NOT_OF_THE_MODEL | {"data.tokenizer"}
+    for name in sorted(names & stored.keys()):
+        if comparable(stored[name]) != comparable(identity[name]):
+            return f"these weights were trained with {name}={stored[name]}, not {identity[name]}"
+    return None
+
+
 def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     stored = {key: value for key, value in _ALWAYS_BEFORE.items() if key in wanted} | dict(stored)
     for key in sorted({*stored, *wanted}):
-        if stored.get(key) == wanted.get(key):
+        if comparable(stored.get(key)) == comparable(wanted.get(key)):
             continue
         problem = f"{key}={wanted.get(key)}: the run in {run_dir} has {stored.get(key)} and can only go on with that"
         if key == _TOKENS_KEY:
             problem = f"data: these are not the tokens that the run in {run_dir} began with (another text, or split)"
-        remedy = f"for a new run, take another name (and checkpoint.load={run_dir} for its weights)"
-        raise CheckpointError(f"{problem}; {remedy}")
+        weights = f"(and checkpoint.load={run_dir} for its weights)"
+        if not complete_checkpoints(run_dir):
+            weights = "or remove that one, which has no checkpoint yet"
+        raise CheckpointError(f"{problem}; for a new run, take another name {weights}")
 
 
 def _write_config(path: Path, text: str) -> None:

@@ -27,9 +27,11 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
         group: of all ranks, between hosts.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another model.
+        CheckpointError: the checkpoint is damaged or of another model, or not the same one on all ranks.
     """
     is_hf = is_hf_folder(path)
+    if not is_hf:
+        _check_same_folder(path, mesh)
     # Folders that others wrote say nothing of what was in them.
     problem = damage_of(path, mesh) if not is_hf or (path / CHECKSUMS_FILE).is_file() else None
     if problem is not None:
@@ -82,6 +84,16 @@ def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
     everyone: list[str | None] = [None] * mesh.world_size
     dist.all_gather_object(everyone, own)
     return next((problem for problem in everyone if problem is not None), None)
+
+
+def _check_same_folder(path: Path, mesh: ProcessMesh) -> None:
+    """Each rank looks for the newest checkpoint by itself, and the run that it is of may go on meanwhile."""
+    names = [""] * mesh.world_size
+    dist.all_gather_object(names, path.name)
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            found = f"rank 0 has found {names[0]}, rank {rank} {name}"
+            raise CheckpointError(f"{path.parent}: {found}; name one of them, or start again")
 
 
 def cause_of(error: CheckpointException) -> str:
