@@ -24,6 +24,8 @@ from zeco_train.build import init
 from zeco_train.config import Dtype
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import ExportSettings, export, main
+from zeco_train.hf import parity
+from zeco_train.hf.continuing import other_tokenizer
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
 from zeco_train.mesh import Launch
@@ -278,6 +280,8 @@ def test_exports_that_are_refused(
         assert problem in errors
         assert errors.count("\n") == 1
     assert not (tmp_path / "new").exists()
+    assert parity.main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: EXPORT={run}: is none; make one with: ")
     assert main([str(run), out, "dtype=bf16"]) == 0
     rounded, stored = load_file(Path(out) / WEIGHTS_FILE), load_file(exported / WEIGHTS_FILE)
     assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in rounded.items())
@@ -291,6 +295,13 @@ def test_what_fla_cannot_say_is_not_exported(tmp_path: Path, capsys: pytest.Capt
     assert errors == "error: model.gate_logit_normalizer=8: fla's GLA knows 16 only, so this model cannot be exported\n"
     assert not (tmp_path / "out").exists()
     assert GLAConfig().gate_logit_normalizer == 16
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_said(exported: Path) -> None:
+    (exported / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
+    told = other_tokenizer(exported, {"kind": "huggingface", "sha256": "of the data"})
+    assert told is not None
+    assert told.startswith(f"whether its tokens are those of the data, nobody can check: {exported}: transformers can")
 
 
 def test_a_tokenizer_outlives_its_store(hugging_face: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from data.tokenizer import BYTES
 from models.gla_config import GLAConfig
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.folder import checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
 
@@ -39,7 +39,10 @@ def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
     if info is None:
         return f"{folder} has no tokenizer: whether its tokens are those of the data, nobody has checked"
     kinds = [BYTES if one.get("kind") == BYTES else "huggingface" for one in (info, of_data)]
-    same = kinds[0] == kinds[1] and (kinds[0] == BYTES or _digest(folder) == of_data.get("sha256"))
+    try:
+        same = kinds[0] == kinds[1] and (kinds[0] == BYTES or _digest(folder) == of_data.get("sha256"))
+    except DataError as error:
+        return f"whether its tokens are those of the data, nobody can check: {error}"
     if same:
         return None
     return f"the tokenizer in {folder} is not the one that the data was prepared with; the model may not know its ids"

@@ -22,6 +22,7 @@ from zeco_train.config import Dtype
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.sampling import Sampling
+from zeco_train.hf.folder import is_hf_folder
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.sp.base import SequenceShard
@@ -134,9 +135,11 @@ def main(arguments: Sequence[str]) -> int:
         if not arguments or "=" in arguments[0]:
             raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
         settings = load_settings(ParitySettings, arguments[1:])
+        trained = find_trained(arguments[0])
+        if not is_hf_folder(trained.path):
+            raise ConfigError("EXPORT", arguments[0], "is none; make one with: python -m zeco_train.export RUN OUT")
         if not torch.cuda.is_available():
             raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
-        trained = find_trained(arguments[0])
         mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))
         found = compare(trained, mesh, settings)
         dist.destroy_process_group()
