@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from data.display import clock, short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
+from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, DataError, ZecoError
 
 _BLOCK_BYTES = 1 << 24
@@ -32,16 +33,15 @@ _BLUE, _ORANGE = "#3b6fb6", "#d9822b"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status; problems are one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m data.inspect", description="What is in a token store.")
+    parser = Parser(prog="python -m data.inspect", description="What is in a token store.")
     parser.add_argument("store", type=Path, metavar="STORE")
     parser.add_argument("--png", type=Path, metavar="FILE", help="the histogram (default: STORE_lengths.png beside it)")
     parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads, ≥ 0")
     parser.add_argument("--quick", action="store_true", help="do not read the shards whole")
-    options = parser.parse_args(arguments)
     try:
-        _inspect(options)
+        _inspect(parser.parse_args(arguments))
     except ZecoError as error:
         print(error.line, file=sys.stderr)
         return error.exit_code
@@ -97,6 +97,8 @@ def _mistakes(store: TokenStore, tokens: NDArray[np.unsignedinteger], position: 
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    if options.seed < 0:
+        raise ConfigError("--seed", options.seed, "must be ≥ 0")
     store = TokenStore.open(options.store)
     lengths = np.diff(store.doc_offsets)
     _print_counts(store, lengths)
@@ -203,7 +205,7 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     shown = title if len(title) < 70 else f"…{title[-69:]}"
     figure.suptitle(f"{shown}\n{counts}", fontsize=10)
     try:
-        figure.savefig(png, dpi=130)
+        figure.savefig(png, dpi=130, format=png.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(png, f"cannot be written ({error})", "choose another --png") from error
 

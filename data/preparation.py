@@ -191,11 +191,11 @@ class _Preparation:
                 for part in parts:
                     is_full = self._take(writer, part)
                     display.advance(part.amount, writer.num_tokens)
+                    if is_full:  # no run is to go on from there: it would read on
+                        break
                     if time.monotonic() - saved >= options.save_seconds:
                         self._save(writer)
                         saved = time.monotonic()
-                    if is_full:
-                        break
         except SourceProblem as problem:
             raise DataError(*problem.args) from problem
         if writer.num_documents == 0:
@@ -307,6 +307,8 @@ def _check_options(options: PrepareOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", value, "allowed: 1 or more")
+    if not options.out.resolve().name:
+        raise ConfigError("--out", options.out, "needs a folder of its own")
     if bool(options.sources) == (options.dataset is not None):
         allowed = "give either SOURCE (files and folders) or --dataset (or a --recipe, which names one)"
         raise ConfigError("SOURCE", " ".join(map(str, options.sources)), allowed)

@@ -94,6 +94,13 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _path(text: str) -> Path:
+    """Not the folder that one happens to be in, where a variable of the shell is empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return Path(text)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError("data.prepare", " ".join(sys.argv[1:]), f"{message} (see --help)")
@@ -111,11 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "sources",
         nargs="*",
-        type=Path,
+        type=_path,
         metavar="SOURCE",
         help=f"files of {kinds}, folders of them, or one folder of datasets' save_to_disk",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="STORE", help="folder of the store")
+    parser.add_argument("--out", required=True, type=_path, metavar="STORE", help="folder of the store")
     data = parser.add_argument_group("a data set in place of SOURCE, loaded by the `datasets` library")
     data.add_argument("--recipe", metavar="NAME", help=f"{', '.join(recipe_names())}, or a .yaml file")
     data.add_argument("--dataset", metavar="NAME", help="a name of the hub, or a local folder")

@@ -132,7 +132,8 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
     """List the files of `sources` (files and folders), folders walked in sorted order.
 
     Returns:
-        The files, and how many were passed over in folders, by suffix ("hidden" for names that begin with a dot).
+        The files, and how many were passed over in folders, by suffix ("hidden" for names that begin with a dot;
+        a "link to a folder" may lead back to where it stands, and is not followed).
 
     Raises:
         DataError: a path that does not exist, or a file given by name that has no suffix known here.
@@ -243,6 +244,7 @@ def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
     for root, folders, names in os.walk(folder, onerror=_raise):
         skipped["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
         folders[:] = [name for name in folders if not name.startswith(".")]
+        skipped["link to a folder"] += sum(Path(root, name).is_symlink() for name in folders)
         for name in names:
             path = Path(root, name)
             if name.startswith("."):

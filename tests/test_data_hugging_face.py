@@ -282,11 +282,13 @@ def test_recipes_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     flags = ["--min-tokens", "40", "--workers", 1]
     assert prepare("--recipe", tmp_path / "mine.yaml", "--out", tmp_path / "store", *flags) == 0
     assert documents(tmp_path / "store") == [text for text in TEXTS if len(text.encode()) >= 40]
-    for change, expected in [
-        ({"min_tokens": "many"}, "'many'"),
-        ({"text_feild": "body"}, "text_feild"),
+    for text, expected in [
+        (json.dumps({**values, "tokenizer": "bytes", "min_tokens": "many"}), "'many'"),
+        (json.dumps({**values, "tokenizer": "bytes", "text_feild": "body"}), "text_feild"),
+        ("dataset: [a\n b: c: d", "expected ',' or ']', but got ':'"),
+        ("- dataset", "Cannot merge"),
     ]:
-        (tmp_path / "bad.yaml").write_text(json.dumps({**values, "tokenizer": "bytes", **change}))
+        (tmp_path / "bad.yaml").write_text(text)
         capsys.readouterr()
         assert prepare("--recipe", tmp_path / "bad.yaml", "--out", tmp_path / "none") == 2
         error = capsys.readouterr().err

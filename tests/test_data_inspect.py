@@ -159,6 +159,8 @@ def test_tokens_that_do_not_fit_the_index(
     [
         (["none"], 3, "none: no such token store"),
         (["store", "--document", "58"], 2, "--document=58: allowed: 0 to 57"),
+        (["store", "--document", "x"], 2, "argument --document: invalid int value: 'x'; --help lists all"),
+        (["store", "--seed", "-1"], 2, "--seed=-1: must be ≥ 0"),
         (["store", "--png", "none/x.png"], 3, "none/x.png: cannot be written ("),
         (["store", "--png", "x.nope"], 3, "x.nope: cannot be written ("),
     ],
@@ -180,5 +182,6 @@ def test_mistakes(
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 10**9], list(range(1, 3000))])
 def test_pictures_of_any_lengths(tmp_path: Path, lengths: list[int]) -> None:
-    draw_lengths(np.array(lengths, dtype=np.int64), tmp_path / "a.png", "a store")
-    assert (tmp_path / "a.png").stat().st_size > 1000
+    draw_lengths(np.array(lengths, dtype=np.int64), tmp_path / "a", "a store")
+    assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a").stat().st_size > 1000

@@ -95,6 +95,11 @@ def dangling_link(folder: Path) -> str:
     return f"{folder / 'a.txt'}: is a link to nothing; remove it or repair it"
 
 
+def link_to_a_folder(folder: Path) -> str:
+    (folder / "a.txt").symlink_to(folder)
+    return f"{folder}: no text found; read are files of {KINDS}; skipped: link to a folder 1"
+
+
 PROBLEMS: list[Callable[[Path], str]] = [
     not_utf8,
     lines_not_utf8,
@@ -111,6 +116,7 @@ PROBLEMS: list[Callable[[Path], str]] = [
     empty_folder,
     only_empty_files,
     dangling_link,
+    link_to_a_folder,
 ]
 
 
@@ -167,6 +173,9 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
         (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "error: --validation-fraction=1.0: allowed: from 0"),
         (["a.txt", "--out", "s", "--workers", "0"], 2, "error: --workers=0: allowed: 1 or more"),
         (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "error: --min-tokens=0: allowed: 1 or more"),
+        (["", "--out", "s"], 2, "argument SOURCE: is empty (see --help)"),
+        (["a.txt", "--out", ""], 2, "argument --out: is empty (see --help)"),
+        (["a.txt", "--out", "/"], 2, "error: --out=/: needs a folder of its own"),
         (["a.txt"], 2, "the following arguments are required: --out (see --help)"),
         (["a.txt", "--out", "s", "--workers", "two"], 2, "argument --workers: invalid int value: 'two' (see --help)"),
     ],

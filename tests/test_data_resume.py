@@ -301,6 +301,26 @@ def test_max_tokens(corpus: Path, tmp_path: Path, workers: int) -> None:
     np.testing.assert_array_equal(some.read(0, some.num_tokens), whole.read(0, some.num_tokens))
 
 
+def test_stopped_once_there_are_enough(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all the tokens that are wanted, and before the state says so: not one document more."""
+    save = preparation._Preparation._save
+
+    def stopping(self: preparation._Preparation, writer: StoreWriter, phase: str = preparation.READING) -> None:
+        if phase != preparation.READING:
+            raise Stopped
+        save(self, writer, phase)
+
+    for most in range(2_000, 8_000, 500):
+        some = options(corpus, tmp_path / "store", validation_fraction=0.0, max_tokens=most, overwrite=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(preparation._Preparation, "_save", stopping)
+            with pytest.raises(Stopped):
+                prepare_store(some)
+        found = prepare_store(some)
+        assert found.earlier_tokens < most
+        assert found.meta == prepare_store(some).meta, most
+
+
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """SIGKILL of a real process with its workers, again and again, until one run comes through."""
     corpus = write_corpus(tmp_path / "corpus", 4_000)  # 4 MB, and as much compressed
