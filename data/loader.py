@@ -20,6 +20,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from data.config import Shuffle, check_batch, check_seq_len
@@ -174,6 +175,8 @@ class SequenceLoader:
         self.global_batch, self.micro_batch, self.segments = global_batch, split.micro_batch, split.segments
         self.micro_steps = global_batch // (split.dp_size * split.micro_batch)
         self._first = split.dp_rank * (global_batch // split.dp_size)
+        # The same for all micro-batches of a step, and examples have to be made for it.
+        self._step_labels = lru_cache(maxsize=2)(self._count_step_labels)
 
     def place(self, position: int) -> Place:
         """What lies at a place of the endless stream."""
@@ -209,7 +212,7 @@ class SequenceLoader:
         start = consumed + self._first + micro_step * self.micro_batch
         return [self.place(start + i) for i in range(self.micro_batch)]
 
-    def _step_labels(self, consumed: int) -> int | None:
+    def _count_step_labels(self, consumed: int) -> int | None:
         """Labels that count in the step that begins after `consumed` sequences; None where every token has one."""
         if not any(reader.has_labels for reader in self.readers):
             return None

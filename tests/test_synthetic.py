@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from data.reader import DataSplit
 from data.synthetic.config import FIRST_SYMBOL, SyntheticConfig, Task
 from data.synthetic.example import Example
 from data.synthetic.tasks import draws_for, make_task
+from data.synthetic.texts import Texts
 from data.tokenizer import ByteTokenizer
 from tests.distributed import run_distributed
 from tests.training import train
@@ -140,6 +142,13 @@ def test_a_needle_is_where_its_depth_says() -> None:
         assert abs(before - depth * haystack) <= longest, (length, depth, before)
 
 
+@pytest.mark.parametrize("task", [task for task in Task if task.is_text])
+def test_nothing_told_is_cut_off(task: Task) -> None:
+    """At the very beginning too, where a sentence may be."""
+    for index in range(60):
+        assert make(SyntheticConfig(task=task), index, depth=0.0).pieces[0].start >= 0, index
+
+
 def test_a_million_tokens_are_made_a_slice_at_a_time() -> None:
     example = make(SyntheticConfig(task=Task.needle), 0, 1 << 20, 0.5)
     middle = TOKENIZER.decode(example.read((1 << 19) - 200, (1 << 19) + 200))
@@ -202,6 +211,14 @@ def test_ranks_and_segments_read_parts_of_the_same_sequences() -> None:
             assert part.labels.equal(whole.labels[rows, columns])
             assert part.step_labels == whole.step_labels
             assert part.continues == (part.offset > 0)
+
+
+def test_a_large_step_counts_its_labels_once() -> None:
+    """More examples than are remembered are not all made again for each micro-batch."""
+    with mock.patch.object(Texts, "example", autospec=True, side_effect=Texts.example) as made:
+        large = loader(DataSplit(768), global_batch=100)
+        assert {large.batch(0, micro_step).step_labels for micro_step in range(10)} == {100 * 5}
+    assert made.call_count <= 110
 
 
 def test_a_single_row_keeps_its_tokens() -> None:

@@ -46,8 +46,8 @@ class Sentences:
 
     @property
     def borders(self) -> list[int]:
-        """Where a piece may stand: the ends of all sentences."""
-        return self._ends.tolist()
+        """Where a piece may stand: the ends of all sentences, but for those that were cut off whole."""
+        return self._ends[self._ends >= 0].tolist()
 
     def read(self, start: int, stop: int) -> Tokens:
         """See `Filler`."""
