@@ -121,11 +121,14 @@ def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str
         ConfigError: nothing is held out, a filter leaves nothing, or a vocabulary is beyond the model's.
         DataError: stores that cannot be used, not together, or not with this model.
     """
-    located = [paths for paths in locate_stores(config) if paths.validation is not None]
+    stores = locate_stores(config)
+    located = [paths for paths in stores if paths.validation is not None]
     if not located:
         key, value = ("data.path", config.path) if config.path else ("data", config.kind.value)
-        allowed = "holds nothing out; name a store with data=tokens data.path=STORE data.validation_path=STORE"
-        raise ConfigError(key, value, allowed)
+        gone = next((paths.train for paths in stores if not paths.train.exists()), None)
+        problem = "holds nothing out" if gone is None else f"there is no {gone}"
+        remedy = "name a store with data=tokens data.path=STORE data.validation_path=STORE"
+        raise ConfigError(key, value, f"{problem}; {remedy}")
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     found: list[Source] = []
     for paths, weight in zip(located, as_integers([paths.weight for paths in located]), strict=True):

@@ -183,6 +183,7 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ([run, "--out", full / "file"], 2, "name a folder with --out"),
         ([run, f"data.path={other}", f"data.validation_path={other}"], 3, "that of the model is {'kind': 'bytes'}"),
         ([run, f"data.path={other}"], 2, "holds nothing out"),
+        ([run, f"data.path={tmp_path / 'gone'}"], 2, f"there is no {tmp_path / 'gone'}; name a store with"),
         ([run, "--frobnicate"], 2, "--help lists all"),
     ):
         before = snapshot(tmp_path), snapshot(run)
