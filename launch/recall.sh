@@ -25,19 +25,16 @@ for setting in "$@"; do
   esac
 done
 
-stage() { # NAME FROM SETTINGS…
+stage() { # NAME FROM PAIRS QUERIES SEQ_LEN STEPS SETTINGS…
   local name="$1" load="$2"
-  shift 2
+  local task=(data.synthetic.facts="$3" data.synthetic.keys="$3" data.synthetic.queries="$4" data.seq_len="$5" train.steps="$6")
+  shift 6
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py +experiment=gla_recall \
-    "name=$name" "run_dir='$run_dir/$name'" ${load:+"checkpoint.load='$run_dir/$load'"} "$@"
+    "name=$name" "run_dir='$run_dir/$name'" ${load:+"checkpoint.load='$run_dir/$load'"} "${task[@]}" "$@"
 }
 
-told() { # PAIRS QUERIES SEQ_LEN STEPS
-  settings=(data.synthetic.facts="$1" data.synthetic.keys="$1" data.synthetic.queries="$2" data.seq_len="$3" train.steps="$4")
-}
-
-told 2 1 16 400 && stage stage_1 "" "${settings[@]}" "$@"
-told 8 4 32 1000 && stage stage_2 stage_1 "${settings[@]}" "$@"
-told 16 16 64 1600 && stage stage_3 stage_2 "${settings[@]}" "$@"
+stage stage_1 "" 2 1 16 400 "$@"
+stage stage_2 stage_1 8 4 32 1000 "$@"
+stage stage_3 stage_2 16 16 64 1600 "$@"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m zeco_train.evaluate "$run_dir/stage_3" \
   --tasks recall recall.depths=0 recall.examples=500 recall.zeroed=true ${device:+"$device"}

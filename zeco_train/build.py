@@ -250,16 +250,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     recorder = _build_recorder(config, run.path, mesh)
     facts = environment(mesh.device) if mesh.is_main else {}
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
-    split = DataSplit(
-        config.data.seq_len,
-        config.data.micro_batch,
-        mesh.dp_rank,
-        mesh.dp_size,
-        mesh.sp_rank,
-        mesh.sp_size,
-        config.data.reset_state_at_document,
-        config.train.segments,
-    )
+    split = _split(config, mesh)
     loader = SequenceLoader(
         run.data.train,
         split,
@@ -291,6 +282,20 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
             mesh, lambda: StepProfiler(train.profile, train.profile_ranks, run.path, mesh.rank, mesh.device)
         ),
         progress=progress,
+    )
+
+
+def _split(config: Config, mesh: ProcessMesh) -> DataSplit:
+    """What of the data this rank reads."""
+    return DataSplit(
+        config.data.seq_len,
+        config.data.micro_batch,
+        mesh.dp_rank,
+        mesh.dp_size,
+        mesh.sp_rank,
+        mesh.sp_size,
+        config.data.reset_state_at_document,
+        config.train.segments,
     )
 
 
