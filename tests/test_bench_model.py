@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,40 +12,25 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from models import gla
-from models.gla import GLAForCausalLM
-from models.hooks import flops_per_token, has_weight_decay
+from tests.bench_settings import QUICK
 from tests.commands import Command
 from tests.distributed import run_distributed
-from tests.test_model import SCAN, SMALL
-from zeco_train import loss as loss_module
 from zeco_train.bench import __main__ as command
-from zeco_train.bench import figures, products, steps
-from zeco_train.bench.backends import Backends, RandomTokens, SwitchedScan
+from zeco_train.bench import figures, steps
+from zeco_train.bench.backends import RandomTokens, SwitchedScan
 from zeco_train.bench.check import WrongResultError, relative_error
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.model import _Measurement, _Pace
-from zeco_train.bench.peer import Peer, Weights
-from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import GatheredScan, LocalCopyScan
 from zeco_train.mesh import Launch
-from zeco_train.optim import build_optimizer
-from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 # A model of two small layers.
-TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=32", "heads=[2]"]
-QUICK = [*TINY, "device=cpu", "tokens=[32]", "steps=5", "warmup=1", "check_tokens=32", "timeout_seconds=60"]
 
 
 @pytest.mark.parametrize(
@@ -200,75 +184,6 @@ def test_results_are_drawn_by_model(tmp_path: Path) -> None:
     assert ("zeco", (8.0, 44497 / 47594)) in drawn
 
 
-class _ProductShapes(TorchDispatchMode):
-    """Counts plain matrix products by (k, m and n): a layer may be computed as its transpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            (m, k), (_, n) = (tensor.shape for tensor in args[-2:])
-            self.counts[k, tuple(sorted((m, n)))] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("tokens", [7, 30, 45])
-def test_products_are_those_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "CHUNK_TOKENS", 15)
-    monkeypatch.setitem(loss_module._CHUNK_TOKENS, "cpu", 15)
-    # Nothing sees into custom ops; these are the same products.
-    monkeypatch.setattr(gla, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
-    model = GLAForCausalLM(SMALL)
-    model.init_weights(0)
-    ids = torch.arange(tokens)[None] % SMALL.vocab_size
-    with _ProductShapes() as expected:
-        model(ids, SequenceShard(SCAN, 0, tokens), ids).backward()
-    alone = Products(SMALL, tokens, torch.float32, torch.device("cpu"), 0)
-    with _ProductShapes() as found:
-        last = alone.step(0)
-    assert found.counts == expected.counts
-    assert found.counts.total() == 3 * (10 * SMALL.num_layers + -(-tokens // 15))
-    assert 0 < abs(last) < math.inf
-    with FlopCounterMode(display=False) as counter:
-        alone.step(1)
-    flops = flops_per_token(SMALL)
-    assert counter.get_total_flops() == tokens * (flops.linear + flops.head)
-    assert products.product_flops(SMALL).total == flops.linear + flops.head
-
-
-def test_products_are_of_random_numbers_and_take_little_memory() -> None:
-    assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
-    alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
-    again = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
-    assert alone.step(0) == again.step(0)
-    for a, b, result in [*alone._forward, *alone._head, *alone._backward]:
-        assert a.std() > 0.01
-        assert b.std() > 0.01
-        # No product reads what it writes.
-        read = {tensor.untyped_storage().data_ptr() for tensor in (a, b)}
-        assert result.untyped_storage().data_ptr() not in read
-    large = ModelConfig().run_config(16).model
-    with FakeTensorMode():
-        contender = products_contender(large, 16_384, torch.bfloat16, torch.device("cpu"), 0)
-    assert 1 < contender.held_gb < 1.5
-
-
-def test_memory_of_the_products_is_not_that_of_others() -> None:
-    config = ModelConfig.load(QUICK)
-    session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
-    ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
-    ceiling.held_gb = 1.5
-    both = [Contender("dp", mock.Mock()), ceiling]
-    for contender in both:
-        contender.samples, contender.seconds, contender.loss, contender.peak_gb = [2.0], [0.002], 1.0, 20.0
-    with mock.patch("zeco_train.bench.model.time_in_turns", return_value=5):
-        rows = measurement._time(both, 30, 0, 0.0)
-    assert [row["peak_gb"] for row in rows] == [18.5, 1.5]
-
-
 def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list[tuple[str, int, int]]:
     """(variant, tokens, steps) that are timed if a step of `dp` and of the peers takes so many seconds, by a clock of
     its own; what comes before the first is done takes 60 seconds, compiling for a number of tokens 20."""
@@ -404,87 +319,6 @@ def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     assert "5 steps of each variant; the papers' are 100" in table
     assert ("products: of the plain step, without recompute and segments" in table) == bool(more)
     assert (tmp_path / "gla_tiny_h2.png").exists()
-
-
-def _plain_kernels() -> Any:
-    """fla's model on a CPU: its kernels replaced by plain ones."""
-    import fla.layers.gla as layer
-    import fla.models.modeling_utils as utils
-    import fla.modules.mlp as mlp
-    import fla.modules.norm.fused_norm_gate as gate
-    import fla.modules.norm.layernorm as norm
-    from fla.ops.gla.naive import naive_recurrent_gla
-
-    def rms_norm(x: Tensor, residual: Tensor | None = None, prenorm: bool = False, **kwargs: Any) -> Any:
-        kwargs = {key: kwargs[key] for key in ("weight", "bias", "eps")}
-        return norm.rms_norm_ref(x=x, residual=residual, prenorm=prenorm, **kwargs)
-
-    def gated(x: Tensor, g: Tensor, weight: Tensor, bias: None, eps: float, **_: Any) -> Tensor:
-        return norm.rms_norm_ref(x, weight, bias, eps=eps) * F.silu(g)
-
-    class Loss:
-        ignore_index = -100
-
-        def __init__(self, use_l2warp: bool, reduction: str) -> None:
-            assert (use_l2warp, reduction) == (False, "mean")
-
-        def __call__(self, hidden: Tensor, labels: Tensor, weight: Tensor, bias: None) -> Tensor:
-            return F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
-
-    return [
-        mock.patch.object(layer, "fused_recurrent_gla", lambda q, k, v, gk, **_: naive_recurrent_gla(q, k, v, gk)),
-        mock.patch.object(norm, "rms_norm", rms_norm),
-        mock.patch.object(gate, "rms_norm_gated", gated),
-        mock.patch.object(mlp, "swiglu_linear", lambda x, y, w, b: F.linear(F.silu(x) * y, w, b)),
-        mock.patch.object(utils, "FusedLinearCrossEntropyLoss", Loss),
-    ]
-
-
-def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
-    """One step of the peer and of our model on a rank alone: same logits, loss and update, and none of other ranks."""
-    for kernel in _plain_kernels():
-        kernel.start()
-    for tied in (False, True):
-        overrides = [*QUICK, f"model.tie_word_embeddings={tied}".lower(), "dtype=fp32"]
-        config = ModelConfig.load(overrides)
-        run = config.run_config(2)
-        session = Session.open(config, Launch(rank, world_size, rank, world_size))
-        ours = Backends(run, session)
-        tokens = RandomTokens(run.model.vocab_size, 32, 0, session)
-        ids = tokens.own(0)
-        weights = Weights(ours.weights(), ids, ours.logits(ids))
-        peer = Peer("fla", weights, run, session.mesh)
-        assert relative_error(peer.logits(ids), weights.logits) < 1e-5
-        before = {name: parameter.full_tensor().clone() for name, parameter in peer.model.named_parameters()}
-        loss = peer.step(ids)
-
-        alone = GLAForCausalLM(run.model)
-        alone.load_state_dict(before, strict=not tied)
-        expected_loss, expected = _step_alone(alone, ids, run)
-        assert abs(loss.item() - expected_loss) < 1e-5 * expected_loss
-        for name, parameter in peer.model.named_parameters():
-            update = parameter.full_tensor() - before[name]
-            assert relative_error(update, expected[name]) < 1e-2, name
-        bare = Peer("fla:no_optimizer", weights, run, session.mesh)
-        assert abs(bare.step(ids).item() - expected_loss) < 1e-5 * expected_loss
-        assert all(torch.equal(p, before[name]) for name, p in bare.model.named_parameters())
-
-
-def _step_alone(model: GLAForCausalLM, ids: Tensor, run: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and update of a step of plain PyTorch on a rank alone."""
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(model, run.optim, has_weight_decay)
-    shard = SequenceShard(LocalScan(), 0, ids.shape[1] - 1)
-    logits = model(ids[:, :-1], shard)
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), run.optim.grad_clip)
-    optimizer.step()
-    return loss.item(), {name: p.detach() - before[name] for name, p in model.named_parameters()}
-
-
-def test_the_peer_trains_as_we_do() -> None:
-    run_distributed(_peer_trains_as_we_do, 2)
 
 
 @pytest.mark.gpu
