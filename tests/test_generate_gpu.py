@@ -14,9 +14,10 @@ from data.tokenizer import ByteTokenizer
 from models.gla import GLAForCausalLM
 from models.gla_config import GLAConfig
 from tests.test_generate_step import steps
+from zeco_train.bench.check import relative_error
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
-from zeco_train.generate.prefill import Prefill
+from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.ops import naive_gla
@@ -71,17 +72,19 @@ def test_steps_equal_the_recurrence(
     assert (state - final_state).norm() <= 1e-5 * final_state.norm()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_steps_equal_the_chunked_operator(mesh: ProcessMesh, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_as_exact_as_the_chunked_operator(mesh: ProcessMesh, dtype: torch.dtype) -> None:
+    """Against fp64, since bf16 rounds both: by 0.023 in these four layers, whichever way they are computed."""
     network, tokens = model(dtype), ids(300)
-    prefill = Prefill(network, mesh, LocalScan(), 128)
-    whole, part = prefill.run([tokens]), prefill.run([tokens[:200]])
-    assert whole is not None
-    assert part is not None
-    decoder = Decoder(network, part[1], cuda_graph=False)
-    for token in tokens[200:]:
-        logits = decoder.step(token[None].to(DEVICE))
-    assert (logits - whole[0]).float().norm() <= tolerance * whole[0].float().norm()
+    started = Prefill(network, mesh, LocalScan(), 128).run([tokens[:200]])
+    assert started is not None
+    decoder = Decoder(network, started[1], cuda_graph=False)
+    steps = torch.cat([decoder.step(token[None].to(DEVICE)) for token in tokens[200:]])
+    chunks = whole_logits(network, tokens[None].to(DEVICE))[0, 200:]
+    exact = whole_logits(network.double(), tokens[None].to(DEVICE))[0, 200:]
+    error, allowed = relative_error(steps, exact), relative_error(chunks, exact)
+    assert error <= max(1e-5, 1.25 * allowed), (error, allowed)
+    assert allowed <= {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,6 +112,8 @@ def test_texts_and_memory(mesh: ProcessMesh, cuda_graph: bool) -> None:
     network, tokenizer = model(torch.bfloat16), ByteTokenizer()
     generator = Generator(network, tokenizer, mesh, LocalScan(), cuda_graph=cuda_graph)
     prompts = [generator.encode(text) for text in ("def main(", "x" * 500, "")]
+    # The first time takes what stays: cuBLAS's workspace of the stream that graphs are recorded on.
+    generator.generate(prompts, Sampling(seed=1), Limits(2, at_eos=False), samples=2)
     peaks, texts = [], []
     for count in (100, 1000):
         torch.cuda.synchronize()

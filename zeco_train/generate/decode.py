@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,14 +47,14 @@ class _GraphedStep:
         self._tokens = torch.zeros(len(states[0]), dtype=torch.int64, device=device)
         # What runs for the first time, compiles, tunes and allocates, none of which a recording may; and moves states.
         before = [state.clone() for state in states]
-        stream = torch.cuda.Stream(device)
+        stream = _recording_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
                 model.step(self._tokens, states)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):
             self._logits = model.step(self._tokens, states)
         for state, value in zip(states, before, strict=True):
             state.copy_(value)
@@ -62,3 +63,9 @@ class _GraphedStep:
         self._tokens.copy_(tokens)
         self._graph.replay()
         return self._logits
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs of a device: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen."""
+    return torch.cuda.Stream(device)

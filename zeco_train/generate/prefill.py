@@ -100,3 +100,12 @@ class Prefill:
             group = self._mesh.devices.get_group("sp")
             dist.broadcast(hidden, src=dist.get_global_rank(group, ranks - 1), group=group)
         return states.carry_out, hidden
+
+
+@torch.no_grad()
+def whole_logits(model: GLAForCausalLM, input_ids: Tensor) -> Tensor:
+    """Logits by the chunked operator at once, on this rank alone: input_ids [B, T] → [B, T, vocab]."""
+    scan = LocalScan()
+    logits = model(input_ids, SequenceShard(scan=scan, offset=0, seq_len=input_ids.shape[1]))
+    scan.drain()
+    return logits

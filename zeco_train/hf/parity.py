@@ -8,7 +8,7 @@ products in fp32 are those of tf32 unless TRITON_F32_DEFAULT=ieee is set, which 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.gla import GLAForCausalLM
 from zeco_train.config import Dtype
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.generate.generator import Generator, Limits
+from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.folder import is_hf_folder
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.overrides import describe_settings, load_settings
-from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import Trained, find_trained, load_trained
 
@@ -81,8 +80,8 @@ class Parity:
 
 def compare(
     trained: Trained, mesh: ProcessMesh, settings: ParitySettings, dtypes: Sequence[Dtype] = tuple(ALLOWED)
-) -> list[Parity]:
-    """Both models in each dtype; of one rank.
+) -> Iterator[Parity]:
+    """Both models in one dtype after another; of one rank.
 
     Args:
         trained: an export.
@@ -95,15 +94,14 @@ def compare(
     first, vocabulary = min(3, trained.model.vocab_size - 1), trained.model.vocab_size
     ids = torch.randint(first, vocabulary, (settings.tokens,), generator=draw)
     sequence = ids[None].to(mesh.device)
-    exact = _logits(load_trained(trained, mesh, dtype=Dtype.fp64, strategy=None), sequence)
-    found = []
+    exact = whole_logits(load_trained(trained, mesh, dtype=Dtype.fp64, strategy=None), sequence)[0]
     for dtype in dtypes:
         theirs: Any = AutoModelForCausalLM.from_pretrained(trained.path, dtype=dtype.compute)
         theirs = theirs.to(mesh.device).eval()
         ours = load_trained(trained, mesh, dtype=dtype, strategy=None)
         with torch.no_grad():
             expected = theirs(sequence, use_cache=False).logits[0].double()
-        logits = _logits(ours, sequence)
+        logits = whole_logits(ours, sequence)[0].double()
         generator = Generator(ours, trained.tokenizer, mesh, scan := LocalScan())
         prompt = ids[: settings.prompt_tokens]
         same = {
@@ -111,19 +109,18 @@ def compare(
             for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
         }
         scan.drain()
-        found.append(Parity(dtype, _error(logits, expected), _error(logits, exact), _error(expected, exact), same))
+        yield Parity(dtype, _error(logits, expected), _error(logits, exact), _error(expected, exact), same)
         del ours, theirs, generator
-    return found
 
 
-def table(found: Sequence[Parity]) -> str:
-    """The comparison as text."""
-    lines = ["dtype   ours − theirs   allowed   ours − fp64   theirs − fp64   same greedy   same drawn"]
-    for row in found:
-        counts = "   ".join(f"{equal:>4} of {total:<4}" for equal, total in row.same.values())
-        figures = f"{row.error:13.2e}   {ALLOWED[row.dtype]:7.0e}   {row.ours:11.2e}   {row.theirs:13.2e}"
-        lines.append(f"{row.dtype.value:5}   {figures}   {counts}   {'ok' if row.passes else 'TOO FAR APART'}")
-    return "\n".join(lines)
+HEADER = "dtype   ours − theirs   allowed   ours − fp64   theirs − fp64   same greedy   same drawn"
+
+
+def line(row: Parity) -> str:
+    """A comparison as a line below `HEADER`."""
+    counts = "   ".join(f"{equal:>4} of {total:<4}" for equal, total in row.same.values())
+    figures = f"{row.error:13.2e}   {ALLOWED[row.dtype]:7.0e}   {row.ours:11.2e}   {row.theirs:13.2e}"
+    return f"{row.dtype.value:5}   {figures}   {counts}   {'ok' if row.passes else 'TOO FAR APART'}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -141,13 +138,17 @@ def main(arguments: Sequence[str]) -> int:
         if not torch.cuda.is_available():
             raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
         mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))
-        found = compare(trained, mesh, settings)
+        print(HEADER, flush=True)
+        all_pass = True
+        for row in compare(trained, mesh, settings):
+            # At once: fla tunes its kernels for minutes in each dtype.
+            print(line(row), flush=True)
+            all_pass &= row.passes
         dist.destroy_process_group()
     except ZecoError as error:
         print(error.line, file=sys.stderr)
         return error.exit_code
-    print(table(found))
-    return 0 if all(row.passes for row in found) else 1
+    return 0 if all_pass else 1
 
 
 def _same(
@@ -171,14 +172,6 @@ def _same(
     other = text[0, len(prompt) :].tolist()
     equal = next((i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), len(other))
     return equal, len(other)
-
-
-@torch.no_grad()
-def _logits(model: GLAForCausalLM, sequence: Tensor) -> Tensor:
-    scan = LocalScan()
-    logits = model(sequence, SequenceShard(scan=scan, offset=0, seq_len=sequence.shape[1]))[0].double()
-    scan.drain()
-    return logits
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
