@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 from tests.commands import train_here
 from tests.distributed import run_distributed
 from tests.training import full, train
-from zeco_train.build import init
+from zeco_train.build import build_model, init
 from zeco_train.config import Device, Dtype
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.mesh import Launch
+from zeco_train.export import ExportSettings, export
+from zeco_train.mesh import Launch, host_group
 from zeco_train.parallelize import Strategy
 from zeco_train.trained import find_trained, load_trained
+from zeco_train.weights import load_weights
 
 LAYOUTS = [(Strategy.zero3, Dtype.fp64), (Strategy.ddp, Dtype.fp64), (Strategy.zero2, Dtype.bf16)]
 
@@ -39,11 +40,7 @@ def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tenso
         assert not model.training
         assert model.lm_head.weight is model.model.embeddings.weight
         loaded.append({name: full(parameter).clone() for name, parameter in model.named_parameters()})
-    checkpoint = trained.path
-    found = replace(trained, path=checkpoint.with_name(f"step_{rank}"))
-    with pytest.raises(CheckpointError, match=r"checkpoints: rank 0 has found step_0, rank 1 step_1; name one of them"):
-        load_trained(found, mesh, dtype=Dtype.fp64, strategy=Strategy.ddp)
-    with (checkpoint / "__0_0.distcp").open("r+b") as file:
+    with (trained.path / "__0_0.distcp").open("r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(b"x")
     with pytest.raises(CheckpointError, match=r"damaged: __0_0.distcp is not what was written"):
@@ -79,15 +76,26 @@ def test_found_in_a_run_or_a_checkpoint(run: Path) -> None:
     assert newest.tokenizer.decode(newest.tokenizer.encode(["naïve"])[0]) == "naïve"
 
 
-def _load_different(rank: int, world_size: int, folder: str) -> None:
-    trained = find_trained(f"{folder}/checkpoints/step_{rank + 1:08}")
-    mesh = init(trained.configure([]), Launch(rank, world_size, rank))
-    with pytest.raises(ConfigError, match=r"the checkpoint's step=2: rank 1 differs, rank 0 has 1; name one step_"):
-        load_trained(trained, mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
+def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) -> None:
+    config = find_trained(f"{checkpoints}/latest").configure([])
+    mesh = init(config, Launch(rank, world_size, rank))
+    name = f"step_{rank + 1:08}"
+    for folder, found in (
+        (checkpoints, r"checkpoint=step_00000002: rank 1 differs, rank 0 has step_00000001"),
+        (exports, r"export of step=2: rank 1 differs, rank 0 has 1"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{found}; name one step_… folder, or one export, for all ranks$"):
+            load_trained(find_trained(f"{folder}/{name}"), mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
+        # As a training does with checkpoint.load.
+        model = build_model(config.model, config.train, Strategy.ddp, mesh, seed=0)
+        with pytest.raises(ConfigError, match=found):
+            load_weights(Path(folder, name), model, mesh, host_group(mesh))
 
 
-def test_a_checkpoint_that_came_between_two_ranks(run: Path) -> None:
-    run_distributed(_load_different, 2, str(run))
+def test_another_checkpoint_on_another_rank(run: Path, tmp_path: Path) -> None:
+    for name in ("step_00000001", "step_00000002"):
+        export(f"{run}/checkpoints/{name}", tmp_path / name, ExportSettings())
+    run_distributed(_load_different, 2, f"{run}/checkpoints", str(tmp_path))
 
 
 def test_configuration_on_top_of_the_runs(run: Path) -> None:

@@ -14,7 +14,6 @@ from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
-from zeco_train.agreement import check_same
 from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, read_progress
 from zeco_train.config import Config, Device, Dtype, config_of, load_config, read_config
 from zeco_train.errors import CheckpointError, ConfigError, DataError
@@ -131,8 +130,6 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
         CheckpointError: the weights are damaged or of another model.
         ConfigError: the ranks have found different checkpoints.
     """
-    # A training may have left another one between two ranks' looks.
-    check_same({"the checkpoint's step": trained.step}, mesh.world_size, "name one step_… folder in place of the run")
     with torch.device("meta"):
         model = GLAForCausalLM(trained.model).to(dtype.compute)
     model.to_empty(device=mesh.device)

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from zeco_train.agreement import check_same
 from zeco_train.checkpoint_files import CHECKSUMS_FILE, find_damage, read_checksums
 from zeco_train.checkpoint_writer import retried
 from zeco_train.errors import CheckpointError
-from zeco_train.hf.folder import checked_fla_model, is_hf_folder, parameter_shapes
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, parameter_shapes, read_json
 from zeco_train.mesh import ProcessMesh, agree
 
 
@@ -27,11 +28,12 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
         group: of all ranks, between hosts.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another model, or not the same one on all ranks.
+        CheckpointError: the checkpoint is damaged or of another model.
+        ConfigError: the ranks have found different ones.
     """
     is_hf = is_hf_folder(path)
-    if not is_hf:
-        _check_same_folder(path, mesh)
+    remedy = "name one step_… folder, or one export, for all ranks"
+    check_same(agree(mesh, lambda: _which(path, is_hf)), mesh.world_size, remedy)
     # Folders that others wrote say nothing of what was in them.
     problem = damage_of(path, mesh) if not is_hf or (path / CHECKSUMS_FILE).is_file() else None
     if problem is not None:
@@ -86,14 +88,14 @@ def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
     return next((problem for problem in everyone if problem is not None), None)
 
 
-def _check_same_folder(path: Path, mesh: ProcessMesh) -> None:
-    """Each rank looks for the newest checkpoint by itself, and the run that it is of may go on meanwhile."""
-    names = [""] * mesh.world_size
-    dist.all_gather_object(names, path.name)
-    for rank, name in enumerate(names):
-        if name != names[0]:
-            found = f"rank 0 has found {names[0]}, rank {rank} {name}"
-            raise CheckpointError(f"{path.parent}: {found}; name one of them, or start again")
+def _which(path: Path, is_hf: bool) -> dict[str, Any]:
+    """What tells a folder from those that other ranks may have found: each looks for the newest checkpoint by itself,
+    the run that it is of may go on meanwhile, and nodes may hold different exports under the same path.
+    """
+    if not is_hf:
+        return {"checkpoint": path.name}
+    # Others' folders say nothing of where they are from.
+    return {"export of step": read_json(path / ORIGIN_FILE).get("step")} if (path / ORIGIN_FILE).is_file() else {}
 
 
 def cause_of(error: CheckpointException) -> str:
