@@ -24,6 +24,7 @@ from data.recipes import Recipe, dataset_of, load_recipe, recipe_names
 from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
+from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, ZecoError
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
@@ -101,14 +102,9 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("data.prepare", " ".join(sys.argv[1:]), f"{message} (see --help)")
-
-
 def _parser() -> argparse.ArgumentParser:
     """The options; those without a value on the command line are absent, so that a recipe's count."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m data.prepare",
         description="Tokenise text into a token store. Started again with the same arguments after an interruption, it "
         "goes on where it was.",

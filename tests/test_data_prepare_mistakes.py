@@ -173,11 +173,15 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
         (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "error: --validation-fraction=1.0: allowed: from 0"),
         (["a.txt", "--out", "s", "--workers", "0"], 2, "error: --workers=0: allowed: 1 or more"),
         (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "error: --min-tokens=0: allowed: 1 or more"),
-        (["", "--out", "s"], 2, "argument SOURCE: is empty (see --help)"),
-        (["a.txt", "--out", ""], 2, "argument --out: is empty (see --help)"),
+        (["", "--out", "s"], 2, "argument SOURCE: is empty; --help lists all"),
+        (["a.txt", "--out", ""], 2, "argument --out: is empty; --help lists all"),
         (["a.txt", "--out", "/"], 2, "error: --out=/: needs a folder of its own"),
-        (["a.txt"], 2, "the following arguments are required: --out (see --help)"),
-        (["a.txt", "--out", "s", "--workers", "two"], 2, "argument --workers: invalid int value: 'two' (see --help)"),
+        (["a.txt"], 2, "the following arguments are required: --out; --help lists all"),
+        (
+            ["a.txt", "--out", "s", "--workers", "two"],
+            2,
+            "argument --workers: invalid int value: 'two'; --help lists all",
+        ),
     ],
 )
 def test_unusable_arguments(

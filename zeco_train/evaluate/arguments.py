@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeco_train.compare import Parser
+from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.registry import LM_EVAL, STANDARD, TASKS
 from zeco_train.overrides import describe_settings
