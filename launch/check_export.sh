@@ -6,9 +6,8 @@
 #   STEPS    default 20
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
 # Without a GPU it ends after the export, and an import of it that trains one step on.
-case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "gpu"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "gpu" "$@"
 cd "$root"
 
 out="${OUT:-$(mktemp -d)}"

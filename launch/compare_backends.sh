@@ -8,9 +8,8 @@
 #   MAX_DIFFERENCE  exit code 1 if a loss differs by more than this, relatively; default: only reported
 #   CHECKPOINTS     keep: the runs' last checkpoints stay; default: they are deleted, as they are large
 #   VENV=none       use the packages of $PYTHON (default: python of the PATH), install nothing
-case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "" "$@"
 cd "$root"
 
 for key in sp name run_dir; do

@@ -1,8 +1,11 @@
 # Sourced by the other scripts: makes the virtual environment in $VENV (default .venv), once, and activates it.
-# usage: source launch/environment.sh [EXTRA]    EXTRA: a set of optional dependencies of pyproject.toml
+# usage: source launch/environment.sh [EXTRA [ARGUMENT ...]]
+#   EXTRA      a set of optional dependencies of pyproject.toml
+#   ARGUMENT   the script's: with -h or --help among those it prints its first comment, and ends
 # VENV=none takes $PYTHON (default python, or python3) as it is, and installs nothing: for machines that have all packages.
 
 extra="${1:-}"
+case " ${*:2} " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$root/.venv}"
 

@@ -9,9 +9,8 @@
 #   RUN_DIR  where the stages go, a folder each, default runs/extension
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
 # checkpoint.load=… is what the first stage starts from; without it, from the seed.
-case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "" "$@"
 cd "$root"
 
 stages="${STAGES:-16384:64:2000:1:1 65536:16:1000 262144:4:500 1048576:1:250}"

@@ -8,9 +8,8 @@
 # Three runs, each from the weights of the one before, of 2, 8 and 16 pairs. The circuit that joins a value to the key before
 # it forms within some hundred steps where there are two keys only; with more from the start a model first learns to guess
 # among the values that it has seen, and stays there.
-case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "" "$@"
 cd "$root"
 
 run_dir="${RUN_DIR:-runs/recall}"
