@@ -79,7 +79,8 @@ class StepProfiler:
         device: of this rank.
 
     Raises:
-        DataError: the run's folder cannot be written, here or in `end`.
+        DataError: the run's folder cannot be written. What cannot be written later is said, and the run goes on: no
+            training needs its profile.
     """
 
     def __init__(self, steps: str | None, ranks: Sequence[int], run_dir: Path, rank: int, device: torch.device) -> None:
@@ -105,26 +106,16 @@ class StepProfiler:
         self._label.__enter__()
 
     def end(self, step: int) -> None:
-        """The step is done. The last one that is profiled waits for the device, and writes the files.
-
-        Raises:
-            DataError: they cannot be written.
-        """
+        """The step is done. The last one that is profiled waits for the device, and writes the files."""
         self._end_label()
         if self._profile is not None and step >= self._stop:
             self._end_profile()
 
     def close(self) -> None:
-        """Write what there is of a range that was not finished. May be called again.
-
-        Raises nothing: it may be another error that ends the run, so what goes wrong here goes to the log.
-        """
+        """Write what there is of a range that was not finished. May be called again."""
         self._end_label()
         if self._profile is not None:
-            try:
-                self._end_profile()
-            except (DataError, RuntimeError) as error:
-                logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
+            self._end_profile()
 
     def _begin_profile(self, step: int) -> None:
         self._first = step
@@ -150,7 +141,13 @@ class StepProfiler:
     def _end_profile(self) -> None:
         assert self._profile is not None
         ended, self._profile = self._profile, None
-        ended.stop()  # waits for the device
+        try:
+            ended.stop()  # waits for the device
+            self._write(ended)
+        except (DataError, RuntimeError) as error:
+            logger.warning("the profile of steps %d to %d is lost: %s", self._first, self._last, error)
+
+    def _write(self, ended: profile) -> None:
         name = f"rank_{self._rank}_steps_{self._first}_{self._last}"
         if self._device.type == "cuda":
             with _new_file(self._folder, f"{name}_memory", ".pickle") as partial:
@@ -166,7 +163,9 @@ class StepProfiler:
                 with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
                     shutil.copyfileobj(source, target)
             finally:
-                plain.unlink(missing_ok=True)
+                # With what the profiler's library leaves under another name where the disk is full.
+                for left in self._folder.glob(f"{plain.name}*"):
+                    left.unlink()
 
 
 @contextmanager
