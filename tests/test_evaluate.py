@@ -109,6 +109,29 @@ def test_other_lengths_and_what_is_left_out(run: Path, tmp_path: Path) -> None:
     assert details["1000"]["error"] is None
 
 
+def test_what_a_file_of_a_group_replaces_is_said(run: Path, tmp_path: Path) -> None:
+    moved, store = tmp_path / "run", f"data.path={run.parent / 'store'}"
+    shutil.copytree(run, moved)
+    text = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(text.replace("reset_state_at_document: false", "reset_state_at_document: true"))
+    short = ("validation.sequences=1", "data=tokens", store)
+    outcome = evaluate(moved, *short)
+    line = (
+        "data=tokens sets data.reset_state_at_document=false (true in the run); name those that are to be as in the run"
+    )
+    assert outcome.out.splitlines()[1] == line, outcome
+    assert results(moved / "evaluation/step_00000002")["config"]["data"]["reset_state_at_document"] is False
+    for arguments in (
+        (moved, *short, "data.reset_state_at_document=true"),
+        (moved, "validation.sequences=1", store),
+        # The batch of training and the order of its sequences differ, which no evaluation reads.
+        (run, *short, "data.seq_len=32", "--out", tmp_path / "out"),
+    ):
+        outcome = evaluate(*arguments)
+        assert outcome.code == 0
+        assert " sets " not in outcome.out
+
+
 def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(run, moved)

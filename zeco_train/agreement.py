@@ -62,7 +62,7 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
 
 def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What decides how a rank computes, for `check_same`: a run's configuration (plain values), and its environment."""
-    values = {name: value for name, value in _flat(config) if name.rpartition(".")[2] not in _PATHS}
+    values = {name: value for name, value in flat(config) if name.rpartition(".")[2] not in _PATHS}
     values |= {f"variable {name}": os.environ.get(name, "not set") for name in _VARIABLES}
     values |= {
         "code": _code_version(),
@@ -102,12 +102,12 @@ def _text(values: Mapping[str, Any], key: str) -> str:
     return str(values[key]) if key in values else "not set"
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(`data.seq_len`, 4096) and so on; of a list each item by its number."""
     if isinstance(value, Mapping | list):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
+            yield from flat(item, f"{name}.{key}" if name else str(key))
     else:
         yield name, value
 

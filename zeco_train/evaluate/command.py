@@ -13,7 +13,7 @@ from zeco_train.config import Config, Device, to_plain
 from zeco_train.device import find_device
 from zeco_train.environment import environment
 from zeco_train.evaluate.arguments import Request, describe, parse
-from zeco_train.evaluate.evaluation import Evaluation, check_read
+from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.job import Advice, Job, run_job
@@ -59,6 +59,8 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     if folder is not None:
         job.closing.callback(folder.close)
     evaluation.note(_banner(evaluation))
+    if trained.config is not None and (line := replaced(trained.config, config, request.overrides)) is not None:
+        evaluation.note(line)
     _run(evaluation, tasks, folder)
     evaluation.scan.drain()
     if folder is not None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from data.tokenizer import Tokenizer
-from zeco_train.config import Config
+from zeco_train.agreement import flat
+from zeco_train.config import Config, group_options, lacking, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.forward import SequenceForward
 from zeco_train.mesh import ProcessMesh
+from zeco_train.overrides import check_overrides, written
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.trained import Trained, load_trained
@@ -18,6 +20,8 @@ from zeco_train.trained import Trained, load_trained
 # Of a run's configuration, what an evaluation reads; all else would be set in vain.
 READ = ("data", "sp", "parallel", "train.dtype", "train.device", "train.segments")
 _NOT_READ = ("data.global_batch", "data.shuffle", "data.verify")
+# What a file of the group `data` is named for.
+_WHICH_TEXT = ("data.kind", "data.path", "data.stores")
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,23 @@ def check_read(overrides: Sequence[str]) -> None:
             raise ConfigError(
                 key, value, f"an evaluation does not read it, but {', '.join(READ)} and a task's own keys"
             )
+
+
+def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | None:
+    """What a file of the group `data` has put in place of the run's own settings, beside other text, in a line.
+
+    Args:
+        before: the run's configuration.
+        config: with the overrides.
+    """
+    files = [text for text in overrides if text.startswith("data=")]
+    own, now = (dict(flat(to_plain(each.data), "data")) for each in (before, config))
+    silent = {*_NOT_READ, *check_overrides(overrides, Config, group_options())}
+    changes = [
+        f"{key}={written(value)} ({written(own.get(key))} in the run)"
+        for key, value in now.items()
+        if value != own.get(key) and key not in silent and not key.startswith(_WHICH_TEXT) and not lacking(key, config)
+    ]
+    if not files or not changes:
+        return None
+    return f"{files[-1]} sets {', '.join(changes)}; name those that are to be as in the run"
