@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.commands import Command, Outcome, is_running, torchrun, train_here
 from zeco_train.errors import NonFiniteError
+from zeco_train.metrics import read_metrics
+from zeco_train.validation import Validation, ValidationLoss
 
 # Bound of a wait for a peer in these runs, and what a loaded machine may need on top of a bound to act on it.
 TIMEOUT = 5.0
@@ -133,6 +137,35 @@ def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
         before = step
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, before + 1))
+
+
+def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the run, and after the last step: nothing of it is missing at the end."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["train.steps=4", "train.eval_every=2", "train.eval_sequences=2", "checkpoint.every=0"]
+    assert train_here(*settings, "run_dir=unbroken").code == 0
+    # After step 2; the next start's of step 2, and after step 4; the next start's of step 4.
+    whole, stops = Validation.loss, iter([True, False, True, False])
+
+    def loss(self: Validation, *arguments: Any, **options: Any) -> ValidationLoss | None:
+        if next(stops):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return whole(self, *arguments, **options)
+
+    with mock.patch.object(Validation, "loss", loss):
+        for step, end in ((2, "saved"), (4, "saved, but not validated")):
+            outcome = train_here(*settings, "run_dir=run")
+            assert (outcome.code, outcome.errors) == (75, [])
+            assert outcome.out.endswith(f"SIGUSR1 after step {step}: {end}; the same command goes on from there\n")
+        assert "val_loss" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+        assert train_here(*settings, "run_dir=run").code == 0
+    rows, unbroken = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "unbroken"))
+    for key in ("step", "loss", "val_loss", "val_perplexity"):
+        assert [row.get(key) for row in rows] == [row.get(key) for row in unbroken], key
+    outcome = train_here(*settings, "run_dir=run")
+    assert (outcome.code, outcome.out) == (0, "the run in run has finished its 4 steps; nothing to do\n")
 
 
 def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:

@@ -54,17 +54,19 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     job.closing.callback(parts.profiler.close)
     job.closing.callback(parts.loader.close)
     job.closing.callback(parts.checkpointer.close)
-    if progress.step >= config.train.steps:
+    trainer = Trainer(config, parts)
+    if trainer.is_finished:
         recorder.exit_code = 0
         recorder.note(f"the run in {run.path} has finished its {progress.step} steps; nothing to do")
         return 0
     recorder.note(_banner(config, parts))
-    stopped_by = Trainer(config, parts).train()
+    stopped_by = trainer.train()
     parts.scan.drain()
     summary = recorder.summarise()
     if stopped_by is not None:
         recorder.exit_code = exit_code(stopped_by)
         done = f"after step {progress.step}: saved" if progress.step else "before the first step was done"
+        done += ", but not validated" if progress.step >= config.train.steps else ""
         summary = f"{stopped_by.name} {done}; the same command goes on from there"
     if summary is not None:
         recorder.note(summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -62,6 +63,13 @@ class StepMetrics:
     hfu: float | None = None
     comm_exposed_seconds: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Self:
+        """A row as `as_dict` gave it, or as `read_metrics` did, where what is None was NaN or infinite."""
+        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+        columns = {column.name: values.pop(column.name) for column in fields(cls) if column.name in values}
+        return cls(**columns, extra=values)
 
     def as_dict(self) -> dict[str, Any]:
         """The columns that have a value, `extra` last.

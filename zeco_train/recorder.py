@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zeco_train.checkpoint_files import Progress
 from zeco_train.loggers import ExperimentLogger
-from zeco_train.mesh import ProcessMesh
+from zeco_train.mesh import ProcessMesh, agree
 from zeco_train.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
 from zeco_train.position_chart import VALIDATION_FILE, plot_validations
@@ -172,11 +172,37 @@ class Recorder:
             comm_exposed_seconds=exposed,
             extra=_skipped(steps[-1], progress) | _of_validation(validation),
         )
+        self._put(row, validation)
+
+    def lacks_validation(self, step: int) -> bool:
+        """Whether the step has a row without a validation loss. Collective.
+
+        Raises:
+            DataError: metrics.jsonl cannot be read; on every rank.
+        """
+        row = agree(self._mesh, lambda: self._row_of(step) if self._mesh.is_main else None)
+        lacks = [row is not None and row.val_loss is None]
+        dist.broadcast_object_list(lacks, src=0)
+        return lacks[0]
+
+    def add_validation(self, step: int, validation: ValidationLoss) -> None:
+        """Write a step's row again, of which the last one counts, with the validation loss that it lacks."""
+        if self._writer is not None and (row := self._row_of(step)) is not None:
+            extra = {**row.extra, **_of_validation(validation)}
+            self._put(replace(row, val_loss=validation.mean, extra=extra), validation)
+
+    def _row_of(self, step: int) -> StepMetrics | None:
+        rows = read_metrics(self._run_dir / METRICS_FILE)
+        return next((StepMetrics.from_dict(row) for row in rows if row["step"] == step), None)
+
+    def _put(self, row: StepMetrics, validation: ValidationLoss | None) -> None:
+        """Write and show a row, on rank 0."""
+        assert self._writer is not None
+        assert self._display is not None
         self._writer.write(row)
         if validation is not None:
             self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
-            self._validations.append({"step": progress.step, **validation.as_dict()})
-        assert self._display is not None
+            self._validations.append({"step": row.step, **validation.as_dict()})
         self._display.report(row.as_dict())
         self._tracker.log(row.step, row.as_dict())
 

@@ -37,6 +37,13 @@ class Trainer:
         self.micro_steps = config.data.global_batch // (config.data.micro_batch * parts.mesh.dp_size)
         self._skip_limit = skip_limit(config.train.nonfinite)
         self._told: Signals | None = None
+        self._owed = not parts.validation.is_empty and self._validation_due()
+        self._owed = self._owed and parts.recorder.lacks_validation(self.progress.step)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: no step, and no validation of the last one that a stop signal came into."""
+        return self.progress.step >= self.config.train.steps and not self._owed
 
     def train(self) -> Signals | None:
         """Run to the end.
@@ -46,6 +53,8 @@ class Trainer:
         """
         config, progress, recorder = self.config.train, self.progress, self.parts.recorder
         with StopRequest() as stop:
+            if self._owed and (val_loss := self.evaluate(stop)) is not None:
+                recorder.add_validation(progress.step, val_loss)
             while progress.step < config.steps:
                 self.parts.profiler.begin(progress.step + 1)
                 result = self.train_step(stop)
@@ -56,7 +65,7 @@ class Trainer:
                 self.parts.profiler.end(progress.step)
                 recorder.add(result, progress)
                 finished = progress.step == config.steps
-                validate = finished or (config.eval_every and progress.step % config.eval_every == 0)
+                validate = self._validation_due()
                 val_loss = self.evaluate(stop) if validate else None
                 due = finished or validate or progress.step == 1 or progress.step % config.log_every == 0
                 if due or result.nonfinite is not None:
@@ -64,7 +73,8 @@ class Trainer:
                 # Asked at the end, too: it tells how the save before has ended.
                 if self.parts.checkpointer.due(progress) or finished:
                     self.save(last=finished)
-        return None
+        # None but for one that came into the last validation: all passes of the last step were allowed.
+        return self._told
 
     def train_step(self, stop: StopRequest) -> StepResult | Signals:
         """One optimizer step on the next global batch.
@@ -146,6 +156,10 @@ class Trainer:
         loader, consumed = self.parts.loader, self.progress.sequences
         segments = range(self.config.train.segments)
         return self.parts.step.loss([loader.again(consumed, micro_step, segment) for segment in segments])
+
+    def _validation_due(self) -> bool:
+        every, step = self.config.train.eval_every, self.progress.step
+        return step >= self.config.train.steps or (every > 0 and step % every == 0)
 
     def evaluate(self, stop: StopRequest) -> ValidationLoss | None:
         """The loss over the held-out sequences; None if there are none, or a stop signal came meanwhile."""
