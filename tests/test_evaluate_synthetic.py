@@ -64,12 +64,12 @@ def examples_of(model: GLAForCausalLM, count: int) -> list[Example]:
 
 
 @torch.no_grad()
-def expected_scores(model: GLAForCausalLM, examples: list[Example], parts: int = 1) -> Scores:
-    """With each of so many parts of the sequence run by itself."""
+def expected_scores(model: GLAForCausalLM, examples: list[Example], size: int = LENGTH) -> Scores:
+    """With each part of so many tokens run by itself."""
     right, losses = [], []
     for example in examples:
-        tokens, size = example.read(0, LENGTH + 1), LENGTH // parts
-        found = torch.cat([logits(model, tokens[start : start + size]) for start in range(0, LENGTH, size)])
+        tokens = example.read(0, LENGTH + 1)
+        found = torch.cat([logits(model, tokens[:-1][start : start + size]) for start in range(0, LENGTH, size)])
         labels = torch.from_numpy(tokens[1:])
         hits, counts = found.argmax(-1) == labels, torch.from_numpy(example.counts(0, LENGTH))
         right.append([bool(hits[answer.start - 1 : answer.stop - 1].all()) for answer in example.answers])
@@ -88,15 +88,15 @@ def _check_splits(rank: int, world_size: int) -> None:
         made: list[Any] = [lambda example=example: example for example in examples]
         backend = Backend.zeco if sp_size > 1 else Backend.dp
         scan = build_scan(SPConfig(backend), mesh.scan_groups, mesh.timeout)
-        for cut in (Cut(1, 2), Cut(SHARDS // sp_size, 3)):
-            plain = score(made, len(ANSWERS), LENGTH, SequenceForward(model, scan, mesh), cut, lambda activity: None)
+        # The last is one of padded sequences.
+        for cut in (Cut(LENGTH, 1, 2), Cut(LENGTH, SHARDS // sp_size, 3), Cut.of(LENGTH, sp_size, 1, 11)):
+            plain = score(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
             assert plain.right[0].tolist() == [False, True] * 3, plain.right
             zeroed = SequenceForward(model, ZeroedScan(scan), mesh)
-            alone = score(made, len(ANSWERS), LENGTH, zeroed, cut, lambda activity: None)
-            _assert_same(
-                alone, expected_scores(whole, examples, sp_size * cut.segments), f"zeroed, sp {sp_size}, {cut}"
-            )
+            alone = score(made, len(ANSWERS), zeroed, cut, lambda activity: None)
+            shard = cut.length // (sp_size * cut.segments)
+            _assert_same(alone, expected_scores(whole, examples, shard), f"zeroed, sp {sp_size}, {cut}")
         scan.drain()
 
 
@@ -111,13 +111,19 @@ def test_scores_do_not_depend_on_the_split(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "segments", "batch"),
-    [((1 << 20, 2, 1, 16384), 32, 1), ((512, 1, 1, 16384), 1, 32), ((96, 2, 4, 5), 12, 1), ((97, 1, 1, 50), 97, 50)],
+    ("arguments", "expected"),
+    [
+        ((1 << 20, 2, 1, 16384), Cut(1 << 20, 32, 1)),
+        ((512, 1, 1, 16384), Cut(512, 1, 32)),
+        ((96, 2, 4, 5), Cut(96, 12, 1)),
+        ((97, 1, 1, 50), Cut(98, 2, 1)),
+        ((97, 1, 1, 96), Cut(98, 2, 1)),
+        ((7, 3, 1, 1), Cut(9, 3, 1)),
+        ((16411, 1, 4, 16384), Cut(16412, 4, 3)),
+    ],
 )
-def test_cut(arguments: tuple[int, int, int, int], segments: int, batch: int) -> None:
-    cut = Cut.of(*arguments)
-    assert (cut.segments, cut.batch) == (segments, batch)
-    assert arguments[0] % (arguments[1] * cut.segments) == 0
+def test_cut(arguments: tuple[int, int, int, int], expected: Cut) -> None:
+    assert Cut.of(*arguments) == expected
 
 
 @pytest.fixture(scope="module")

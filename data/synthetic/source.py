@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data.config import DataConfig, Shuffle, check_seq_len
 from data.reader import DataSplit, OpenedData, Reader, Shard
 from data.synthetic.config import SyntheticConfig
@@ -20,10 +22,14 @@ _ENDLESS = 1 << 40
 
 
 def shard_of(example: Example, split: DataSplit, segment: int) -> Shard:
-    """One rank's part of a segment of an example; tokens outside of it are not made."""
+    """One rank's part of a segment of an example, padded where the split's sequences are longer; tokens outside of it
+    are not made.
+    """
     offset = split.offset(segment)
-    stop = offset + split.length
-    return Shard(example.read(offset, stop + 1), None, offset > 0, example.counts(offset, stop))
+    stop, end = offset + split.length, example.length + 1
+    tokens = example.read(min(offset, end), min(stop + 1, end))
+    padded = np.pad(tokens, (0, split.length + 1 - len(tokens)))
+    return Shard(padded, None, offset > 0, example.counts(offset, stop))
 
 
 class ExampleReader(Reader):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.reader import Batch
+from zeco_train.evaluate.cut import Cut
 from zeco_train.forward import SequenceForward
 from zeco_train.loss import IGNORE_INDEX
 
@@ -86,17 +87,14 @@ def _deal(requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_
 
     With sharded parameters a pass of one rank is a communication of all.
     """
-    unit, room = sp_size, batch_tokens * sp_size
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     packs: list[_Pack] = []
     while order:
         # The last token is nobody's input.
         longest = max(len(requests[order[0]].tokens) - 1, 1)
-        segments = -(-longest // room)
-        length = -(-longest // (unit * segments)) * unit * segments
-        count = max(1, room // length)
-        packs.append(_Pack(order[:count], length, segments))
-        order = order[count:]
+        cut = Cut.of(longest, sp_size, 1, batch_tokens)
+        packs.append(_Pack(order[: cut.batch], cut.length, cut.segments))
+        order = order[cut.batch :]
     plan: list[list[_Pack]] = [[] for _ in range(dp_size)]
     passes = [0] * dp_size
     for pack in packs:
@@ -104,7 +102,7 @@ def _deal(requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_
         plan[least].append(pack)
         passes[least] += pack.segments
     for own, done in zip(plan, passes, strict=True):
-        own += [_Pack([], unit, 1)] * (max(passes) - done)
+        own += [_Pack([], sp_size, 1)] * (max(passes) - done)
     return plan
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from data.reader import DataSplit
 from data.synthetic.example import Example
 from data.synthetic.source import ExampleReader
+from zeco_train.evaluate.cut import Cut
 from zeco_train.forward import SequenceForward
 from zeco_train.loss import IGNORE_INDEX
 from zeco_train.mesh import ProcessMesh
@@ -33,33 +34,9 @@ class Scores:
     losses: Tensor
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How sequences of a length are cut.
-
-    Attributes:
-        segments: in time.
-        batch: sequences at once.
-    """
-
-    segments: int
-    batch: int
-
-    @classmethod
-    def of(cls, length: int, sp_size: int, least_segments: int, tokens: int) -> Cut:
-        """The fewest segments that leave a rank at most `tokens` tokens at once, and as many sequences as that takes.
-
-        `length` divides by `sp_size` · `least_segments`; so it does by the segments, which are a multiple of those.
-        """
-        shard = length // (sp_size * least_segments)
-        times = next(times for times in range(1, shard + 1) if shard % times == 0 and shard // times <= tokens)
-        return cls(least_segments * times, max(1, tokens // (shard // times)))
-
-
 def score(
     examples: Sequence[Callable[[], Example]],
     num_answers: int,
-    length: int,
     forward: SequenceForward,
     cut: Cut,
     enter: Callable[[str], None],
@@ -67,22 +44,23 @@ def score(
     """Scores of examples, spread over the data-parallel ranks. Collective.
 
     Args:
-        examples: makes each of them; all have sequences of `length` tokens and `num_answers` answers.
+        examples: makes each of them; all have sequences of one length and `num_answers` answers.
+        cut: of that length.
         enter: says which batch this rank is at.
     """
     mesh = forward.mesh
     wrong = torch.zeros(len(examples), num_answers, dtype=torch.int64)
     losses = torch.zeros(len(examples), 2, dtype=torch.float64)
     batch = min(cut.batch, -(-len(examples) // mesh.dp_size))
-    split = _split(length, batch, mesh, cut.segments)
+    split = _split(cut, batch, mesh)
     for start in range(0, len(examples), batch * mesh.dp_size):
-        enter(f"{length} tokens, example {start + 1} of {len(examples)}")
+        enter(f"{cut.length} tokens, example {start + 1} of {len(examples)}")
         own = range(start + mesh.dp_rank * batch, min(start + (mesh.dp_rank + 1) * batch, len(examples)))
         # A rank without an example of its own takes part in the collectives all the same.
         made = [examples[number]() for number in own] or [examples[0]()]
         reader = ExampleReader(made, split)
         segments = [reader.read(list(range(len(made))), segment) for segment in range(cut.segments)]
-        for part, scores in zip(segments, forward.scores(segments, length), strict=True):
+        for part, scores in zip(segments, forward.scores(segments, cut.length), strict=True):
             is_wrong = scores.predictions.cpu() != part.labels
             own_losses = scores.losses.double().sum(1).cpu()
             for row, number in enumerate(own):
@@ -102,5 +80,5 @@ def _by_answer(is_wrong: Tensor, example: Example, offset: int) -> Tensor:
     return after - before
 
 
-def _split(length: int, batch: int, mesh: ProcessMesh, segments: int) -> DataSplit:
-    return DataSplit(length, batch, mesh.dp_rank, mesh.dp_size, mesh.sp_rank, mesh.sp_size, segments=segments)
+def _split(cut: Cut, batch: int, mesh: ProcessMesh) -> DataSplit:
+    return DataSplit(cut.length, batch, mesh.dp_rank, mesh.dp_size, mesh.sp_rank, mesh.sp_size, segments=cut.segments)

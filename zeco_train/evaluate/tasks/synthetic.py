@@ -16,10 +16,11 @@ from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for,
 from data.tokenizer import ByteTokenizer
 from zeco_train.config import to_plain
 from zeco_train.errors import ConfigError
+from zeco_train.evaluate.cut import Cut
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.evaluate.tasks.heat_map import heat_map
-from zeco_train.evaluate.tasks.scores import Cut, Scores, score
+from zeco_train.evaluate.tasks.scores import Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
 from zeco_train.forward import SequenceForward
 from zeco_train.starts import length_name
@@ -109,8 +110,7 @@ class SyntheticTask:
             make = partial(_example, self._maker, self._asked, self.seed, length)
             examples = [partial(make, depth, index) for depth in self._depths for index in range(self.examples)]
             answers = len(examples[0]().answers)
-            cut = self._cut(length, evaluation)
-            table[length] = score(examples, answers, length, forward, cut, evaluation.enter)
+            table[length] = score(examples, answers, forward, self._cut(length, evaluation), evaluation.enter)
         return table
 
     def _result(self, evaluation: Evaluation, tables: Mapping[str, Table]) -> TaskResult:
