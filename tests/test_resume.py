@@ -114,6 +114,8 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
             file.seek(2000)
             file.write(bytes([byte[0] ^ 1]))
     torch.distributed.barrier()
+    train(rank, world_size, folder, *short, "train.steps=2")
+    assert (checkpoints / "latest").resolve() == (checkpoints / "step_00000002").resolve(strict=True)
     again = train(rank, world_size, folder, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
     assert again["sequence_ids"] == first["sequence_ids"][2:]
     torch.distributed.barrier()

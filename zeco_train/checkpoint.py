@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from zeco_train.checkpoint_files import (
+    LATEST,
     Progress,
     complete_checkpoints,
+    link_latest,
     read_progress,
     set_aside,
     step_of,
@@ -316,6 +318,9 @@ class Checkpointer:
     def _set_aside(self, damage: dict[Path, str], sound: Path) -> None:
         for path, problem in damage.items():
             try:
+                # First, so that it names a checkpoint at any moment; a file system without links has none.
+                if (path.parent / LATEST).is_symlink():
+                    link_latest(sound)
                 aside = set_aside(path)
             except OSError as error:
                 raise CheckpointError(f"{path}: damaged: {problem}; and cannot be renamed: {error.strerror}") from error

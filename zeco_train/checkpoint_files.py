@@ -151,6 +151,15 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
+def link_latest(checkpoint: Path) -> None:
+    """Have the link beside it name this checkpoint."""
+    link = checkpoint.parent / LATEST
+    temporary = link.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(checkpoint.name)
+    temporary.replace(link)
+
+
 def write_durably(path: Path, text: str) -> None:
     """Write a file in full or not at all, and have it on disk when this returns."""
     temporary = path.with_name(path.name + ".tmp")

@@ -27,9 +27,9 @@ from torch.futures import Future
 
 from zeco_train.checkpoint_files import (
     CHECKSUMS_FILE,
-    LATEST,
     PROGRESS_FILE,
     complete_checkpoints,
+    link_latest,
     set_aside,
     sync_folder,
     write_durably,
@@ -147,11 +147,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def _link_latest(self) -> None:
         """the link to the latest one is not set"""
-        link = self._final.parent / LATEST
-        temporary = link.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self._final.name)
-        temporary.replace(link)
+        link_latest(self._final)
 
     def _drop_old(self) -> None:
         """older ones than checkpoint.keep could not be removed"""
