@@ -14,7 +14,8 @@
 #   TRAIN_NODES     nodes to train on, of more that are allocated: the rest are spares, which take the places of nodes
 #                   that the checks find at fault; default: all
 #   CHECKS          stop (default): a fault that the checks find ends the job; warn: it is only reported; off: no checks
-#   RESTARTS        starts in a row that may fail without a new checkpoint; default 3
+#   RESTARTS        starts in a row that may fail without a new checkpoint, default 3; one that fails after a new one is
+#                   always followed by another
 #   CACHE_DIR       of compiled kernels, on each node's own disk; default /tmp/zeco-cache-USER
 #   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, and a port by the job's number
 # Stop, saved, for good: scancel JOB. Stop, saved, and start again: scancel --batch --signal=USR1 JOB.
@@ -102,7 +103,7 @@ on_nodes() {
   return "$code"
 }
 
-newest_checkpoint() { (cd "$run_dir/checkpoints" 2>/dev/null && compgen -G 'step_????????' | tail -n 1) || echo "the start"; }
+newest_checkpoint() { (cd "$run_dir/checkpoints" 2>/dev/null && compgen -G 'step_????????' | sort | tail -n 1) || echo "the start"; }
 
 requeue() {
   say "requeue: $1; goes on from $(newest_checkpoint) of $run_dir"
@@ -159,8 +160,7 @@ for ((attempt = 0; ; attempt++)); do
     75) requeue "saved" ;;
   esac
   [ -z "$warned" ] || requeue "the ranks ended with code $code after the warning"
-  [ "$(newest_checkpoint)" = "$before" ] || failures=0
-  failures=$((failures + 1))
+  [ "$(newest_checkpoint)" = "$before" ] && failures=$((failures + 1)) || failures=0
   [ "$failures" -le "$RESTARTS" ] ||
     fail "$failures starts in a row failed without a new checkpoint, the last with code $code; see $output"
   say "ranks failed (code $code): starting again from $(newest_checkpoint), $failures of $RESTARTS without a new checkpoint"

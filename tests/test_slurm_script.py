@@ -20,7 +20,8 @@ case "$1 $2" in
 "show node") echo "   NodeAddr=address-of-$3 NodeHostName=$3" ;;
 esac
 """
-# The checks find the nodes of BAD at fault; the ranks fail once, then they finish.
+# The checks find the nodes of BAD at fault; the ranks fail as often as ENDS has words, then they finish. With the word
+# "saved" they leave a new checkpoint first.
 SRUN = """#!/bin/bash
 echo "srun at $HEAD_ADDRESS $*"
 bad=($BAD)
@@ -33,7 +34,10 @@ while [ $# -gt 0 ]; do
   shift
 done
 if [ -n "${training:-}" ]; then
-  [ -e failed ] || { touch failed; exit 70; }
+  echo >>starts
+  start=$(wc -l <starts) ends=($ENDS)
+  [ "${ends[start - 1]:-}" != saved ] || mkdir -p "$RUN_DIR/checkpoints/step_0000000$start"
+  [ "$start" -gt ${#ends[@]} ] || exit 70
 else
   echo "{\\"bad\\": [$(printf '"%s",' $BAD | sed 's/,$//')]}" >"$report"
   [ "$needed" -le $((3 - ${#bad[@]})) ]
@@ -60,6 +64,7 @@ def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         "RUN_DIR": str(folder / "a run"),
         "RANKS_PER_NODE": "1",
         "BAD": "n0",
+        "ENDS": "failed",
         **variables,
     }
     command = ["bash", str(REPOSITORY / "launch" / "slurm_256gpu.sh"), "--", "train.steps=3"]
@@ -91,6 +96,28 @@ def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> No
     job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
     assert job.returncode == 0, job.stderr
     assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "ends", "starts", "code"),
+    [
+        ("0", "failed", 1, 2),
+        ("0", "saved saved", 3, 0),
+        ("0", "saved failed", 2, 2),
+        ("1", "failed", 2, 0),
+        ("1", "failed failed", 2, 2),
+        ("1", "failed saved failed", 4, 0),
+        ("1", "saved failed failed", 3, 2),
+    ],
+)
+def test_only_failures_without_a_new_checkpoint_count(
+    restarts: str, ends: str, starts: int, code: int, tmp_path: Path
+) -> None:
+    job = submit(tmp_path, RESTARTS=restarts, ENDS=ends, CHECKS="off")
+    assert (len(steps(job.stdout)), job.returncode) == (starts, code), job.stderr
+    if code:
+        many = int(restarts) + 1
+        assert f"error: {many} starts in a row failed without a new checkpoint, the last with code 70" in job.stderr
 
 
 def test_a_cache_that_cannot_be_made_ends_the_job(
