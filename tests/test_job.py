@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.commands import Command
 from zeco_train import job
 from zeco_train.errors import CommunicationError, ConfigError, OutOfMemoryError, ZecoError
 from zeco_train.job import Advice, Job, run_job
@@ -26,6 +29,19 @@ def fail_with(error: BaseException, closed: list[str]) -> int:
         raise error
 
     return run_job(command, ADVICE)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate", "export"])
+def test_interrupted_while_torch_is_imported(name: str, tmp_path: Path) -> None:
+    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path) as command:
+        maps = Path(f"/proc/{command.pid}/maps")
+        command.wait_until(lambda: "libtorch" in maps.read_text(), "import", 60)
+        command.signal(signal.SIGINT)
+        outcome = command.wait(30)
+    # A shell calls that 130.
+    assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "")
 
 
 def test_a_command_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:

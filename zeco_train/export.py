@@ -7,6 +7,12 @@ comes with it, so nothing has to be trusted.
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.export")
+
 import dataclasses
 import hashlib
 import json
@@ -204,7 +210,3 @@ def _json(record: dict[str, Any]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

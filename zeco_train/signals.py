@@ -8,10 +8,12 @@ itself would die of it, and take its ranks along. Ranks inherit that, and set a 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -26,6 +28,23 @@ _early: list[signal.Signals] = []
 def remember_warning() -> None:
     """Take note of SIGUSR1 from now on, for the `StopRequest` to come; by itself it would end the process."""
     signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
+
+
+def run_command(module: str) -> NoReturn:
+    """Run the `main` of a module as a command that Ctrl-C ends without a traceback.
+
+    To import torch takes seconds, and it answers a KeyboardInterrupt in ways of its own: until it is there, the signal
+    ends the process. A module that is also the command calls this before its other imports, and is imported again, by
+    its name.
+    """
+    if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main = importlib.import_module(module).main
+    signal.signal(signal.SIGINT, before)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def exit_code(stopped_by: signal.Signals) -> int:

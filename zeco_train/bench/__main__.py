@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-import sys
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.bench.__main__")
+
 from functools import partial
 
 from zeco_train.bench import collectives, decode, figures, model, operator
@@ -89,7 +94,3 @@ def run_case(config: BenchConfig, session: Session) -> Report:
     if session.mesh.is_main:
         figures.plot([report.as_json()], report.folder)
     return report
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,6 @@
 """`python -m zeco_train.evaluate`."""
 
-import sys
-
-from zeco_train.evaluate.command import main
+from zeco_train.signals import run_command
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command("zeco_train.evaluate.command")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.report.__main__")
+
 import argparse
 import json
 import sys
@@ -77,7 +83,3 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/report"), metavar="FOLDER", help="default: runs/report")
     parser.add_argument("--title", default="ZeCO-Train: comparison of runs", help="of the page")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
