@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -32,6 +36,39 @@ def test_a_silent_peer_is_named_with_step_and_operation() -> None:
         "rank 0: step 7, micro-batch 2 of 4, all_scan_chain forward: receive of block 0: rank 2 no longer answers"
     )
     assert "rank 1" not in str(error)
+
+
+class CountingStore:
+    """A store that counts what is asked of it, by method."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = dist.HashStore(), Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests[name] += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_one_rank_looks_and_all_know(is_lost: bool) -> None:
+    """Rank 2 of 8 is silent; with `is_lost`, whoever began to look is never heard of again, and another one does."""
+    store = CountingStore()
+    alive = [Watchdog(Launch(rank, 8, rank), cast(dist.Store, store)) for rank in (0, 1, 3, 4, 5, 6, 7)]
+    for rank in alive:
+        rank.enter("step 7, optimizer")
+    while not store.check([f"zeco/attempt_0/heartbeat/{rank}" for rank in (0, 1, 3, 4, 5, 6, 7)]):
+        time.sleep(0.01)
+    if is_lost:
+        store.add("zeco/attempt_0/looking/0", 1)
+    with ThreadPoolExecutor(len(alive)) as threads:
+        errors = [*threads.map(lambda rank: rank.diagnose(RuntimeError("late")), alive)]
+    for rank in alive:
+        rank.stop()
+    assert {str(error).partition(": ")[2] for error in errors} == {
+        "step 7, optimizer: rank 2 no longer answers (killed, stopped or unreachable; last seen in start)"
+    }
+    # The heartbeats of all, before and after listening, and what was found, once.
+    assert (store.requests["multi_get"], store.requests["get"]) == (2, len(alive) - 1)
 
 
 def test_the_activity_is_not_said_twice() -> None:

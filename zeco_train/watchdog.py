@@ -1,19 +1,23 @@
 """Who is at fault when a peer does not answer.
 
 Every rank counts up a heartbeat in the launcher's store from a thread of its own. When a communication fails or times
-out, the others look whose heartbeat has stopped: a rank that is dead, stopped (SIGSTOP) or on a lost node. A rank that
-ends with an error of its own leaves its message there too. While all goes well each rank reads its neighbour's
-heartbeat only: some waits have no bound of their own (a host that waits for a CUDA stream), and end through this. And
-word of a lost job spreads: once one rank gives up, all others end within moments, whatever they are waiting for.
+out, the first rank to notice looks whose heartbeat has stopped: a rank that is dead, stopped (SIGSTOP) or on a lost
+node. The others read what it has found: if each of 256 looked at all, the one store would get 400,000 requests at once.
+A rank that ends with an error of its own leaves its message there too. While all goes well each rank reads its
+neighbour's heartbeat only: some waits have no bound of their own (a host that waits for a CUDA stream), and end through
+this. And word of a lost job spreads: once one rank gives up, all others end within moments, whatever they are waiting
+for.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -32,6 +36,17 @@ _WATCH_SECONDS = 2.0
 _GRACE_SECONDS = 6.0
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """Attributes:
+    culprits: the ranks at fault, and why; empty if all are alive.
+    places: what ranks were doing.
+    """
+
+    culprits: str
+    places: str
 
 
 class Watchdog:
@@ -75,7 +90,8 @@ class Watchdog:
         """
         if self._store is not None:
             limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
-            threading.Thread(target=self._watch, args=(limit, abandon, on_loss), name="watchdog", daemon=True).start()
+            arguments = (self._store, limit, abandon, on_loss)
+            threading.Thread(target=self._watch, args=arguments, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """End the heartbeat, at a regular end."""
@@ -83,16 +99,16 @@ class Watchdog:
 
     def report_failure(self, message: str) -> None:
         """Leave word that this rank ends through a fault of its own, and which."""
-        self._leave_word(f"failed/{self._launch.rank}", message)
+        self._add_word("failed", message)
         self.report_loss()
 
     def report_leaving(self) -> None:
         """Leave word that this rank ends because a peer is lost, so that nobody takes it for the culprit."""
-        self._leave_word(f"left/{self._launch.rank}", "")
+        self._add_word("left", "")
 
     def report_loss(self) -> None:
         """Leave word that the job is lost: all ranks are to end."""
-        self._leave_word("lost", str(self._launch.rank))
+        self._add_word("lost", "")
 
     def may_speak(self) -> bool:
         """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once.
@@ -118,32 +134,52 @@ class Watchdog:
 
     def diagnose(self, error: Exception) -> CommunicationError:
         """The error for the user behind a failed communication: it names the rank at fault."""
-        rank, others = self._launch.rank, [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        operation = self._operation(error)
+        rank, operation = self._launch.rank, self._operation(error)
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, CommunicationError):
             detail = error.problem if error.peer is None else f"with rank {error.peer}: {error.problem}"
         if self._store is None:
             return CommunicationError(rank, operation, detail)
         try:
-            before = {r: self._heartbeat(r) for r in others}
-            time.sleep(_LISTEN_SECONDS)
-            after = {r: self._heartbeat(r) for r in others}
-            failed, left = self._words("failed", others), self._words("left", others)
+            found = self._find(self._store)
         except (dist.DistError, RuntimeError) as lost:
             logger.info("the store is gone: %s", lost)
             host = os.environ.get("MASTER_ADDR", "")
             problem = f"the launcher's store at {host} is gone, and so may be its node; {self._remedy}"
             return CommunicationError(rank, operation, problem)
-        silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
-        culprits = [f"rank {r} failed: {text}" for r, text in failed.items()] or [
-            f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
-        ]
-        places = {rank: self.activity} | {r: after[r][1] for r in others if r not in left}
-        alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key}; {_where(places)})"
-        problem = "; ".join(culprits) or alive
+        alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key}; {found.places})"
+        problem = found.culprits or alive
         problem += f"; {self._remedy}" if self._remedy else ""
         return CommunicationError(rank, operation, problem)
+
+    def _find(self, store: dist.Store) -> _Finding:
+        """What the first rank that asks finds, on every rank; should that one be lost meanwhile, the next one looks."""
+        turn = 0
+        while store.add(f"{self._prefix}/looking/{turn}", 1) > 1:
+            deadline = time.monotonic() + 2 * _LISTEN_SECONDS
+            # Not by the store's own wait, which would hold up this rank's heartbeat on the same connection.
+            while time.monotonic() < deadline:
+                if (text := self._get("finding")) is not None:
+                    return _Finding(**json.loads(text))
+                time.sleep(_PERIOD_SECONDS)
+            turn += 1
+        finding = self._look(store)
+        self._set("finding", json.dumps(asdict(finding)))
+        return finding
+
+    def _look(self, store: dist.Store) -> _Finding:
+        """Listen to all other ranks."""
+        others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
+        before = self._heartbeats(store, others)
+        time.sleep(_LISTEN_SECONDS)
+        after = self._heartbeats(store, others)
+        failed, left = self._words("failed"), self._words("left")
+        silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
+        culprits = [f"rank {r} failed: {text}" for r, text in sorted(failed.items())] or [
+            f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
+        ]
+        places = {self._launch.rank: self.activity} | {r: after[r][1] for r in others if r not in left}
+        return _Finding("; ".join(culprits), _where(places))
 
     def _beat(self) -> None:
         count = 0
@@ -162,19 +198,22 @@ class Watchdog:
             last = last_communication() if dist.is_initialized() else ""
         return f"{self.activity}, {last}" if last else self.activity
 
-    def _watch(self, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]) -> None:
+    def _watch(
+        self, store: dist.Store, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]
+    ) -> None:
         neighbour = (self._launch.rank + 1) % self._launch.world_size
         last, since = "", time.monotonic()
         while not self._stop.wait(_WATCH_SECONDS):
             try:
-                lost = self._get("lost")
-                count, _ = self._heartbeat(neighbour)
+                lost = self._words("lost")
+                count, _ = self._heartbeats(store, [neighbour])[neighbour]
             except (dist.DistError, RuntimeError):
                 return
-            if lost is not None:
+            if lost:
                 on_loss()
+                problem = f"rank {next(iter(lost))} has given up"
                 if not self._stop.wait(_GRACE_SECONDS):
-                    abandon(CommunicationError(self._launch.rank, self.activity, f"rank {lost} has given up"))
+                    abandon(CommunicationError(self._launch.rank, self.activity, problem))
                 return
             if count != last:
                 last, since = count, time.monotonic()
@@ -182,17 +221,30 @@ class Watchdog:
                 abandon(CommunicationError(self._launch.rank, self.activity, f"silent for {limit:.0f} s", neighbour))
                 return
 
-    def _heartbeat(self, rank: int) -> tuple[str, str]:
-        count, _, activity = (self._get(f"heartbeat/{rank}") or "0 start").partition(" ")
-        return count, activity
+    def _heartbeats(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
+        """The last beat of each rank, and what it was doing, in one request if all of them have started."""
+        keys = {rank: f"{self._prefix}/heartbeat/{rank}" for rank in ranks}
+        if not store.check([*keys.values()]):
+            # To ask for the value of one that is not there would be to wait for it.
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        values = store.multi_get([*keys.values()]) if keys else []
+        heartbeats = dict.fromkeys(ranks, ("0", "start"))
+        for rank, value in zip(keys, values, strict=True):
+            beat, _, activity = value.decode().partition(" ")
+            heartbeats[rank] = beat, activity
+        return heartbeats
 
-    def _words(self, kind: str, ranks: list[int]) -> dict[int, str]:
-        words = {rank: self._get(f"{kind}/{rank}") for rank in ranks}
-        return {rank: text for rank, text in words.items() if text is not None}
+    def _words(self, kind: str) -> dict[int, str]:
+        """What ranks have left by `_add_word`, the first one first."""
+        return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
 
-    def _leave_word(self, key: str, message: str) -> None:
+    def _add_word(self, kind: str, message: str) -> None:
+        """Append to a key that all ranks share: it is there to be read in one request, whoever has left a word."""
+        if self._store is None:
+            return
         try:
-            self._set(key, message)
+            line = json.dumps([self._launch.rank, message]) + "\n"
+            self._store.append(f"{self._prefix}/{kind}", line)  # type: ignore[attr-defined]
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
 
