@@ -150,6 +150,16 @@ def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
     assert train_here(*more, f"run_dir={moved}").code == 0
 
 
+def test_an_interrupted_evaluation_leaves_nothing_behind(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    before = snapshot(tmp_path)
+    for out in ([], ["--out", tmp_path / "out" / "folder"]):
+        with mock.patch("zeco_train.evaluate.held_out.HeldOut.run", side_effect=KeyboardInterrupt):
+            assert evaluate(moved, *out).code == 130
+        assert snapshot(tmp_path) == before
+
+
 def test_the_training_store_may_be_gone(run: Path, tmp_path: Path) -> None:
     moved, held_out = tmp_path / "run", tmp_path / "held_out"
     shutil.copytree(run, moved)
@@ -203,7 +213,8 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ([run, "other"], 2, "one model at a time"),
         ([run, "sp=zeco", "sp.size=3"], 2, "must divide the world size 1"),
         ([run, "--out", full], 2, "is not empty; name a new folder"),
-        ([run, "--out", full / "file"], 2, "name a folder with --out"),
+        ([run, "--out", full / "file"], 2, f"cannot be written ({full / 'file'} is a file); name a folder with --out"),
+        ([run, "--out", full / "file" / "out"], 2, f"({full / 'file'} is a file); name a folder with --out"),
         ([run, f"data.path={other}", f"data.validation_path={other}"], 3, "that of the model is {'kind': 'bytes'}"),
         ([run, f"data.path={other}"], 2, "holds nothing out"),
         ([run, f"data.path={tmp_path / 'gone'}"], 2, f"there is no {tmp_path / 'gone'}; name a store with"),

@@ -56,14 +56,12 @@ def _evaluate(arguments: list[str], job: Job) -> int:
         task.prepare(evaluation)
     facts = _facts(evaluation, tasks) if mesh.is_main else {}
     folder = agree(mesh, lambda: ResultsFolder(request.out, trained, facts) if mesh.is_main else None)
-    if folder is not None:
-        job.closing.callback(folder.close)
     evaluation.note(_banner(evaluation))
     if trained.config is not None and (line := replaced(trained.config, config, request.overrides)) is not None:
         evaluation.note(line)
     _run(evaluation, tasks, folder)
     evaluation.scan.drain()
-    if folder is not None:
+    if folder is not None and folder.path is not None:
         print(f"results: {folder.path / RESULTS_FILE}", flush=True)
     return 0
 

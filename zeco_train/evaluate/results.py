@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ RESULTS_FILE = "results.json"
 
 
 class ResultsFolder:
-    """A new folder; what an earlier evaluation has left is never touched.
+    """A new folder, made once there is something to write; what an earlier evaluation has left is never touched.
 
     Args:
         out: the folder; None for `evaluation/step_…` beside the model (or `….1`, `….2`, … where that exists).
@@ -28,27 +30,31 @@ class ResultsFolder:
         facts: of the evaluation as a whole, for results.json.
 
     Attributes:
-        path: the folder.
+        path: the folder; before there are results, None.
 
     Raises:
-        ConfigError: it cannot be made, or exists and is not empty.
+        ConfigError: it could not be made, or exists and is not empty.
     """
 
     def __init__(self, out: Path | None, trained: Trained, facts: Mapping[str, Any]) -> None:
+        self._wanted, self._is_named = (out, True) if out is not None else (_beside(trained), False)
         self._results: dict[str, Any] = {**facts, "tasks": {}}
-        try:
-            self.path = _make(out) if out is not None else _make_beside(trained)
-        except OSError as error:
-            path = out if out is not None else trained.path
-            remedy = f"cannot be written ({error.strerror or error}); name a folder with --out"
-            raise ConfigError("--out", path, remedy) from error
+        self.path: Path | None = None
+        with self._refused():
+            _check_room(self._wanted)
+            if self._is_named and self._wanted.exists():
+                _check_empty(self._wanted)
 
     def add(self, name: str, result: TaskResult) -> None:
         """Write a task's results, beside those of the tasks before it.
 
         Raises:
+            ConfigError: the folder cannot be made.
             DataError: they cannot be written.
         """
+        if self.path is None:
+            with self._refused():
+                self.path = self._make()
         self._results["tasks"][name] = {"metrics": dict(result.metrics), **result.details}
         for file, figure in result.figures.items():
             save_figure(figure, self.path / file)
@@ -58,26 +64,42 @@ class ResultsFolder:
         except OSError as error:
             raise DataError(path, f"cannot be written ({error.strerror})") from error
 
-    def close(self) -> None:
-        """Leave no empty folder behind."""
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+    def _make(self) -> Path:
+        if self._is_named:
+            self._wanted.mkdir(parents=True, exist_ok=True)
+            _check_empty(self._wanted)
+            return self._wanted
+        for number in count():
+            folder = self._wanted.with_name(f"{self._wanted.name}.{number}") if number else self._wanted
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = f"cannot be written ({error.strerror or error}); name a folder with --out"
+            raise ConfigError("--out", self._wanted, remedy) from error
 
 
-def _make(out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise ConfigError("--out", out, "is not empty; name a new folder")
-    return out
-
-
-def _make_beside(trained: Trained) -> Path:
+def _beside(trained: Trained) -> Path:
     is_checkpoint = (trained.path / PROGRESS_FILE).is_file()
     beside = trained.path.parent.parent if is_checkpoint else trained.path
-    name = trained.path.name if is_checkpoint else "results"
-    for number in count():
-        folder = beside / "evaluation" / (f"{name}.{number}" if number else name)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise AssertionError
+    return beside / "evaluation" / (trained.path.name if is_checkpoint else "results")
+
+
+def _check_empty(out: Path) -> None:
+    if any(out.iterdir()):
+        raise ConfigError("--out", out, "is not empty; name a new folder")
+
+
+def _check_room(wanted: Path) -> None:
+    """Find out now, without making the folder, what would come out after the first task."""
+    nearest = next(folder for folder in (wanted, *wanted.parents) if os.access(folder, os.F_OK))
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"{nearest} is not writable")
