@@ -33,12 +33,14 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
 
 FAILED, SAVED, FINAL = 70, 75, 100
 _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}
 # Of ranks that say nothing of a cause of their own: they lost a peer, were ended by their launcher, or have saved.
 _CONSEQUENCES = {6, SAVED, -signal.SIGTERM}
+# Of a cause that one rank tells in a line; the peers of a rank that fails alone end with its code.
+_TOLD = {*_FINAL_CODES, OutOfMemoryError.exit_code}
 _TAIL_LINES = 20
 # Longer than ranks leave rank 0 to speak before its ranks have joined.
 _SECONDS_FOR_OTHERS = 30.0
@@ -122,8 +124,8 @@ def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list
     if code == SAVED:
         return [], SAVED
     lines = files.errors()
-    # One rank speaks for all that have met the same error.
-    told_elsewhere = code in _FINAL_CODES and not lines and 0 not in files.ranks
+    # By rank 0, whose lines are in the job's output already, or on another node.
+    told_elsewhere = code in _TOLD and not lines
     if code not in _CONSEQUENCES and not told_elsewhere:
         if not lines and rank:
             # A fault that no message was written for.

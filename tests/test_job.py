@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.commands import Command
 from zeco_train import job
-from zeco_train.errors import CommunicationError, ConfigError, OutOfMemoryError, ZecoError
+from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import Launch
 
@@ -152,6 +152,25 @@ def test_a_rank_leaves_once_rank_0_has_spoken(
     assert Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("all alike")) == 1
     assert waits == [2.0]
     assert capsys.readouterr().err == "error: all alike\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("a file", "is gone"), DataError.exit_code), (KeyError("ours"), 6)]
+)
+def test_peers_end_with_the_code_of_the_rank_that_failed(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its closing may take longer than they stay, and whoever ends first says whether another start would help."""
+    store = dist.HashStore()
+    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    monkeypatch.setattr(job.time, "sleep", mock.Mock())
+    failing, peer = (Job(Launch(rank, 2, rank), ADVICE) for rank in (1, 0))
+    told: list[CommunicationError] = []
+    failing.closing.callback(lambda: told.append(peer.watchdog.diagnose(RuntimeError("late"))))
+    failing.fail(error)
+    failing.closing.close()
+    assert [peer.exit_code for peer in told] == [code]
+    assert "rank 1 failed: " in str(told[0])
 
 
 def test_a_terminal_that_is_gone_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

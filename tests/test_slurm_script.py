@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch import slurm_node
 from tests.commands import REPOSITORY
@@ -118,6 +121,29 @@ def test_only_failures_without_a_new_checkpoint_count(
     if code:
         many = int(restarts) + 1
         assert f"error: {many} starts in a row failed without a new checkpoint, the last with code 70" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "lines", "of_node"),
+    [
+        # The first to end may be a peer of the rank that failed, which told the user, here or on another node.
+        (3, "", [], 103),
+        (7, "", [], 70),
+        (6, "", [], 70),
+        (3, "error: a file: is gone\n", ["error: a file: is gone", "rank 1 on n0 ended with exit code 3"], 103),
+        (1, "KeyError: ours\n", ["KeyError: ours", "rank 1 on n0 ended with exit code 1"], 70),
+        (-9, "", ["rank 1 on n0 was ended by SIGKILL"], 70),
+    ],
+)
+def test_what_a_node_says_of_its_ranks(
+    code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    files = slurm_node.RankFiles(tmp_path, console=2)
+    files.ranks = [0, 1]
+    (tmp_path / "rank_0001.err").write_text(written)
+    said, found = slurm_node._explain(1, cast(ProcessFailure, SimpleNamespace(exitcode=code)), files)
+    assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
 
 
 def test_a_cache_that_cannot_be_made_ends_the_job(

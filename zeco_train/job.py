@@ -117,7 +117,7 @@ class Job:
             return None
         # At a level that only a log file takes: the terminal gets one line.
         logger.info("ending", exc_info=error)
-        self.watchdog.report_failure(str(expected))
+        self.watchdog.report_failure(str(expected), expected.exit_code)
         self._say_once(expected)
         self.closing.close()
         if dist.is_initialized():

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,10 +44,12 @@ class _Finding:
     """Attributes:
     culprits: the ranks at fault, and why; empty if all are alive.
     places: what ranks were doing.
+    exit_code: of all that end for this.
     """
 
     culprits: str
     places: str
+    exit_code: int
 
 
 class Watchdog:
@@ -97,18 +100,22 @@ class Watchdog:
         """End the heartbeat, at a regular end."""
         self._stop.set()
 
-    def report_failure(self, message: str) -> None:
-        """Leave word that this rank ends through a fault of its own, and which."""
-        self._add_word("failed", message)
+    def report_failure(self, message: str, exit_code: int = CommunicationError.exit_code) -> None:
+        """Leave word that this rank ends through a fault of its own, and which.
+
+        Args:
+            exit_code: of the others, too: by that of whoever ends first a launcher judges whether to start again.
+        """
+        self._add_word("failed", message, exit_code)
         self.report_loss()
 
     def report_leaving(self) -> None:
         """Leave word that this rank ends because a peer is lost, so that nobody takes it for the culprit."""
-        self._add_word("left", "")
+        self._add_word("left")
 
     def report_loss(self) -> None:
         """Leave word that the job is lost: all ranks are to end."""
-        self._add_word("lost", "")
+        self._add_word("lost")
 
     def may_speak(self) -> bool:
         """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once.
@@ -150,7 +157,9 @@ class Watchdog:
         alive = f"{detail} (every rank is alive: one is stuck, or slower than {self._timeout_key}; {found.places})"
         problem = found.culprits or alive
         problem += f"; {self._remedy}" if self._remedy else ""
-        return CommunicationError(rank, operation, problem)
+        explained = CommunicationError(rank, operation, problem)
+        explained.exit_code = found.exit_code
+        return explained
 
     def _find(self, store: dist.Store) -> _Finding:
         """What the first rank that asks finds, on every rank; should that one be lost meanwhile, the next one looks."""
@@ -175,11 +184,13 @@ class Watchdog:
         after = self._heartbeats(store, others)
         failed, left = self._words("failed"), self._words("left")
         silent = [r for r in others if before[r][0] == after[r][0] and r not in left and r not in failed]
-        culprits = [f"rank {r} failed: {text}" for r, text in sorted(failed.items())] or [
+        culprits = [f"rank {r} failed: {text}" for r, (text, _) in sorted(failed.items())] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
         places = {self._launch.rank: self.activity} | {r: after[r][1] for r in others if r not in left}
-        return _Finding("; ".join(culprits), _where(places))
+        # Of the first one that failed.
+        exit_code = next((code for _, code in failed.values()), CommunicationError.exit_code)
+        return _Finding("; ".join(culprits), _where(places), exit_code)
 
     def _beat(self) -> None:
         count = 0
@@ -234,16 +245,16 @@ class Watchdog:
             heartbeats[rank] = beat, activity
         return heartbeats
 
-    def _words(self, kind: str) -> dict[int, str]:
+    def _words(self, kind: str) -> dict[int, list[Any]]:
         """What ranks have left by `_add_word`, the first one first."""
         return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
 
-    def _add_word(self, kind: str, message: str) -> None:
+    def _add_word(self, kind: str, *word: str | int) -> None:
         """Append to a key that all ranks share: it is there to be read in one request, whoever has left a word."""
         if self._store is None:
             return
         try:
-            line = json.dumps([self._launch.rank, message]) + "\n"
+            line = json.dumps([self._launch.rank, word]) + "\n"
             self._store.append(f"{self._prefix}/{kind}", line)  # type: ignore[attr-defined]
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
