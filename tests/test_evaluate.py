@@ -41,6 +41,15 @@ doc_to_target: answer
 target_delimiter: ""
 metric_list: [{metric: acc}]
 """,
+    # Blanks before an answer are part of it: there is nothing before them.
+    "zeco_blank": """
+output_type: multiple_choice
+doc_to_text: " "
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
     "zeco_text": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
@@ -238,7 +247,7 @@ def test_without_lm_eval(run: Path) -> None:
 
 
 def write_tasks(folder: Path) -> Path:
-    """Three tasks on texts of several lengths, whose right answers anybody can tell; ours need not."""
+    """Tasks on texts of several lengths, whose right answers anybody can tell; ours need not."""
     rows = [
         {
             "question": "def f(x):\n" * (1 + 7 * n),
@@ -270,6 +279,7 @@ def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monk
     one, two = (results(tmp_path / name)["tasks"] for name in ("one", "two"))
     assert set(one["lm_eval"]["metrics"]) == {
         "zeco_choice/acc",
+        "zeco_blank/acc",
         "zeco_text/bits_per_byte",
         "zeco_reply/exact_match",
     }

@@ -70,10 +70,9 @@ class LanguageModel(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         del kwargs
-        work = [
-            ScoreRequest(np.array(context + continuation, dtype=np.int64), len(context))
-            for _, context, continuation in requests
-        ]
+        # A context of blanks alone is left without a token: they belong to the continuation.
+        pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
+        work = [ScoreRequest(np.array(before + after, dtype=np.int64), len(before)) for before, after in pairs]
         scores = [(score.log_likelihood, score.is_greedy) for score in self._service.score(work)]
         for (texts, *_), found in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, found)
