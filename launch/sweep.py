@@ -100,6 +100,9 @@ class Sweep:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder = options, options.folder.resolve()
         _check_grid(options)
+        if sign := re.search(r"['\\]|\$\{", str(self.folder)):
+            # Between the quotes that the run's folder gets among the settings it would mean something else.
+            raise ConfigError("--folder", self.folder, f"must have no {sign[0]} in its path; name another folder")
         for setting in options.settings:
             key = setting.lstrip("+").partition("=")[0]
             if key in _OWN_KEYS:

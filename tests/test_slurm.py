@@ -167,11 +167,11 @@ def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmClust
 
 def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Path) -> None:
     def sweep(*options: str) -> list[str]:
-        grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=sweep"]
+        grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=a sweep"]
         settings = [s for s in SMALL if not s.startswith("data.seq_len")]
         command = [sys.executable, str(REPOSITORY / "launch" / "sweep.py"), *grid, *options, "--", *settings]
         output = cluster.run(*command, "train.steps=2", "train.device=cpu", cwd=tmp_path)
-        return [line.split(maxsplit=4)[4] for line in output.splitlines()[1:]]
+        return [line.rpartition("-1n")[2].strip() for line in output.splitlines()[1:]]
 
     cluster.environment |= {"CHECKS": "off", "CACHE_DIR": str(tmp_path / "cache")}
     held = ["--sbatch=--hold"]
@@ -180,7 +180,7 @@ def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Pat
     dp, lasp2 = (match[1] for match in numbers if match is not None)
     cluster.run("scontrol", "release", dp)
     cluster.wait(lambda: cluster.job(dp)["JobState"] in ENDED, "end of the job", START)
-    assert cluster.job(dp)["JobState"] == "COMPLETED", (tmp_path / "sweep" / f"dp-1k-1n-{dp}.out").read_text()
+    assert cluster.job(dp)["JobState"] == "COMPLETED", (tmp_path / "a sweep" / f"dp-1k-1n-{dp}.out").read_text()
     assert sweep(*held) == ["finished", f"pending as job {lasp2}"]
     cluster.run("scancel", lasp2)
     (again,) = sweep(*held)[1:]

@@ -96,6 +96,18 @@ def test_mistakes_are_found_before_anything_is_submitted(
     assert not (tmp_path / "sweep").exists()
 
 
+def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever they are called, it is there that runs go, or they are refused."""
+    for name in ("a b", 'a"b', "a $b", "a%j=,b"):
+        commands, _ = dry_run(tmp_path / name, capsys, "--lengths", "1k", "--backends", "dp")
+        config = load_config(commands[0][commands[0].index("--") + 1 :])
+        assert config.run_dir == str(tmp_path / name / "dp-1k-1n")
+    for name, sign in (("it's", "'"), ("a\\'b", "\\"), ("${seed}", "${")):
+        assert main(["--dry-run", "--lengths", "1k", "--folder", str(tmp_path / name)]) == 2
+        line = f"error: --folder={tmp_path / name}: must have no {sign} in its path; name another folder\n"
+        assert capsys.readouterr() == ("", line)
+
+
 def test_a_run_here_ends_before_an_interrupted_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal sends Ctrl-C to the run, too, and that saves; no other is started then."""
     start = mock.MagicMock()
