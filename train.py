@@ -4,10 +4,12 @@ import signal
 import sys
 
 from zeco_train.signals import remember_warning
+from zeco_train.terminal import show_any_text
 
 # Ctrl-C while torch is being imported ends the process without a traceback; the trainer sets handlers of its own.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 remember_warning()
+show_any_text()
 
 from zeco_train.cli import main  # noqa: E402
 

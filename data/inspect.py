@@ -22,6 +22,7 @@ from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.terminal import show_any_text
 
 _BLOCK_BYTES = 1 << 24
 _REMEDY = "copy the store again or prepare it again"
@@ -229,4 +230,5 @@ def _binary(value: float) -> str:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main())

@@ -26,6 +26,7 @@ from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
 from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.terminal import show_any_text
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 
@@ -182,4 +183,5 @@ def _counts(meta: StoreMeta) -> str:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main())

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from zeco_train.arguments import Parser
 from zeco_train.dashboard import NAME, check_installed, publish, publish_benchmarks, write
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.terminal import show_any_text
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,4 +54,5 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import os
@@ -12,13 +11,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from tests.commands import SMALL, run_here
 from tests.test_metrics import REPOSITORY, metrics
-from zeco_train import cli
 from zeco_train.errors import ConfigError
 from zeco_train.logs import close_logging, setup_logging
 from zeco_train.progress import ProgressDisplay, compact, summary_line
@@ -70,27 +66,6 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     display.note("x")
     display.close()
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_poor_encodings_do_not_end_a_run(encoding: str) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    ProgressDisplay(10, stream=stream).note("5.00 → 3.00")
-    assert stream.buffer.getvalue() == b"5.00 ? 3.00\n"  # type: ignore[attr-defined]
-
-
-def test_nor_does_its_last_line(tmp_path: Path) -> None:
-    shown = io.BytesIO()
-    stream = io.TextIOWrapper(shown, encoding="ascii")
-
-    def main(arguments: list[str]) -> int:
-        with contextlib.redirect_stdout(stream):
-            return cli.main(arguments)
-
-    with mock.patch.object(cli.Trainer, "train", return_value=None):
-        outcome = run_here(main, *SMALL, "train.device=cpu", f"run_dir='{tmp_path}/größe'")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert shown.getvalue().decode().splitlines()[-1] == f"no step was logged, results in {tmp_path}/gr??e"
 
 
 def test_a_closed_pipe_does_not_end_a_run() -> None:

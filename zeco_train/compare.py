@@ -22,6 +22,7 @@ from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.plot import new_figure, plain, save_figure, smoothed
 from zeco_train.progress import compact
+from zeco_train.terminal import show_any_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -263,4 +264,5 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main(sys.argv[1:]))

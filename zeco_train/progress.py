@@ -113,8 +113,6 @@ class ProgressDisplay:
     def _print(self, text: str) -> None:
         if self._stream is None:
             return
-        encoding = self._stream.encoding or "utf-8"
-        text = text.encode(encoding, "replace").decode(encoding)
         try:
             if self._bar is not None:
                 tqdm.write(text, file=self._stream)

@@ -15,6 +15,8 @@ import sys
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from zeco_train.terminal import show_any_text
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # What a batch system may start again: a run that was told to stop, and has saved (EX_TEMPFAIL of sysexits.h).
@@ -37,6 +39,7 @@ def run_command(module: str) -> NoReturn:
     ends the process. A module that is also the command calls this before its other imports, and is imported again, by
     its name.
     """
+    show_any_text()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = importlib.import_module(module).main

@@ -32,6 +32,7 @@ from zeco_train.config import Config, load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.signals import StopRequest
+from zeco_train.terminal import show_any_text
 from zeco_train.trainer import Trainer
 
 LARGEST_RATIO = 0.25
@@ -191,4 +192,5 @@ def _report(stalls: Stalls, first: Stalls, world_size: int, title: str, is_main:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,7 @@ from data.config import Shuffle
 from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, TokenStore, shard_name
+from zeco_train.terminal import show_any_text
 
 _READS = 50
 _SHARD_TOKENS = 1 << 38
@@ -104,4 +105,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main())

@@ -27,6 +27,7 @@ from data.documents import Documents
 from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
+from zeco_train.terminal import show_any_text
 
 LARGEST_RATIO = 1.01
 _VOCAB_SIZE = 32_000
@@ -163,4 +164,5 @@ def _digest(*arrays: NDArray[np.int64]) -> str:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main())

@@ -29,6 +29,7 @@ from torch import Tensor
 from zeco_train.collectives.transition import fold
 from zeco_train.environment import processor
 from zeco_train.ops import chunked, naive_gla
+from zeco_train.terminal import show_any_text
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
@@ -238,4 +239,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_any_text()
     main()

@@ -80,9 +80,7 @@ class Printer:
         if not text or self.is_closed:
             return
         try:
-            # What a terminal cannot show is not worth ending for.
-            encoding = self._out.encoding or "utf-8"
-            self._out.write(text.encode(encoding, "replace").decode(encoding))
+            self._out.write(text)
             self._out.flush()
         except BrokenPipeError:
             self.is_closed = True

@@ -26,6 +26,7 @@ from zeco_train.hf.folder import is_hf_folder
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.sp.dp import LocalScan
+from zeco_train.terminal import show_any_text
 from zeco_train.trained import Trained, find_trained, load_trained
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
@@ -179,4 +180,5 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 if __name__ == "__main__":
+    show_any_text()
     sys.exit(main(sys.argv[1:]))
