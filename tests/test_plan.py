@@ -19,7 +19,7 @@ from zeco_train.collectives.cost_model import MEASURED, Link
 from zeco_train.config import group_options
 from zeco_train.errors import ConfigError
 from zeco_train.plan import calibration
-from zeco_train.plan.advice import legal_segments
+from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import PlanSettings, describe, parse
 from zeco_train.plan.memory import KINDS, plan_memory
@@ -125,6 +125,13 @@ def json_of(*arguments: str) -> dict[str, Any]:
 
 
 # --- advice ---
+
+
+def test_numbers_of_segments_are_found_for_any_length() -> None:
+    """Of 2^40 tokens, too: a try of every number would take minutes."""
+    for number in (1, 2, 36, 1000, 3 << 10, 9973, 2 * 9973):
+        assert divisors(number) == [count for count in range(1, number + 1) if number % count == 0]
+    assert legal_segments(make_case("sp=dp", f"data.seq_len={1 << 40}")) == [1 << power for power in range(31)]
 
 
 def test_advice_is_the_fastest_that_fits() -> None:

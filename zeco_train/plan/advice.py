@@ -49,7 +49,23 @@ def options(case: Case, headroom: float) -> list[Option]:
 def legal_segments(case: Case) -> list[int]:
     """Numbers of segments that the sequence divides into, with at least `LEAST_TOKENS` tokens of each on a rank."""
     length = case.config.data.seq_len // case.sp_size
-    return [1, *(count for count in range(2, length // LEAST_TOKENS + 1) if length % count == 0)]
+    return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order. By the prime factors: lengths that are asked about are too long to try every number."""
+    found, factor = [1], 2
+    while number > 1:
+        if factor * factor > number:
+            # What is left is a prime.
+            factor = number
+        powers = [1]
+        while number % factor == 0:
+            number //= factor
+            powers.append(powers[-1] * factor)
+        found = [divisor * power for divisor in found for power in powers]
+        factor += 1
+    return sorted(found)
 
 
 def more_ranks(case: Case, headroom: float) -> Option | None:
