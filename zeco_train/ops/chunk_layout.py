@@ -23,9 +23,9 @@ from torch import Tensor
 
 from zeco_train.ops.documents import Documents
 
+# Tokens of a chunk, at most and at least.
 CHUNK = 64
-# Sizes of the blocks that are merged in pairs, up to a whole chunk.
-BLOCKS = (1, 2, 4, 8, 16, 32)
+_SMALLEST_CHUNK = 16
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,23 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def chunk_size(num_tokens: int) -> int:
+    """Tokens of a chunk, a power of two: fewer than `CHUNK` only where there are not so many tokens to be padded."""
+    return min(CHUNK, max(_SMALLEST_CHUNK, 1 << (num_tokens - 1).bit_length()))
+
+
+def block_sizes(chunk: int) -> list[int]:
+    """Tokens of the blocks that are merged in pairs, up to a whole chunk: 1, 2, 4, …"""
+    return [1 << power for power in range(chunk.bit_length() - 1)]
+
+
 def to_chunks(x: Tensor, dtype: torch.dtype) -> Tensor:
     """View tokens as chunks, [B, T, H, D] → [N, B, H, C, D], zeros after the last token. Copies only to pad or cast."""
-    x = x.to(dtype)
-    padding = -x.shape[1] % CHUNK
+    x, chunk = x.to(dtype), chunk_size(x.shape[1])
+    padding = -x.shape[1] % chunk
     if padding:
         x = F.pad(x, (0, 0, 0, 0, 0, padding))
-    return x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4)
+    return x.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
 
 
 def to_tokens(x: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +93,7 @@ def token_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> 
     decay = g.to(dtype).exp()
     if documents is not None:
         decay.masked_fill_(documents.restarts[:, None, None], 0.0)
-    padding = -g.shape[1] % CHUNK
+    padding = -g.shape[1] % chunk_size(g.shape[1])
     if padding:
         decay = F.pad(decay, (0, 0, 0, 0, 0, padding), value=1.0)
     return to_chunks(decay, dtype).contiguous()
@@ -106,7 +116,7 @@ def chunk_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> 
     """The decays inside whole chunks, from g [B, T, H, K]."""
     from_start = token_decays(g, documents, dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
-    for block in BLOCKS:
+    for block in block_sizes(from_start.shape[-2]):
         merge_blocks(decays, block)
     return decays
 
@@ -114,7 +124,7 @@ def chunk_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> 
 def chunk_decays_from_start(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
     """The first half of `chunk_decays`, where the other is not needed."""
     from_start = token_decays(g, documents, dtype)
-    for block in BLOCKS:
+    for block in block_sizes(from_start.shape[-2]):
         merge_from_start(from_start, block)
     return from_start
 
@@ -123,7 +133,7 @@ def chunk_log_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype)
     """[N, B, H, K], summed log-decay of each chunk; −inf where it holds a restart."""
     log_decays = to_chunks(g, dtype).sum(-2)
     if documents is not None:
-        restarts = F.pad(documents.restarts, (0, -g.shape[1] % CHUNK)).view(-1, CHUNK).any(-1)
+        restarts = _restarts(documents).any(-1)
         log_decays.masked_fill_(restarts[:, None, None, None], float("-inf"))
     return log_decays
 
@@ -135,9 +145,8 @@ def add_later_tokens(x: Tensor, documents: Documents | None) -> Tensor:
     """
     pieces = None
     if documents is not None:
-        starts = F.pad(documents.restarts, (0, -documents.restarts.numel() % CHUNK)).view(-1, 1, 1, CHUNK, 1)
-        pieces = starts.cumsum(-2)
-    for block in BLOCKS:
+        pieces = _restarts(documents)[:, None, None, :, None].cumsum(-2)
+    for block in block_sizes(x.shape[-2]):
         earlier, later = halves(x, block)
         sums = later[..., :1, :]
         if pieces is not None:
@@ -145,6 +154,13 @@ def add_later_tokens(x: Tensor, documents: Documents | None) -> Tensor:
             sums = sums * (earlier_piece == later_piece[..., :1, :])
         earlier.add_(sums)
     return x
+
+
+def _restarts(documents: Documents) -> Tensor:
+    """[N, C] bool: where the state restarts, by chunks."""
+    restarts = documents.restarts
+    chunk = chunk_size(restarts.numel())
+    return F.pad(restarts, (0, -restarts.numel() % chunk)).view(-1, chunk)
 
 
 def check_inputs(documents: Documents | None, **tensors: Tensor) -> None:

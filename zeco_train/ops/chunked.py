@@ -19,7 +19,7 @@ q, k, v, do share a dtype; g is fp32 or fp64. Arithmetic and states are fp64 whe
 `documents` says where the state restarts; None is nowhere. Misfits raise a ValueError that names the tensor.
 
 The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks that
-of ZeCO. Time and memory are linear in T: a chunk holds a state, 64 × 64 scores and a few copies of its tokens.
+of ZeCO. Time and memory are linear in T: a chunk holds a state, 64 × 64 scores at most, and a few copies of its tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What happens between the tokens of one chunk: the phases that need no other rank and overlap the scans.
 
-Pairs of different tokens are taken by pairs of blocks, of 1, 2, 4, …, 32 tokens: two tokens of a chunk are split at
-exactly one size, at the start of the later block, and the decay between them is the product of a factor for the later
-token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products, and nothing larger
-than a few times the tokens themselves is ever held. Products of blocks below 16 tokens are taken 16 rows at a time,
-where one batched product costs less than many tiny ones, and only their diagonal blocks are used.
+Pairs of different tokens are taken by pairs of blocks, of 1, 2, 4, … tokens, up to half a chunk: two tokens of a chunk
+are split at exactly one size, at the start of the later block, and the decay between them is the product of a factor
+for the later token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products, and
+nothing larger than a few times the tokens themselves is ever held. Products of blocks below 16 tokens are taken 16 rows
+at a time, where one batched product costs less than many tiny ones, and only their diagonal blocks are used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops.chunk_layout import (
-    BLOCKS,
-    CHUNK,
     ChunkDecays,
     accumulation_dtype,
+    block_sizes,
     check_inputs,
     halves,
     matrices,
@@ -29,8 +28,8 @@ from zeco_train.ops.chunk_layout import (
 )
 from zeco_train.ops.documents import Documents
 
-# Fewest rows of a matrix product; a multiple of every smaller block, and a divisor of CHUNK / 2.
-ROWS = 16
+# Fewest rows of a matrix product, in a chunk that has as many in each half; a multiple of every smaller block.
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def intra_grads(
 def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """[N, B, H, C, C], the scores of each token with itself on the diagonal, zero elsewhere, not yet scaled."""
     own = (queries * keys).sum(-1)
-    scores = own.new_zeros(*own.shape, CHUNK)
+    scores = own.new_zeros(*own.shape, own.shape[-1])
     scores.diagonal(dim1=-2, dim2=-1).copy_(own)
     return scores
 
@@ -138,8 +137,9 @@ def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, documents: Documents 
     """Yield the block pairs from small to large. The decays of one are overwritten by the next."""
     from_start = token_decays(g, documents, queries.dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
-    half = (*queries.shape[:-2], CHUNK // 2, queries.shape[-1])
-    for block in BLOCKS:
+    *outer, chunk, key_dim = queries.shape
+    half = (*outer, chunk // 2, key_dim)
+    for block in block_sizes(chunk):
         query_decay = halves(decays.from_start, block)[1]
         key_decay = halves(decays.to_end, block)[0]
         # the decays first: the result takes their layout, that of chunks, and the reshape need not copy
@@ -149,39 +149,46 @@ def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, documents: Documents 
         merge_blocks(decays, block)
 
 
+def _num_rows(block: int, chunk: int) -> int:
+    """Of a product of blocks."""
+    return max(block, min(_ROWS, chunk // 2))
+
+
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Group tokens for a product, [N, B, H, C / 2, K] → [N·B·H·groups, max(block, ROWS), K]."""
-    return x.view(-1, max(block, ROWS), x.shape[-1])
+    """Group tokens for a product, [N, B, H, C / 2, K] → [N·B·H·groups, rows, K]."""
+    return x.view(-1, _num_rows(block, 2 * x.shape[-2]), x.shape[-1])
 
 
 def _put_blocks(scores: Tensor, products: Tensor, block: int) -> None:
     """Copy the diagonal blocks of the products [·, rows, rows] to where they belong in the scores [N, B, H, C, C]."""
-    _score_blocks(scores, block).copy_(_diagonal_blocks(products, block))
+    _score_blocks(scores, block).copy_(_diagonal_blocks(products, block, scores.shape[-1]))
 
 
 def _take_blocks(scores: Tensor, block: int) -> Tensor:
     """The inverse of `_put_blocks`, with zeros outside of the diagonal blocks, [·, rows, rows]."""
-    rows = max(block, ROWS)
-    groups = scores.numel() // (CHUNK * CHUNK) * (CHUNK // 2 // rows)
+    chunk = scores.shape[-1]
+    rows = _num_rows(block, chunk)
+    groups = scores.numel() // (chunk * chunk) * (chunk // 2 // rows)
     products = scores.new_zeros(groups, rows, rows) if block < rows else scores.new_empty(groups, rows, rows)
-    _diagonal_blocks(products, block).copy_(_score_blocks(scores, block))
+    _diagonal_blocks(products, block, chunk).copy_(_score_blocks(scores, block))
     return products
 
 
 def _score_blocks(scores: Tensor, block: int) -> Tensor:
     """View of the scores of later blocks (rows) with earlier ones (columns): [N·B·H, groups, blocks, block, block]."""
     assert scores.is_contiguous()
-    rows = max(block, ROWS)
+    chunk = scores.shape[-1]
+    rows = _num_rows(block, chunk)
     # the next pair of blocks lies 2·block rows down and as many columns right
-    next_pair = 2 * block * (CHUNK + 1)
-    size = (scores.numel() // (CHUNK * CHUNK), CHUNK // 2 // rows, rows // block, block, block)
-    strides = (CHUNK * CHUNK, rows // block * next_pair, next_pair, CHUNK, 1)
-    return scores.as_strided(size, strides, scores.storage_offset() + block * CHUNK)
+    next_pair = 2 * block * (chunk + 1)
+    size = (scores.numel() // (chunk * chunk), chunk // 2 // rows, rows // block, block, block)
+    strides = (chunk * chunk, rows // block * next_pair, next_pair, chunk, 1)
+    return scores.as_strided(size, strides, scores.storage_offset() + block * chunk)
 
 
-def _diagonal_blocks(products: Tensor, block: int) -> Tensor:
+def _diagonal_blocks(products: Tensor, block: int, chunk: int) -> Tensor:
     """View of the diagonal blocks of [·, rows, rows], shaped as in `_score_blocks`."""
     rows = products.shape[-1]
-    blocks = products.unflatten(0, (-1, CHUNK // 2 // rows))
+    blocks = products.unflatten(0, (-1, chunk // 2 // rows))
     blocks = blocks.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
     return blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)
