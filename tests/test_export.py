@@ -107,13 +107,15 @@ def test_fla_loads_it(run: tuple[Path, dict[str, Tensor]], exported: Path, monke
 
 
 @pytest.mark.gpu
-def test_fla_agrees_on_a_gpu(exported: Path) -> None:
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+def test_fla_agrees_on_a_gpu(exported: Path, dtype: Dtype) -> None:
+    """Minutes, where fla has not tuned its kernels for these shapes; fp32 needs TRITON_F32_DEFAULT=ieee."""
     trained = find_trained(str(exported))
     mesh = init(trained.configure([]), Launch(0, 1, 0))
-    found = list(compare(trained, mesh, ParitySettings(tokens=1000)))
+    (found,) = compare(trained, mesh, ParitySettings(tokens=1000), [dtype])
     dist.destroy_process_group()
-    print(HEADER, *map(line, found), sep="\n")
-    assert all(row.passes for row in found)
+    print(HEADER, line(found), sep="\n")
+    assert found.passes
 
 
 def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy, Dtype]]) -> list[dict[str, Tensor]]:
