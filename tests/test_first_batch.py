@@ -17,7 +17,7 @@ from data.store_writer import StoreWriter
 from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train import agreement, build
-from zeco_train.agreement import _difference, _flat
+from zeco_train.agreement import _difference, flat
 from zeco_train.errors import ZecoError
 
 # A store's token t is t modulo 250, so any shift of it shows in every token.
@@ -97,7 +97,7 @@ def test_the_minority_is_named(by_rank: list[str], message: str) -> None:
 
 def test_lists_are_compared_item_by_item() -> None:
     nested = {"data": {"stores": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 2.0}]}, "seed": 0}
-    assert list(_flat(nested)) == [
+    assert list(flat(nested)) == [
         ("data.stores.0.path", "a"),
         ("data.stores.0.weight", 1.0),
         ("data.stores.1.path", "b"),
