@@ -160,7 +160,7 @@ for ((attempt = 0; ; attempt++)); do
     75) requeue "saved" ;;
   esac
   [ -z "$warned" ] || requeue "the ranks ended with code $code after the warning"
-  [ "$(newest_checkpoint)" = "$before" ] && failures=$((failures + 1)) || failures=0
+  if [ "$(newest_checkpoint)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
   [ "$failures" -le "$RESTARTS" ] ||
     fail "$failures starts in a row failed without a new checkpoint, the last with code $code; see $output"
   say "ranks failed (code $code): starting again from $(newest_checkpoint), $failures of $RESTARTS without a new checkpoint"

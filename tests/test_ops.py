@@ -232,12 +232,6 @@ def test_one_rank(num_tokens: int, decay: str) -> None:
     check(make_case(num_tokens, decay), [0, num_tokens])
 
 
-@pytest.mark.parametrize(("num_tokens", "chunk"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 64)])
-def test_chunks_are_no_longer_than_they_need_be(num_tokens: int, chunk: int) -> None:
-    case = make_case(num_tokens)
-    assert ops.intra_scores(case.q, case.k, case.g, None, 1.0).shape[-2:] == (chunk, chunk)
-
-
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong"])
 def test_sharded(edges: list[int], decay: str) -> None:

@@ -250,22 +250,22 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     recorder = _build_recorder(config, run.path, mesh)
     facts = environment(mesh.device) if mesh.is_main else {}
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
-    split = _split(config, mesh)
+    data, train = config.data, config.train
+    split = mesh.split(data.seq_len, data.micro_batch, documents=data.reset_state_at_document, segments=train.segments)
     loader = SequenceLoader(
         run.data.train,
         split,
         seed=config.seed,
-        global_batch=config.data.global_batch,
-        shuffle=config.data.shuffle,
+        global_batch=data.global_batch,
+        shuffle=data.shuffle,
     )
     _log_data(loader, run.data, config)
-    validation = Validation(run.data.validation, split, config.train.eval_sequences)
+    validation = Validation(run.data.validation, split, train.eval_sequences)
     for line in validation.coverage():
         logger.info("validation: %s", line)
     _check_shards_fit(loader, progress.sequences, mesh)
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
     step = _build_step(config, model, optimizer, scan, mesh)
-    train = config.train
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
@@ -282,20 +282,6 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
             mesh, lambda: StepProfiler(train.profile, train.profile_ranks, run.path, mesh.rank, mesh.device)
         ),
         progress=progress,
-    )
-
-
-def _split(config: Config, mesh: ProcessMesh) -> DataSplit:
-    """What of the data this rank reads."""
-    return DataSplit(
-        config.data.seq_len,
-        config.data.micro_batch,
-        mesh.dp_rank,
-        mesh.dp_size,
-        mesh.sp_rank,
-        mesh.sp_size,
-        config.data.reset_state_at_document,
-        config.train.segments,
     )
 
 

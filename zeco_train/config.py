@@ -224,12 +224,12 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
 def _check_effect(config: Config, given: Mapping[str, Any]) -> None:
     """Refuse what the user sets and nothing would read; what the files of `configs/` set is not judged."""
     for key, value in given.items():
-        if (needed := lacking(key, config)) is not None:
+        if (needed := unmet_need(key, config)) is not None:
             raise ConfigError(key, value, f"would be ignored; it needs {needed}")
 
 
-def lacking(key: str, config: Config) -> str | None:
-    """What a key needs for anything to read it, if `config` has not that."""
+def unmet_need(key: str, config: Config) -> str | None:
+    """What has to be set for anything to read a key, where `config` does not set it."""
     for name, needed, is_met in _NEEDS:
         if (key == name or key.startswith(f"{name}.")) and not is_met(config):
             return needed

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from data.reader import DataSplit
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.postmortem import record_communication
 
@@ -92,6 +93,19 @@ class ProcessMesh:
     def is_main(self) -> bool:
         """True on the one rank that owns the run's folder and speaks to the user."""
         return self.rank == 0
+
+    def split(self, seq_len: int, micro_batch: int, *, documents: bool = False, segments: int = 1) -> DataSplit:
+        """What of sequences this rank reads.
+
+        Args:
+            documents: the state is reset at their borders.
+
+        Raises:
+            ConfigError: see `DataSplit`.
+        """
+        return DataSplit(
+            seq_len, micro_batch, self.dp_rank, self.dp_size, self.sp_rank, self.sp_size, documents, segments
+        )
 
 
 def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:

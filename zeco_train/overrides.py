@@ -63,7 +63,7 @@ def describe_settings(schema: type[Settings]) -> str:
     for entry in dataclasses.fields(schema):
         default = settings[entry.name]
         options = f"    (of {', '.join(type(default).__members__)})" if isinstance(default, Enum) else ""
-        lines.append(f"  {entry.name}={written(default)}{options}")
+        lines.append(f"  {entry.name}={as_override(default)}{options}")
     return "\n".join(lines)
 
 
@@ -73,7 +73,7 @@ def describe_attributes(schema: type[Settings]) -> str:
     return textwrap.indent(textwrap.dedent(text), "  ")
 
 
-def written(value: Any) -> str:
+def as_override(value: Any) -> str:
     """A value as an override has it."""
     if isinstance(value, Enum):
         return value.name

@@ -11,7 +11,7 @@ Memory is what the rank holds while it decodes, weights included: on CUDA the mo
 resident of the process, with all that libraries and allocators keep, of longer contexts' prompts as well.
 
 Before anything is timed, logits by steps and those of the chunked operator are compared with the chunked operator's in
-fp64: bf16 rounds both, and in many random layers so far (0.14 of gla_1b's logits) that a limit for their difference
+fp64: bf16 rounds both, and in many random layers so far (0.1 of gla_1b's logits) that a limit for their difference
 would tell nothing. Steps may be as far away as the operator, and half as far again.
 """
 

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from data.tokenizer import Tokenizer
 from zeco_train.agreement import flat
-from zeco_train.config import Config, group_options, lacking, to_plain
+from zeco_train.config import Config, group_options, to_plain, unmet_need
 from zeco_train.errors import ConfigError
 from zeco_train.forward import SequenceForward
 from zeco_train.mesh import ProcessMesh
-from zeco_train.overrides import check_overrides, written
+from zeco_train.overrides import as_override, check_overrides
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.trained import Trained, load_trained
@@ -99,9 +99,12 @@ def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | 
     own, now = (dict(flat(to_plain(each.data), "data")) for each in (before, config))
     silent = {*_NOT_READ, *check_overrides(overrides, Config, group_options())}
     changes = [
-        f"{key}={written(value)} ({written(own.get(key))} in the run)"
+        f"{key}={as_override(value)} ({as_override(own.get(key))} in the run)"
         for key, value in now.items()
-        if value != own.get(key) and key not in silent and not key.startswith(_WHICH_TEXT) and not lacking(key, config)
+        if value != own.get(key)
+        and key not in silent
+        and not key.startswith(_WHICH_TEXT)
+        and unmet_need(key, config) is None
     ]
     if not files or not changes:
         return None

@@ -10,7 +10,6 @@ from itertools import pairwise
 from data.config import DataKind, check_seq_len
 from data.loader import Source
 from data.opening import open_held_out
-from data.reader import DataSplit
 from data.tokenizer import BYTES
 from zeco_train.agreement import check_same
 from zeco_train.errors import ConfigError
@@ -87,20 +86,11 @@ class HeldOut:
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
         """The sequences of a length, and what is taken and left out of the stores, in lines."""
-        config, mesh = evaluation.config, evaluation.mesh
+        data, segments = evaluation.config.data, evaluation.config.train.segments
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
         validation = Validation(
             fitting,
-            DataSplit(
-                length,
-                config.data.micro_batch,
-                mesh.dp_rank,
-                mesh.dp_size,
-                mesh.sp_rank,
-                mesh.sp_size,
-                config.data.reset_state_at_document,
-                config.train.segments,
-            ),
+            evaluation.mesh.split(length, data.micro_batch, documents=data.reset_state_at_document, segments=segments),
             self.sequences or _ALL,
         )
         short = [source for source in self._sources if source not in fitting]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeco_train.bench.check import relative_error
 from zeco_train.config import Dtype
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.generate.generator import Generator, Limits
@@ -110,7 +111,13 @@ def compare(
             for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
         }
         scan.drain()
-        yield Parity(dtype, _error(logits, expected), _error(logits, exact), _error(expected, exact), same)
+        yield Parity(
+            dtype,
+            error=relative_error(logits, expected),
+            ours=relative_error(logits, exact),
+            theirs=relative_error(expected, exact),
+            same=same,
+        )
         del ours, theirs, generator
 
 
@@ -173,10 +180,6 @@ def _same(
     other = text[0, len(prompt) :].tolist()
     equal = next((i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), len(other))
     return equal, len(other)
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 if __name__ == "__main__":

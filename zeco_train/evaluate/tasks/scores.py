@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.reader import DataSplit
 from data.synthetic.example import Example
 from data.synthetic.source import ExampleReader
 from zeco_train.evaluate.cut import Cut
 from zeco_train.forward import SequenceForward
 from zeco_train.loss import IGNORE_INDEX
-from zeco_train.mesh import ProcessMesh
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def score(
     wrong = torch.zeros(len(examples), num_answers, dtype=torch.int64)
     losses = torch.zeros(len(examples), 2, dtype=torch.float64)
     batch = min(cut.batch, -(-len(examples) // mesh.dp_size))
-    split = _split(cut, batch, mesh)
+    split = mesh.split(cut.length, batch, segments=cut.segments)
     for start in range(0, len(examples), batch * mesh.dp_size):
         enter(f"{cut.length} tokens, example {start + 1} of {len(examples)}")
         own = range(start + mesh.dp_rank * batch, min(start + (mesh.dp_rank + 1) * batch, len(examples)))
@@ -78,7 +76,3 @@ def _by_answer(is_wrong: Tensor, example: Example, offset: int) -> Tensor:
     borders = torch.tensor([[answer.start, answer.stop] for answer in example.answers]) - 1 - offset
     before, after = total[borders.clamp(0, len(is_wrong))].unbind(1)
     return after - before
-
-
-def _split(cut: Cut, batch: int, mesh: ProcessMesh) -> DataSplit:
-    return DataSplit(cut.length, batch, mesh.dp_rank, mesh.dp_size, mesh.sp_rank, mesh.sp_size, segments=cut.segments)
