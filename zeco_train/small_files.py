@@ -1,0 +1,76 @@
+"""Reads small files that may be a stranger's: regular files of a bounded size, and JSON of a bounded depth.
+
+A store, a run or an export can be somebody else's folder, and any file in it a link to anything: reading `/dev/zero`
+or a FIFO would never end. Their readers treat an `OSError` of this module like one of the system.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# Far more than our largest: 100,000 shards of a token store, or tensors of an index, are about 15 MB of JSON.
+LARGEST_BYTES = 64 << 20
+# Ours have four levels. Python's own limit ends a program with RecursionError, which is no ValueError.
+_DEEPEST = 32
+
+
+def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
+    """The contents of a regular file of at most `largest` bytes, to which `path` may be a link.
+
+    Raises:
+        OSError: it is no such file, or cannot be read; `strerror` says which.
+    """
+    # Opening a FIFO waits for a writer, and opening a device may do anything.
+    _check_regular(os.stat(path), path)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _check_regular(os.fstat(file.fileno()), path)
+        # Not by its size: files of /proc say 0.
+        contents = file.read(largest + 1)
+    if len(contents) > largest:
+        raise OSError(errno.EFBIG, f"larger than {largest:,} bytes", str(path))
+    return contents
+
+
+def read_json(path: str | Path, largest: int = LARGEST_BYTES) -> Any:
+    """The value in a small JSON file.
+
+    Raises:
+        OSError: see `read_small`.
+        ValueError: see `parse_json`.
+    """
+    return parse_json(read_small(path, largest))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text holds.
+
+    Raises:
+        ValueError: it is not JSON, or is nested deeper than anything that we write.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {_DEEPEST} levels") from error
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+    if level:
+        raise ValueError(f"nested deeper than {_DEEPEST} levels")
+    return value
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _check_regular(status: os.stat_result, path: str | Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
