@@ -12,6 +12,7 @@ import logging
 import shutil
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,9 +34,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from zeco_train.checkpoint_files import (
     LATEST,
     Progress,
+    check_nothing_is_missing,
+    checkpoint_name,
     complete_checkpoints,
     link_latest,
     read_progress,
+    recorded_checkpoint,
     set_aside,
     step_of,
 )
@@ -52,6 +56,13 @@ logger = logging.getLogger(__name__)
 CheckpointMode = Enum("CheckpointMode", ["async", "sync"])
 
 
+class Missing(Enum):
+    """What to do where a run that had checkpoints has none any more."""
+
+    refuse = "refuse"
+    start_anew = "start_anew"
+
+
 @dataclass
 class CheckpointConfig:
     """Attributes:
@@ -63,6 +74,8 @@ class CheckpointConfig:
         and optimizer. sync: it waits. The last one is always waited for.
     load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
         Hugging Face's form, exported by us or a GLA model of flash-linear-attention.
+    missing: what a start does that finds no checkpoint of a run which had one, as when a disk is not mounted. refuse:
+        it ends; start_anew: it begins at step 0.
     """
 
     every: int = 100
@@ -70,6 +83,7 @@ class CheckpointConfig:
     keep: int = 2
     mode: CheckpointMode = CheckpointMode["async"]
     load: str | None = None
+    missing: Missing = Missing.refuse
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
@@ -196,15 +210,16 @@ class Checkpointer:
         Damaged ones that are newer are said to be so, and renamed.
 
         Raises:
-            CheckpointError: none is sound, and then nothing is changed; or the storage cannot be read.
+            CheckpointError: none is sound, and then nothing is changed; there is none, but the run had one (see
+                `CheckpointConfig.missing`); or the storage cannot be read.
         """
-        found = [complete_checkpoints(self._run_dir) if self._mesh.is_main else []]
+        found = [agree(self._mesh, lambda: complete_checkpoints(self._run_dir) if self._mesh.is_main else [])]
         dist.broadcast_object_list(found, src=0)
         damage: dict[Path, str] = {}
         for path in reversed(found[0]):
             problem = damage_of(path, self._mesh)
             if problem is None:
-                agree(self._mesh, lambda: self._set_aside(damage, path) if self._mesh.is_main else None)  # noqa: B023
+                agree(self._mesh, lambda: self._go_on_from(path, damage) if self._mesh.is_main else None)  # noqa: B023
                 return path
             damage[path] = problem
         if damage:
@@ -213,6 +228,8 @@ class Checkpointer:
                 f"{path}: damaged: {problem}; there is no sound one to go on from: restore the file, or take another "
                 f"name for a new run"
             )
+        if self._config.missing is Missing.refuse:
+            agree(self._mesh, lambda: check_nothing_is_missing(self._run_dir) if self._mesh.is_main else None)
         return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -221,16 +238,13 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged or of another model.
         """
-        # Settings are the configuration's; the checkpoint's would silently replace them.
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         rng_state = torch.get_rng_state()
+        # The settings of the optimizer's groups stay: they are the configuration's.
         read_state({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path, self._group)
         set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=_OPTIONS
         )
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
         torch.set_rng_state(rng_state)
         progress = agree(self._mesh, lambda: read_progress(path))
         self._saved_at = progress.step
@@ -247,7 +261,7 @@ class Checkpointer:
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
         """Begin a save, or do all of it with `wait`; how that ended is in the future."""
         began = time.monotonic()
-        final = self.folder / f"step_{progress.step:08d}"
+        final = self.folder / checkpoint_name(progress.step)
         text = json.dumps(asdict(progress), indent=2)
         writer = CheckpointWriter(final, text, self._config.keep, is_staged=not wait)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
@@ -312,10 +326,18 @@ class Checkpointer:
         return None
 
     def _left(self) -> str:
-        complete = complete_checkpoints(self._run_dir)
+        try:
+            complete = complete_checkpoints(self._run_dir)
+        except CheckpointError as error:
+            return str(error)
         return f"the last complete checkpoint is {complete[-1].name}" if complete else "there is no checkpoint yet"
 
-    def _set_aside(self, damage: dict[Path, str], sound: Path) -> None:
+    def _go_on_from(self, sound: Path, damage: dict[Path, str]) -> None:
+        """Set newer, damaged checkpoints aside, and warn if others that are newer have gone."""
+        with suppress(FileNotFoundError):
+            last = recorded_checkpoint(self._run_dir) or 0
+            if last > max(step_of(path) for path in [sound, *damage]):
+                logger.warning("%s is not there any more; the run goes on from %s", checkpoint_name(last), sound.name)
         for path, problem in damage.items():
             try:
                 # First, so that it names a checkpoint at any moment; a file system without links has none.

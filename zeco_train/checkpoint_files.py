@@ -11,21 +11,30 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.metrics import METRICS_FILE
+from zeco_train.small_files import read_json
 
+METADATA_FILE = ".metadata"
 PROGRESS_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
+# Beside the folder of checkpoints, which may be on another disk: the step of the last complete one.
+RECORD_FILE = "last_checkpoint.json"
 # Before the path of a model in Hugging Face's form, and what is in it.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
 _READ_BYTES = 1 << 22
 # Not those set aside, `step_XXXXXXXX.damaged.2`, nor what a user has made of one.
-_COMPLETE = re.compile(r"step_[0-9]+")
+_COMPLETE = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST_NUMBER = (1 << 63) - 1
 
 
 @dataclass
@@ -54,16 +63,47 @@ class Progress:
         self.skipped, self.skipped_in_row = self.skipped + skipped, self.skipped_in_row + 1 if skipped else 0
 
 
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of a checkpoint taken after `step` steps."""
+    return f"step_{step:08d}"
+
+
+def named_step(folder: Path) -> int | None:
+    """The step that a folder's name says; None if it is not the name of a complete checkpoint."""
+    return int(folder.name.removeprefix("step_")) if _COMPLETE.fullmatch(folder.name) else None
+
+
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that were written to their end, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    folders = (path for path in found if _COMPLETE.fullmatch(path.name) and path.is_dir())
-    return sorted(folders, key=step_of)
+    """The checkpoints of a run that were written to their end, oldest first; none if there is no folder of them.
+
+    Raises:
+        CheckpointError: the folder, or a checkpoint in it, is there and cannot be looked into: refused by the system,
+            or a link to a disk that is not mounted. A run that went on without it would start over.
+    """
+    folder = run_dir / "checkpoints"
+    try:
+        with os.scandir(folder) as entries:
+            found = [Path(entry) for entry in entries if _COMPLETE.fullmatch(entry.name)]
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise _unreachable(folder) from None
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise _unreachable(path)
+    return sorted(found, key=step_of)
 
 
-def step_of(folder: Path) -> int:
-    """The step after which a checkpoint was taken, by its folder's name."""
-    return int(folder.name.removeprefix("step_"))
+def _unreachable(link: Path) -> CheckpointError:
+    target = link.readlink()
+    return CheckpointError(f"{link}: is a link to {target}, which is not there; mount that disk, or remove the link")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a complete checkpoint was taken, by its folder's name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def read_progress(path: Path) -> Progress:
@@ -73,11 +113,41 @@ def read_progress(path: Path) -> Progress:
         CheckpointError: `run.json` is missing or is not ours.
     """
     try:
-        # Those from before steps could be skipped have no count of them.
-        stored = {"skipped": 0, "skipped_in_row": 0} | json.loads((path / PROGRESS_FILE).read_text())
-        return Progress(**{f.name: stored[f.name] for f in fields(Progress)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: run.json cannot be read: {error}") from error
+        return parse_progress(read_json(path / PROGRESS_FILE))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: run.json cannot be read: {reason}") from error
+
+
+def parse_progress(stored: Any) -> Progress:
+    """The progress in the value of a `run.json`.
+
+    Raises:
+        ValueError: a field is missing, or has a value that no run gives it.
+    """
+    if not isinstance(stored, dict):
+        raise ValueError("not a JSON object")
+    # Those from before steps could be skipped have no count of them.
+    stored = {"skipped": 0, "skipped_in_row": 0} | stored
+    if missing := [f.name for f in fields(Progress) if f.name not in stored]:
+        raise ValueError(f"{missing[0]} is missing")
+    progress = Progress(**{f.name: stored[f.name] for f in fields(Progress)})
+    for name in ("step", "sequences", "tokens", "skipped", "skipped_in_row"):
+        if not is_count(value := getattr(progress, name)):
+            raise ValueError(f"{name}={value!r:.40} is no whole number from 0 to 2^63 − 1")
+    if not isinstance(progress.logger_run_id, str | None):
+        raise ValueError(f"logger_run_id={progress.logger_run_id!r:.40} is no text")
+    return progress
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value from a file is a whole number ≥ 0 that 64 bits hold."""
+    return type(value) is int and 0 <= value <= _LARGEST_NUMBER
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is that of a file in a folder, and of nothing outside or below it."""
+    return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
 
 
 def find_weights(load: str) -> Path:
@@ -113,14 +183,22 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
         OSError: the storage does not answer.
     """
     try:
-        text = (folder / CHECKSUMS_FILE).read_text()
+        table = read_json(folder / CHECKSUMS_FILE)
     except FileNotFoundError as error:
         raise ValueError(f"{CHECKSUMS_FILE} is missing") from error
-    try:
-        table = json.loads(text)
-        return {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{CHECKSUMS_FILE} cannot be read") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{CHECKSUMS_FILE} is no table of files")
+    found = {}
+    for name, entry in table.items():
+        if not is_plain_name(name):
+            raise ValueError(f"{CHECKSUMS_FILE} names {name!r:.80}, which is no file of the folder")
+        size, digest = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if not (is_count(size) and isinstance(digest, str) and _SHA256.fullmatch(digest)):
+            raise ValueError(f"{CHECKSUMS_FILE} has no size and SHA-256 of {name}")
+        found[name] = size, digest
+    return found
 
 
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
@@ -131,15 +209,62 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
     """
     for name, (size, _) in files.items():
         try:
-            found = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except FileNotFoundError:
             return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found:,} bytes, {size:,} were written"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name} is no regular file"
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes, {size:,} were written"
     for name, (_, sha256) in files.items():
         if _digest(folder / name) != sha256:
             return f"{name} is not what was written (SHA-256)"
     return None
+
+
+def record_checkpoint(run_dir: Path, step: int | None) -> None:
+    """Note in a run's folder the step of its last complete checkpoint; None: there has been none."""
+    write_durably(run_dir / RECORD_FILE, json.dumps({"step": step}))
+
+
+def recorded_checkpoint(run_dir: Path) -> int | None:
+    """The step of the last checkpoint that a run has completed; None if it has completed none.
+
+    Raises:
+        FileNotFoundError: the folder is that of a run from before there was a record.
+        CheckpointError: the record cannot be read.
+    """
+    path = run_dir / RECORD_FILE
+    try:
+        record = read_json(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; remove it if it is damaged") from error
+    if not (isinstance(record, dict) and "step" in record and (record["step"] is None or is_count(record["step"]))):
+        raise CheckpointError(f"{path}: has no step; remove it if it is damaged")
+    return record["step"]
+
+
+def check_nothing_is_missing(run_dir: Path) -> None:
+    """Check, where no checkpoint was found, that the run has never completed one.
+
+    Raises:
+        CheckpointError: it has, or rows of metrics.jsonl and no record of that suggest it.
+    """
+    try:
+        if (step := recorded_checkpoint(run_dir)) is None:
+            return
+        known = f"that of step {step} was saved"
+    except FileNotFoundError:
+        metrics = run_dir / METRICS_FILE
+        if not metrics.exists() or metrics.stat().st_size == 0:
+            return
+        known = f"{METRICS_FILE} has rows of earlier steps"
+    raise CheckpointError(
+        f"{run_dir / 'checkpoints'}: holds no checkpoint, but {known}; bring them back (is a disk not mounted?), "
+        f"or start from step 0 again with checkpoint.missing=start_anew"
+    )
 
 
 def set_aside(folder: Path) -> Path:

@@ -27,13 +27,17 @@ from torch.futures import Future
 
 from zeco_train.checkpoint_files import (
     CHECKSUMS_FILE,
+    METADATA_FILE,
     PROGRESS_FILE,
     complete_checkpoints,
     link_latest,
+    record_checkpoint,
     set_aside,
+    step_of,
     sync_folder,
     write_durably,
 )
+from zeco_train.errors import CheckpointError
 
 T = TypeVar("T")
 # A server that restarts, a quota that somebody raises. All of it fits into the 30 s of a launcher that ends a run.
@@ -67,6 +71,7 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(final.with_suffix(".tmp"), per_thread_copy_ahead=0 if is_staged else 10_000_000)
         self.fs: _HashingFileSystem = _HashingFileSystem()
         self._final, self._progress, self._keep = final, progress, keep
+        self._run_dir = final.parent.parent
         self._is_coordinator = False
 
     @property
@@ -100,10 +105,10 @@ class CheckpointWriter(FileSystemWriter):
         finish = super().finish
         retried(f"{self.partial}: cannot be completed", lambda: self._seal(lambda: finish(metadata, results), results))
         retried(f"{self._final}: cannot be made", self._publish)
-        for act in (self._sync, self._link_latest, self._drop_old):
+        for act in (self._sync, self._record, self._link_latest, self._drop_old):
             try:
                 act()
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 # The checkpoint is there and will be found.
                 logger.warning("%s is complete, but %s: %s", self._final, act.__doc__, error)
 
@@ -127,7 +132,9 @@ class CheckpointWriter(FileSystemWriter):
         """Write what goes with the tensors: torch's metadata, the run's progress and the checksums of it all."""
         finish()
         written = (r for rank in results for r in rank if isinstance(r, _HashedWrite))
-        sha256 = {r.storage_data.relative_path: r.sha256 for r in written} | {".metadata": self.fs.sha256[".metadata"]}
+        sha256 = {r.storage_data.relative_path: r.sha256 for r in written} | {
+            METADATA_FILE: self.fs.sha256[METADATA_FILE]
+        }
         table = {name: (self.partial.joinpath(name).stat().st_size, digest) for name, digest in sha256.items()}
         progress = self._progress.encode()
         table[PROGRESS_FILE] = len(progress), hashlib.sha256(progress).hexdigest()
@@ -145,6 +152,10 @@ class CheckpointWriter(FileSystemWriter):
         """its name may not be on disk yet"""
         sync_folder(self._final.parent)
 
+    def _record(self) -> None:
+        """its step could not be noted in the run's folder"""
+        record_checkpoint(self._run_dir, step_of(self._final))
+
     def _link_latest(self) -> None:
         """the link to the latest one is not set"""
         link_latest(self._final)
@@ -152,7 +163,9 @@ class CheckpointWriter(FileSystemWriter):
     def _drop_old(self) -> None:
         """older ones than checkpoint.keep could not be removed"""
         if self._keep:
-            for old in complete_checkpoints(self._final.parent.parent)[: -self._keep]:
+            # Not those with a higher number, which nobody but a user can have put there.
+            own = [path for path in complete_checkpoints(self._run_dir) if step_of(path) <= step_of(self._final)]
+            for old in own[: -self._keep]:
                 # Renamed first, so that a kill in the middle cannot leave half of it under a complete one's name.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 

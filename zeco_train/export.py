@@ -31,8 +31,6 @@ from zeco_train import __version__
 from zeco_train.checkpoint_files import (
     CHECKSUMS_FILE,
     HF_CONFIG_FILE,
-    find_damage,
-    read_checksums,
     read_progress,
     sync_folder,
     write_durably,
@@ -47,6 +45,7 @@ from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.progress import compact
 from zeco_train.trained import Trained, find_trained
+from zeco_train.weights import problem_of
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"
 _PAD_OF_BYTES = 0
@@ -101,7 +100,8 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     assert trained.config is not None
     if out.exists():
         raise ConfigError("OUT", out, "exists; name a new folder, or move that one away")
-    _check_checksums(trained.path)
+    if (problem := problem_of(trained.path)) is not None:
+        raise CheckpointError(f"{trained.path}: damaged: {problem}; name another checkpoint")
     stored = stored_dtype(trained.path, trained.model)
     dtype = stored if settings.dtype is None else settings.dtype.compute
     # All that is refused is refused before anything is written.
@@ -121,17 +121,6 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     count = f"{compact(num_parameters(trained.model))} parameters, {_name(dtype)}"
     files = "1 file" if len(written.files) == 1 else f"{len(written.files)} files"
     return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
-
-
-def _check_checksums(checkpoint: Path) -> None:
-    try:
-        problem = find_damage(checkpoint, read_checksums(checkpoint))
-    except ValueError as error:
-        problem = str(error)
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: cannot be read: {error.strerror or error}") from error
-    if problem is not None:
-        raise CheckpointError(f"{checkpoint}: damaged: {problem}; name another checkpoint")
 
 
 def _fla_record(trained: Trained, config: Config, dtype: torch.dtype) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from data.tokenizer import TOKENIZER_FOLDER, comparable
-from zeco_train.checkpoint_files import complete_checkpoints, write_durably
+from zeco_train.checkpoint_files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.metrics import METRICS_FILE
 
 IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
@@ -94,6 +95,8 @@ class RunFolder:
             self._write_mark("")
             if not (self.path / IDENTITY_FILE).exists():
                 write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=2))
+            if not ((self.path / RECORD_FILE).exists() or (self.path / METRICS_FILE).exists()):
+                record_checkpoint(self.path, None)
             self._begun = True
             _write_config(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
             with (self.path / "overrides.txt").open("a") as file:

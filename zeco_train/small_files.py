@@ -27,8 +27,8 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
         OSError: it is no such file, or cannot be read; `strerror` says which.
     """
     # Opening a FIFO waits for a writer, and opening a device may do anything.
-    _check_regular(os.stat(path), path)
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    _check_regular(Path(path).stat(), path)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check_regular(os.fstat(file.fileno()), path)
         # Not by its size: files of /proc say 0.
         contents = file.read(largest + 1)

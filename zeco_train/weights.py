@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, HuggingFaceStorageReader, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from zeco_train.agreement import check_same
-from zeco_train.checkpoint_files import CHECKSUMS_FILE, find_damage, read_checksums
+from zeco_train.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, find_damage, read_checksums
+from zeco_train.checkpoint_metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint_writer import retried
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, parameter_shapes, read_json
@@ -49,20 +58,61 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
 
 
 def read_state(
-    state: dict[str, Any], path: Path, group: dist.ProcessGroup, reader: StorageReader | None = None
+    state: dict[str, Any], path: Path, group: dist.ProcessGroup | None, reader: StorageReader | None = None
 ) -> None:
     """Fill the tensors of `state` with what a checkpoint has under their names, each rank its parts. Collective.
 
     Args:
+        state: nested dictionaries. Values that are no tensors have to be in the checkpoint, too, and stay as they are.
+        group: of the ranks that read; None: this process reads alone.
         reader: of another form of checkpoint than torch's own.
 
     Raises:
         CheckpointError: it lacks one of them, has it in another shape, or cannot be read.
     """
+    reader = reader or _Reader(path)
     try:
-        dcp.load(state, checkpoint_id=str(path), storage_reader=reader, process_group=group)
+        with warnings.catch_warnings():
+            # That one process loads without the others is what is asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: loading failed: {cause_of(error)}") from error
+
+
+class _Reader(FileSystemReader):
+    """Reads a DCP checkpoint without unpickling its description; tensors by torch's `weights_only` loader."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See `StorageReader.read_metadata`."""
+        metadata = read_metadata(Path(self.path))
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads tensors. Torch's own planner unpickles all other entries, and calls what they name."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Check an entry that is stored as no tensor: it has to be a plain value, in place of one."""
+        name = read_item.dest_index.fqn
+        if isinstance(self.state_dict[name], torch.Tensor):
+            raise ValueError(f"{name} is not stored as a tensor; nothing of it was run")
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{name} is no plain value; nothing of it was run") from error
+
+
+def problem_of(path: Path) -> str | None:
+    """What is wrong with a checkpoint, read whole by this process; None if it is what was written.
+
+    Raises:
+        CheckpointError: the storage does not answer.
+    """
+    with _storage_errors(path):
+        return _problem(path, 0, 1)
 
 
 def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
@@ -73,19 +123,39 @@ def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
     """
 
     def check() -> str | None:
-        try:
-            files = retried(f"{path}: cannot be read", lambda: read_checksums(path))
-            own = dict(list(files.items())[mesh.rank :: mesh.world_size])
-            return retried(f"{path}: cannot be read", lambda: find_damage(path, own))
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        with _storage_errors(path):
+            return retried(f"{path}: cannot be read", lambda: _problem(path, mesh.rank, mesh.world_size))
 
     own = agree(mesh, check)
     everyone: list[str | None] = [None] * mesh.world_size
     dist.all_gather_object(everyone, own)
     return next((problem for problem in everyone if problem is not None), None)
+
+
+def _problem(path: Path, rank: int, world_size: int) -> str | None:
+    """What one of several processes finds: the first one looks at the small files, each at its share of the others."""
+    try:
+        table = read_checksums(path)
+    except ValueError as error:
+        return str(error)
+    small = {name: entry for name, entry in table.items() if name in (METADATA_FILE, PROGRESS_FILE)}
+    if rank == 0:
+        problem = find_damage(path, small)
+        # Exports have neither.
+        if problem is None and not is_hf_folder(path):
+            problem = find_contradiction(path, table)
+        if problem is not None:
+            return problem
+    others = [name for name in table if name not in small]
+    return find_damage(path, {name: table[name] for name in others[rank::world_size]})
+
+
+@contextlib.contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _which(path: Path, is_hf: bool) -> dict[str, Any]:

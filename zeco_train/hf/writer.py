@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.gla_config import GLAConfig
 from zeco_train.checkpoint_files import write_durably
+from zeco_train.checkpoint_metadata import read_metadata
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE, parameter_shapes
-from zeco_train.weights import cause_of
+from zeco_train.weights import read_state
 
 # What weights lie under in a checkpoint (`Checkpointer`).
 _MODEL = "model"
@@ -43,11 +40,9 @@ def stored_dtype(checkpoint: Path, model: GLAConfig) -> torch.dtype:
         CheckpointError: they are not, or the checkpoint cannot be read.
     """
     try:
-        # torch's own description of the checkpoint; damage raises almost anything there.
-        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{checkpoint}: .metadata cannot be read: {reason}") from error
+        metadata = read_metadata(checkpoint).state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: .metadata cannot be read: {error.strerror}") from error
     dtypes = set()
     for name, shape in parameter_shapes(model).items():
         stored = metadata.get(f"{_MODEL}.{name}")
@@ -75,7 +70,8 @@ def write_weights(checkpoint: Path, model: GLAConfig, folder: Path, dtype: torch
     table: dict[str, str] = {}
     total = 0
     for file, shapes in zip(names, parts, strict=True):
-        tensors = _read(checkpoint, {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()})
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        read_state({_MODEL: tensors}, checkpoint, None)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         _check_file(folder / file, tensors)
         table |= dict.fromkeys(tensors, file)
@@ -107,18 +103,6 @@ def _file_names(count: int) -> list[str]:
         return [WEIGHTS_FILE]
     stem = WEIGHTS_FILE.removesuffix(".safetensors")
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fill whole tensors from a checkpoint of any split."""
-    try:
-        with warnings.catch_warnings():
-            # That one process loads without the others is what is wanted.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({_MODEL: tensors}, checkpoint_id=str(checkpoint), no_dist=True)
-    except CheckpointException as error:
-        raise CheckpointError(f"{checkpoint}: loading failed: {cause_of(error)}") from error
-    return tensors
 
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
