@@ -1,7 +1,7 @@
 """A checkpoint and an export that commit 4117173 has written still load, and go on as they did there.
 
 `fixtures/commit_4117173.tar.gz` holds a run of four steps (fp64, two ranks, zeco as a chain, zero3, two segments), its
-export, and what that commit got: losses and gradient norms of steps 5 to 7 of the run, and of a new one from the export.
+export, and what that commit got: losses and gradient norms of steps 5 to 7, and of a new run from the export.
 """
 
 from __future__ import annotations
