@@ -17,7 +17,8 @@ from data.mixture import as_integers
 from data.reader import OpenedData
 from data.store import TokenStore, check_vocabulary
 from data.synthetic.source import open_synthetic
-from data.tokenizer import comparable, tokenizer_files
+from data.tokenizer import comparable
+from data.tokenizer_files import tokenizer_files
 from zeco_train.errors import ConfigError, DataError
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.tokenizer_files import check_tokenizer, tokenizer_files
 from zeco_train.errors import DataError
 
 BYTES = "bytes"
-# In which a token store, and a run, keep the tokenizer's own files.
-TOKENIZER_FOLDER = "tokenizer"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -82,18 +82,18 @@ class HuggingFaceTokenizer:
         # Problems are ours to report, in one line.
         transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
         huggingface_hub.utils.logging.set_verbosity(huggingface_hub.utils.logging.CRITICAL)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=local)
-        except Exception as error:  # transformers raises almost anything for files that it cannot use
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(name, f"transformers cannot load a tokenizer from it ({reason})", remedy) from error
+        if Path(name).exists():
+            check_tokenizer(Path(name))
+        with _failures(name, "transformers cannot load a tokenizer from it", remedy):
+            # Left out, it has transformers ask on stdin whether to run a folder's own code.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
         if self._tokenizer.eos_token_id is None:
             remedy = "set eos_token in its tokenizer_config.json: every document ends with it"
             raise DataError(name, "the tokenizer has no end-of-sequence token", remedy)
         vocabulary = self._tokenizer.get_vocab()
         self.eos_id = int(self._tokenizer.eos_token_id)
         # Added tokens can leave holes, so the number of tokens may be less than the largest id.
-        self.vocab_size = max(len(self._tokenizer), max(vocabulary.values()) + 1, self.eos_id + 1)
+        self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
         digest = hashlib.sha256(contents.encode("utf-8", errors="surrogatepass")).hexdigest()
@@ -102,16 +102,34 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens] int64."""
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        with _failures(self.info["path"], "this tokenizer cannot encode a text"):
+            encoded = self._tokenizer(list(texts), **options)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`, special tokens included."""
-        return str(self._tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+        with _failures(self.info["path"], "this tokenizer cannot decode its ids"):
+            return str(self._tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
         """See Tokenizer."""
         self._tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
+    """Make a DataError of whatever a tokenizer's files make transformers and its libraries raise."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the `tokenizers` library is no Exception
+        if "trust_remote_code" in str(error):
+            remedy = "give a tokenizer that transformers has a class for"
+            raise DataError(name, "the tokenizer needs code of its own, which is never run", remedy) from error
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(name, f"{problem} ({reason})", remedy) from error
 
 
 def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
@@ -140,11 +158,6 @@ def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
         return BYTES
     own = tokenizer_files(*folders)
     return str(own) if own else info.get("path", "")
-
-
-def tokenizer_files(*folders: Path) -> Path | None:
-    """The tokenizer's files in the first of `folders`, stores or runs, that has them."""
-    return next((path / TOKENIZER_FOLDER for path in folders if (path / TOKENIZER_FOLDER).is_dir()), None)
 
 
 def comparable(value: Any) -> Any:

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from data.tokenizer import ByteTokenizer, tokenizer_files
+from data.tokenizer import ByteTokenizer
+from data.tokenizer_files import tokenizer_files
 from models.gla_config import num_parameters
 from zeco_train import __version__
 from zeco_train.checkpoint_files import (

@@ -16,7 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.tokenizer import TOKENIZER_FOLDER, comparable
+from data.tokenizer import comparable
+from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 from zeco_train.checkpoint_files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.metrics import METRICS_FILE
@@ -28,8 +29,6 @@ _LOCK = "lock"
 _JOBS = "slurm"
 # In which a network file system shows one node what another one wrote.
 _SECONDS_TO_APPEAR = 10.0
-# What may lie beside a tokenizer's files, where its folder is a model's; hidden ones are a repository's own.
-_WEIGHTS = (".*", "*.safetensors", "*model*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 # The part of an identity that no configuration key shows: a digest of all tokens.
 _TOKENS_KEY = "data.tokens_sha256"
 # They name it, and say how it was begun.
@@ -104,10 +103,11 @@ class RunFolder:
 
     def keep_tokenizer(self, files: Path | None) -> None:
         """Copy the tokenizer's own files here, if there are any: the token store may be gone by the time the model is
-        to read and write text. A folder may have a model's weights, too, which stay where they are.
+        to read and write text.
 
         Raises:
             ConfigError: the folder cannot be written.
+            DataError: they are not all files of their folder; see `check_tokenizer`.
         """
         kept = self.path / TOKENIZER_FOLDER
         if files is None or kept.exists():
@@ -115,7 +115,9 @@ class RunFolder:
         with _system_errors(self.path):
             partial = kept.with_name(f"{TOKENIZER_FOLDER}.tmp")
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(files, partial, ignore=shutil.ignore_patterns(*_WEIGHTS))
+            partial.mkdir()
+            # Where the folder is a model's, its weights and all else stay there.
+            copy_tokenizer(files, partial, model_config=True)
             partial.rename(kept)
 
     def release(self) -> None:

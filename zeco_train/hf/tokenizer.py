@@ -7,14 +7,13 @@ recognised without importing transformers, and written without.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from data.tokenizer import BYTES, ByteTokenizer, Tokenizer
+from data.tokenizer_files import TOKENIZER_CONFIG, VOCABULARIES, copy_tokenizer
 from zeco_train.checkpoint_files import write_durably
+from zeco_train.small_files import read_json
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_FILES = ("tokenizer.json", _TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "spiece.model")
 _OF_BYTES = {
     "tokenizer_class": "ByT5Tokenizer",
     "extra_ids": 0,
@@ -23,15 +22,13 @@ _OF_BYTES = {
     "unk_token": "<unk>",
     "additional_special_tokens": [],
 }
-# transformers' files beside those of a tokenizer.
-_NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "README.md")
 
 
 def tokenizer_info(folder: Path) -> dict[str, str] | None:
     """What `StoreMeta.tokenizer` would say of the tokenizer in a folder, but for its digest; None if there is none."""
-    if not any((folder / name).is_file() for name in _FILES):
+    if not any((folder / name).is_file() for name in (TOKENIZER_CONFIG, *VOCABULARIES)):
         return None
-    if _is_of_bytes(folder / _TOKENIZER_CONFIG):
+    if _is_of_bytes(folder / TOKENIZER_CONFIG):
         return {"kind": BYTES}
     return {"kind": "huggingface", "path": str(folder)}
 
@@ -41,20 +38,21 @@ def write_tokenizer(tokenizer: Tokenizer, files: Path | None, folder: Path) -> N
 
     Args:
         files: the folder with its own files, which are copied as they are; None: it writes them itself.
+
+    Raises:
+        DataError: they are not all files of that folder; see `check_tokenizer`.
     """
     if isinstance(tokenizer, ByteTokenizer):
-        write_durably(folder / _TOKENIZER_CONFIG, json.dumps(_OF_BYTES, indent=2) + "\n")
+        write_durably(folder / TOKENIZER_CONFIG, json.dumps(_OF_BYTES, indent=2) + "\n")
     elif files is None:
         tokenizer.save(folder)
     else:
-        for path in sorted(files.iterdir()):
-            if path.is_file() and path.name not in _NOT_A_TOKENIZERS and not path.name.startswith("."):
-                shutil.copyfile(path, folder / path.name)
+        copy_tokenizer(files, folder)
 
 
 def _is_of_bytes(path: Path) -> bool:
     try:
-        stored = json.loads(path.read_bytes())
+        stored = read_json(path)
     except (OSError, ValueError):
         return False
     wanted = ("tokenizer_class", "extra_ids")

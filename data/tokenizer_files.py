@@ -1,0 +1,172 @@
+"""A tokenizer's folder: which files belong to it, and that they are files of that folder.
+
+A token store, a run or an export may be a stranger's, and a file in it a link to anything on this machine: loading
+would read it, a run would keep it, and an export would publish it. So all that transformers might open in such a
+folder is checked before it is loaded, and only known files are copied.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zeco_train.errors import DataError
+from zeco_train.small_files import LARGEST_BYTES, read_json, read_small
+
+# In which a token store, and a run, keep the tokenizer's own files.
+TOKENIZER_FOLDER = "tokenizer"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Every name among the vocabulary files of transformers' tokenizers, slow and fast (their `vocab_files_names`), and
+# those that it converts (tekken.json, tiktoken.model, tokenizer.tiktoken).
+VOCABULARIES = frozenset(
+    (
+        *("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tiktoken.model", "tekken.json"),
+        *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "byte_maps.json", "prophetnet.tokenizer"),
+        *("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model", "spm_char.model"),
+        *("source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
+        *("dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json"),
+        *("word_shape.json", "word_pronunciation.json"),
+    )
+)
+_SETTINGS = frozenset((TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"))
+# Of a model; AutoTokenizer takes the kind of tokenizer from it where the tokenizer's own settings do not say it.
+_MODEL_CONFIG = "config.json"
+_TEMPLATES = "additional_chat_templates"
+# Other names that transformers finds by a pattern, or by the name of an argument.
+_FOUND_BY_PATTERN = re.compile(r".*tokenizer\..*json.*|.*(tokenizer|tiktoken)\.model.*|.*tekken\.json.*|\w+_file")
+_LARGEST_BYTES = 4 * LARGEST_BYTES
+_REMEDY = "put the file itself there"
+
+
+def tokenizer_files(*folders: Path) -> Path | None:
+    """The tokenizer's files in the first of `folders`, stores or runs, that has them.
+
+    Raises:
+        DataError: they are a link to another place.
+    """
+    for folder in folders:
+        path = folder / TOKENIZER_FOLDER
+        if path.is_symlink() and not _real(path).is_relative_to(_real(folder)):
+            raise DataError(path, "is a link to another place; it is not followed", "put the folder itself there")
+        if path.is_dir():
+            return path
+    return None
+
+
+def check_tokenizer(path: Path) -> None:
+    """Check all that transformers may open in a folder, so that loading it reads nothing outside of it.
+
+    Links into the hub's own cache are followed where `path` is a snapshot in it, as they are in all such.
+
+    Args:
+        path: the folder; or a single file, which is only checked to be a regular one of a tokenizer's size.
+
+    Raises:
+        DataError: names the file that is not a regular one of this folder, is too large, or names other files.
+    """
+    if not path.is_dir():
+        _check_file(path, _real(path).parent)
+        return
+    for name in _entries(path):
+        if _is_known(name) or name == _MODEL_CONFIG or _FOUND_BY_PATTERN.fullmatch(name):
+            _check_file(path / name, _real(path))
+    _check_settings(path / TOKENIZER_CONFIG)
+
+
+def copy_tokenizer(folder: Path, to: Path, model_config: bool = False) -> None:
+    """Copy a tokenizer's files, and nothing else that lies beside them; links become files.
+
+    Args:
+        to: a folder that is there.
+        model_config: copy config.json, too; see `_MODEL_CONFIG`.
+
+    Raises:
+        DataError: see `check_tokenizer`; or a file cannot be read.
+        OSError: one cannot be written.
+    """
+    check_tokenizer(folder)
+    for name in _entries(folder):
+        if _is_known(name) or (model_config and name == _MODEL_CONFIG):
+            try:
+                contents = read_small(folder / name, _LARGEST_BYTES)
+            except OSError as error:
+                raise _unreadable(folder / name, error) from error
+            (to / name).parent.mkdir(exist_ok=True)
+            (to / name).write_bytes(contents)
+
+
+def _is_known(name: str) -> bool:
+    parent, _, file = name.rpartition("/")
+    return file.endswith(".jinja") if parent == _TEMPLATES else name in _SETTINGS | VOCABULARIES
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """The names in a folder, and with their path those in its folder of templates."""
+    for part in ("", _TEMPLATES):
+        try:
+            names = sorted(os.listdir(folder / part))  # noqa: PTH208 - names are wanted, not paths
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        except OSError as error:
+            raise _unreadable(folder / part, error) from error
+        yield from (f"{part}/{name}" if part else name for name in names)
+
+
+def _check_file(path: Path, root: Path) -> None:
+    """Check that a file is a regular one in `root`, a path without links, or in the hub's cache beside that."""
+    real = _real(path)
+    if not (real.is_relative_to(root) or real.is_relative_to(_blobs_of(root) or root)):
+        raise DataError(path, "is a link out of its folder; it is not followed", _REMEDY)
+    try:
+        status = real.stat()
+    except FileNotFoundError as error:
+        raise DataError(path, "is a link to a file that is not there", _REMEDY) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(path, "is not a regular file", _REMEDY)
+    if status.st_size > _LARGEST_BYTES:
+        problem = f"has {status.st_size:,} bytes; files of a tokenizer have at most {_LARGEST_BYTES:,}"
+        raise DataError(path, problem, "give another tokenizer")
+
+
+def _blobs_of(root: Path) -> Path | None:
+    """Where the files of a folder of the hub's cache are: `models--NAME/snapshots/REVISION/…` are links there."""
+    cache = root.parent.parent
+    return cache / "blobs" if root.parent.name == "snapshots" and cache.name.startswith("models--") else None
+
+
+def _check_settings(path: Path) -> None:
+    """Refuse settings that make transformers open files by other names, inside the folder or out of it."""
+    try:
+        settings: Any = read_json(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise DataError(path, f"cannot be read ({error})") from error
+    if not isinstance(settings, dict):
+        raise DataError(path, "cannot be read (not a JSON object)")
+    names = settings.get("fast_tokenizer_files") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and "/" not in name for name in names):
+        raise DataError(path, "fast_tokenizer_files may only name files beside it", "remove the entry")
+    for key in ("init_inputs", "gguf_file"):
+        if settings.get(key):
+            raise DataError(path, f"{key} names files to read, which is not allowed here", "remove the entry")
+
+
+def _real(path: Path) -> Path:
+    """The path without links, also of a file that is not there."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise DataError(path, "is a link that leads back to itself", _REMEDY) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(path, f"cannot be read ({error.strerror or error})")
