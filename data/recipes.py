@@ -60,16 +60,16 @@ def load_recipe(name: str) -> Recipe:
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+
+    from zeco_train.stored_values import read_values
 
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError("--recipe", name, f"allowed: {', '.join(recipe_names())}, or the path of a .yaml file")
     try:
-        values: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path)))
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = " ".join(" ".join(lines).split()) if isinstance(error, YAMLError) else lines[0]
+        values: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), read_values(path)))
+    except (OmegaConfBaseException, ValueError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError("--recipe", name, f"{path}: {reason}") from error
     assert isinstance(values, Recipe)
     return values

@@ -35,6 +35,7 @@ from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
+from zeco_train.stored_values import check_values, find_interpolation, read_values
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -188,6 +189,8 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     given = check_overrides(overrides, Config, group_options())
     config = _compose(overrides, base)
     config.validate()
+    if (found := find_interpolation(to_plain(config))) is not None:
+        raise ConfigError(*found, "must not have ${ in it once it is resolved; config.yaml keeps values only")
     _check_effect(config, given)
     return config
 
@@ -243,9 +246,8 @@ def read_config(path: Path) -> Config:
         ConfigError: it cannot be read, or is not of this program.
     """
     try:
-        stored = OmegaConf.load(path)
-        return config_of(OmegaConf.to_container(stored))
-    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        return config_of(read_values(path))
+    except (OSError, OmegaConfBaseException, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError("config.yaml", path, f"cannot be read as a run's configuration ({reason})") from error
 
@@ -254,11 +256,16 @@ def config_of(plain: Any) -> Config:
     """What `to_plain` made of a configuration, as one again.
 
     Raises:
-        ValueError, OmegaConfBaseException: it is none.
+        ValueError, OmegaConfBaseException: it is none, or holds interpolations, which are not resolved.
     """
     if not isinstance(plain, dict):
         raise ValueError("not a mapping")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain)))
+    check_values(plain)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain)))
+    except ConfigError as error:
+        # Of a section that checks itself when it is made; the caller names the file.
+        raise ValueError(str(error)) from error
     assert isinstance(config, Config)
     return config
 

@@ -17,7 +17,7 @@ from typing import Any
 # Far more than our largest: 100,000 shards of a token store, or tensors of an index, are about 15 MB of JSON.
 LARGEST_BYTES = 64 << 20
 # Ours have four levels. Python's own limit ends a program with RecursionError, which is no ValueError.
-_DEEPEST = 32
+DEEPEST = 32
 
 
 def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
@@ -56,12 +56,12 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"nested deeper than {_DEEPEST} levels") from error
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from error
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(DEEPEST):
         level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
     if level:
-        raise ValueError(f"nested deeper than {_DEEPEST} levels")
+        raise ValueError(f"nested deeper than {DEEPEST} levels")
     return value
 
 

@@ -12,10 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from zeco_train.errors import DataError
 from zeco_train.metrics import LineWriter, read_lines
+from zeco_train.stored_values import read_values
 
 STARTS_FILE = "starts.jsonl"
 
@@ -157,9 +156,8 @@ def read_starts(run_dir: Path, devices: int) -> list[Start]:
 
 def _from_config(path: Path, devices: int) -> Layout:
     try:
-        return layout_of(OmegaConf.to_container(OmegaConf.load(path)), devices)  # type: ignore[arg-type]
+        return layout_of(read_values(path), devices)
     except FileNotFoundError as error:
         raise DataError(path, "is not there", "give the folders of runs") from error
-    except Exception as error:
-        # YAML and OmegaConf have no common base of their errors.
-        raise DataError(path, "is not the configuration of a run") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(path, f"is not the configuration of a run ({' '.join(str(error).split())[:200]})") from error

@@ -159,7 +159,7 @@ def _of_export(path: Path) -> Trained:
     origin = read_json(path / ORIGIN_FILE)
     try:
         config, step = config_of(origin["config"]), int(origin["step"])
-    except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path / ORIGIN_FILE}: cannot be read: {reason}") from error
     return Trained(path, replace(model, name=config.model.name), config, step, info, (path,))

@@ -1,0 +1,87 @@
+"""Reads configurations that were stored by a program, perhaps a stranger's: they hold values, and nothing to resolve.
+
+`${oc.env:NAME}` in such a file would put a variable of this machine's environment into all that is made of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zeco_train.small_files import DEEPEST, read_small
+
+# A run of a mixture of 10,000 stores; YAML takes 10 s for a megabyte.
+_LARGEST_BYTES = 1 << 20
+_LARGEST_INT_BITS = 64
+_INTERPOLATION = "${"
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The mapping in a small YAML file.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is too large.
+        ValueError: it is no YAML, no mapping, is nested too deeply, or has aliases or interpolations.
+    """
+    text = read_small(path, _LARGEST_BYTES).decode()
+    try:
+        _check_structure(text)
+        if _INTERPOLATION in text:
+            # OmegaConf would refuse some of them without their key.
+            check_values(yaml.safe_load(text))
+        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(values, dict):
+        raise ValueError("not a mapping")
+    check_values(values)
+    return {str(key): value for key, value in values.items()}
+
+
+def check_values(values: Any) -> None:
+    """Check that nested values, at most `DEEPEST` levels of them, are such as we store.
+
+    Raises:
+        ValueError: names the key of an interpolation, or of a number that no field can have.
+    """
+    if (found := find_interpolation(values)) is not None:
+        raise ValueError(f"{found[0]}={found[1]}: stored configurations hold values, not interpolations")
+    for key, value in _leaves(values, ""):
+        if isinstance(value, int) and value.bit_length() > _LARGEST_INT_BITS:
+            raise ValueError(f"{key} is a number of more than {_LARGEST_INT_BITS} bits")
+
+
+def find_interpolation(values: Any) -> tuple[str, str] | None:
+    """The key and the text of the first of nested values that OmegaConf would resolve, or try to."""
+    for key, value in _leaves(values, ""):
+        if isinstance(value, str) and _INTERPOLATION in value:
+            return key, value
+    return None
+
+
+def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Keys, as overrides have them (`data.stores.0.path`), with their values; mappings' own keys are values, too."""
+    if isinstance(values, dict | list):
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            inner = f"{key}.{name}" if key else str(name)
+            yield inner, name
+            yield from _leaves(value, inner)
+    else:
+        yield key, values
+
+
+def _check_structure(text: str) -> None:
+    """Refuse what makes a short text long or endless, before anything is made of it."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"has an alias (*{event.anchor}); stored configurations have none")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"nested deeper than {DEEPEST} levels")
