@@ -25,8 +25,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from data.npy import map_array
 from data.permutation import Permutation
 from zeco_train.errors import DataError
+from zeco_train.small_files import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
 def _read(path: Path) -> NDArray | None:
     """The array, if the file is there and is as it was written: an .npy file, and then a digest of it."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
             digest, left = hashlib.sha256(), size
@@ -126,7 +129,7 @@ def _read(path: Path) -> NDArray | None:
                 left -= len(part)
             intact = file.read() == digest.digest()
         if intact:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            return map_array(path)
     except FileNotFoundError:
         return None
     except ValueError:

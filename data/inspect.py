@@ -22,7 +22,7 @@ from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.terminal import show_any_text
+from zeco_train.terminal import show_any_text, visible
 
 _BLOCK_BYTES = 1 << 24
 _REMEDY = "copy the store again or prepare it again"
@@ -106,15 +106,15 @@ def _inspect(options: argparse.Namespace) -> None:
     _print_sample(store, options)
     png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
     draw_lengths(lengths, png, str(options.store))
-    print(f"histogram    {png}")
+    _show(f"histogram    {png}")
     parts = [store]
     if (options.store / VALIDATION_FOLDER).exists():
         parts.append(TokenStore.open(options.store / VALIDATION_FOLDER))
         meta = parts[1].meta
-        print(f"validation   {meta.num_documents:,} documents, {meta.num_tokens:,} tokens")
+        _show(f"validation   {meta.num_documents:,} documents, {meta.num_tokens:,} tokens")
     _print_reads(store, options.seed)
     if options.quick:
-        print("integrity    sizes and offsets fit; the shards were not read (--quick)")
+        _show("integrity    sizes and offsets fit; the shards were not read (--quick)")
         return
     start, size = time.monotonic(), 0
     for part in parts:
@@ -123,26 +123,31 @@ def _inspect(options: argparse.Namespace) -> None:
     seconds = time.monotonic() - start
     shards = sum(part.num_shards for part in parts)
     speed = f"{short_number(size, 'B')} in {clock(seconds)} ({short_number(size / max(seconds, 1e-9), 'B/s')})"
-    print(f"integrity    {shards} shards, offsets and ends of documents are as prepared: {speed}")
+    _show(f"integrity    {shards} shards, offsets and ends of documents are as prepared: {speed}")
+
+
+def _show(text: str) -> None:
+    """Print text in which a store's own words may be."""
+    print(visible(text))
 
 
 def _print_counts(store: TokenStore, lengths: NDArray[np.int64]) -> None:
     meta = store.meta
-    print(f"{store.path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.dtype}")
+    _show(f"{store.path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.dtype}")
     largest = max(shard.num_tokens for shard in meta.shards)
-    print(f"shards       {len(meta.shards)}, of up to {largest:,} tokens")
+    _show(f"shards       {len(meta.shards)}, of up to {largest:,} tokens")
     tokenizer = " ".join(f"{key}={value}" for key, value in meta.tokenizer.items())
-    print(f"tokenizer    {tokenizer}, vocabulary {meta.vocab_size:,}, end of sequence {meta.eos_id}")
+    _show(f"tokenizer    {tokenizer}, vocabulary {meta.vocab_size:,}, end of sequence {meta.eos_id}")
     for name, value in meta.preparation.items():
         if value is not None:
-            print(f"made with    {name}={' '.join(map(str, value)) if isinstance(value, list) else value}")
+            _show(f"made with    {name}={' '.join(map(str, value)) if isinstance(value, list) else value}")
     middle = ", ".join(f"{quantile:.0%} ≤ {int(np.quantile(lengths, quantile)):,}" for quantile in _QUANTILES)
-    print(f"lengths      {lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.0f}; {middle}")
+    _show(f"lengths      {lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.0f}; {middle}")
     for length in (1 << 14, 1 << 17, 1 << 20):
         long = lengths[lengths >= length]
         if len(long):
             share = long.sum() / meta.num_tokens
-            print(f"             {len(long):,} documents of {length:,} tokens or more have {share:.1%} of all tokens")
+            _show(f"             {len(long):,} documents of {length:,} tokens or more have {share:.1%} of all tokens")
 
 
 def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
@@ -154,12 +159,12 @@ def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
     start, stop = store.doc_offsets[document : document + 2].tolist()
     ids = store.read(start, min(stop, start + max(1, options.sample_tokens)))
     rest = f", the first {len(ids)}" if start + len(ids) < stop else ""
-    print(f"document     {document:,}, {stop - start:,} tokens{rest}:")
+    _show(f"document     {document:,}, {stop - start:,} tokens{rest}:")
     try:
         text = load_tokenizer(tokenizer_name(store.meta.tokenizer, store.path, store.path.parent)).decode(ids)
     except DataError as error:
         text = f"{ids[:40].tolist()} … (not decoded: {error})"
-    print("\n".join(f"             | {line}" for line in text.splitlines()))
+    _show("\n".join(f"             | {line}" for line in visible(text).splitlines()))
 
 
 def _print_reads(store: TokenStore, seed: int) -> None:
@@ -172,7 +177,7 @@ def _print_reads(store: TokenStore, seed: int) -> None:
         store.read(first, first + size)
         count += 1
     rate = short_number(count * size / seconds)
-    print(f"reads        {rate} tokens/s, {size:,} at a time from random places")
+    _show(f"reads        {rate} tokens/s, {size:,} at a time from random places")
 
 
 def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:

@@ -26,7 +26,7 @@ from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
 from zeco_train.arguments import Parser
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.terminal import show_any_text
+from zeco_train.terminal import show_any_text, visible
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_interrupts():
             prepared = prepare_store(options)
     except ZecoError as error:
-        print("; ".join([error.line, *_notes(error)]), file=sys.stderr)
+        print("; ".join([error.line, *map(visible, _notes(error))]), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         tokens = kept_tokens(out.resolve()) if out is not None else 0
@@ -64,7 +64,8 @@ def _notes(error: BaseException) -> list[str]:
 def _report(options: PrepareOptions, prepared: Prepared) -> None:
     meta, validation = prepared.meta, prepared.validation
     if prepared.skipped_files.total():
-        print(f"skipped {prepared.skipped_files.total()} files of other kinds: {_listed(prepared.skipped_files)}")
+        kinds = visible(_listed(prepared.skipped_files))
+        print(f"skipped {prepared.skipped_files.total()} files of other kinds: {kinds}")
     if prepared.short_documents:
         print(f"left out {prepared.short_documents} documents {too_short(options)}")
     if prepared.earlier_tokens:

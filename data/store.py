@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import threading
@@ -32,9 +31,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.npy import map_array
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.small_files import read_json
 
 FORMAT = "zeco-train token store"
 VERSION = 2
@@ -300,7 +301,7 @@ def is_store(folder: Path) -> bool:
     """Whether `folder` holds a token store and nothing else (it may be a damaged one)."""
     try:
         names = {entry.name for entry in folder.iterdir()}
-        record = json.loads((folder / META_FILE).read_bytes())
+        record = read_json(folder / META_FILE)
     except (OSError, ValueError):
         return False
     known = all(name in _OTHER_NAMES or _SHARD_NAME.fullmatch(name) for name in names)
@@ -320,7 +321,7 @@ def read_meta(folder: Path) -> StoreMeta:
         raise DataError(folder, "is a file, a token store is a folder", PREPARE_HINT)
     path = folder / META_FILE
     try:
-        record = json.loads(path.read_bytes())
+        record = read_json(path)
     except FileNotFoundError as error:
         what = "an empty folder, not a token store" if not any(folder.iterdir()) else "not a token store (no meta.json)"
         raise DataError(folder, what, PREPARE_HINT) from error
@@ -371,8 +372,8 @@ def _shard_of(record: object, path: Path) -> ShardMeta:
 
 def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
     try:
-        offsets = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        offsets = map_array(path)
+    except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(path, f"cannot be read ({problem})", _COPY_AGAIN) from error
     problem = ""

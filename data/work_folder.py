@@ -28,6 +28,7 @@ from data.pipeline import Part
 from data.store import META_FILE
 from data.store_writer import WriterState
 from zeco_train.errors import DataError
+from zeco_train.small_files import read_json
 
 _VERSION = 1
 _SUFFIX = ".preparing"
@@ -177,7 +178,7 @@ def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolde
 def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:
     """The arguments and the state that were saved; None and a new state where there are none."""
     try:
-        record = json.loads((folder / "state.json").read_bytes())
+        record = read_json(folder / "state.json")
         if record["version"] != _VERSION:
             return {"version": record["version"]}, State(phase="of another version")
         values = record["state"]

@@ -22,7 +22,7 @@ from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.plot import new_figure, plain, save_figure, smoothed
 from zeco_train.progress import compact
-from zeco_train.terminal import show_any_text
+from zeco_train.terminal import show_any_text, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     runs = read_runs(arguments.runs)
     rows = describe(runs)
-    print(table(rows))
+    print(visible(table(rows)))
     out = arguments.out or runs[0].path.parent
     results = out / RESULTS_FILE
     try:
@@ -250,16 +250,14 @@ def _compare(arguments: argparse.Namespace) -> int:
     draw(runs, out / PLOT_FILE)
     worst = max(rows[1:], key=lambda row: row["difference"]["loss"]["relative"], default=None)
     if worst is None:
-        print(f"one run; {results}, {out / PLOT_FILE}")
+        print(visible(f"one run; {results}, {out / PLOT_FILE}"))
         return 0
     relative, step = (worst["difference"]["loss"][key] for key in ("relative", "relative_step"))
     limit = arguments.max_difference
     failed = limit is not None and not relative <= limit
     verdict = "" if limit is None else f", {'MORE than' if failed else 'within'} {limit:g}"
-    print(
-        f"largest relative difference of loss from {runs[0].name}: {relative:.2e}, {worst['name']} at step {step}"
-        f"{verdict}; {results}, {out / PLOT_FILE}"
-    )
+    largest = f"largest relative difference of loss from {runs[0].name}: {relative:.2e}, {worst['name']} at step {step}"
+    print(visible(f"{largest}{verdict}; {results}, {out / PLOT_FILE}"))
     return 1 if failed else 0
 
 

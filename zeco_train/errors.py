@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zeco_train.terminal import visible
+
 
 class ZecoError(Exception):
     """Base of all errors whose message is written for the user. `exit_code` is the process's exit status."""
@@ -13,7 +15,7 @@ class ZecoError(Exception):
     @property
     def line(self) -> str:
         """What the user reads."""
-        return "error: " + " ".join(str(self).split())
+        return "error: " + visible(" ".join(str(self).split()))
 
     def __reduce__(self) -> tuple[Callable[..., ZecoError], tuple[object, ...]]:
         # Python would call the constructor with the finished message alone; ranks send each other their errors.

@@ -45,6 +45,7 @@ from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.progress import compact
+from zeco_train.terminal import visible
 from zeco_train.trained import Trained, find_trained
 from zeco_train.weights import problem_of
 
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(arguments) < 2 or any("=" in name for name in arguments[:2]):
             raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
         settings = load_settings(ExportSettings, arguments[2:])
-        print(export(arguments[0], Path(arguments[1]), settings))
+        print(visible(export(arguments[0], Path(arguments[1]), settings)))
     except ZecoError as error:
         print(error.line, file=sys.stderr)
         return error.exit_code

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zeco_train.errors import ConfigError
+from zeco_train.terminal import visible
 
 # The packages of this repository; modules log to `logging.getLogger(__name__)`.
 _OWN_LOGGERS = ("zeco_train", "models", "data")
@@ -38,7 +39,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         file = _LogFile(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError("run_dir", run_dir, f"cannot be written ({error.strerror}); name another folder") from error
-    file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(_Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.setLevel(level)
     _install(root, file)
@@ -78,6 +79,13 @@ def _redirect_torch() -> None:
                 logger.propagate = True
 
 
+class _Formatter(logging.Formatter):
+    """Files are read in terminals."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class _LogFile(logging.FileHandler):
     """A log that a full disk cuts short, and nothing else."""
 
@@ -95,7 +103,7 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = " ".join(record.getMessage().split())
+            text = visible(" ".join(record.getMessage().split()))
             # tqdm.write takes the bar away, prints, and draws it again, whichever stream it is on.
             tqdm.write(f"{record.levelname.lower()}: {text}", file=sys.stderr)
             sys.stderr.flush()

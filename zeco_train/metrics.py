@@ -14,8 +14,11 @@ from typing import Any, Self
 
 from zeco_train.errors import DataError
 from zeco_train.jsonable import jsonable
+from zeco_train.small_files import parse_json, read_small
 
 METRICS_FILE = "metrics.jsonl"
+# A million rows are about 0.4 GB.
+_LARGEST_BYTES = 1 << 32
 
 logger = logging.getLogger(__name__)
 
@@ -210,14 +213,14 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_small(path, _LARGEST_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:
         return
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from error
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):

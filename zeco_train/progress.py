@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from zeco_train.terminal import visible
+
 logger = logging.getLogger(__name__)
 
 # Taken for the size of a terminal that does not know its own.
@@ -113,6 +115,7 @@ class ProgressDisplay:
     def _print(self, text: str) -> None:
         if self._stream is None:
             return
+        text = visible(text)
         try:
             if self._bar is not None:
                 tqdm.write(text, file=self._stream)

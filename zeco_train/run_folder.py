@@ -21,6 +21,7 @@ from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 from zeco_train.checkpoint_files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.metrics import METRICS_FILE
+from zeco_train.small_files import read_json, read_small
 
 IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
@@ -185,7 +186,7 @@ def _read_mark(path: Path) -> str | None:
         # Listing makes a client of NFS ask the server for what the folders hold by now.
         for folder in (path.parent, path):
             next(folder.iterdir(), None)
-        return (path / _LOCK).read_text()
+        return read_small(path / _LOCK).decode()
     return None
 
 
@@ -221,7 +222,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / IDENTITY_FILE
     try:
-        stored = json.loads(path.read_bytes())
+        stored = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(stored, dict):
@@ -260,7 +261,7 @@ def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
 
 def _write_config(path: Path, text: str) -> None:
     """Write the configuration; one that differs, from an earlier start, is kept under a number."""
-    if path.exists() and path.read_bytes() != text.encode():
+    if path.exists() and read_small(path) != text.encode():
         number = 1
         while (older := path.with_name(f"config.{number}.yaml")).exists():
             number += 1

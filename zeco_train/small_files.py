@@ -19,6 +19,10 @@ LARGEST_BYTES = 64 << 20
 # Ours have four levels. Python's own limit ends a program with RecursionError, which is no ValueError.
 DEEPEST = 32
 
+_READ_BYTES = 1 << 20
+# Of 64 bits and a sign. Python refuses to print much longer ones, wherever that may be.
+_MOST_DIGITS = 21
+
 
 def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
     """The contents of a regular file of at most `largest` bytes, to which `path` may be a link.
@@ -26,15 +30,26 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
     Raises:
         OSError: it is no such file, or cannot be read; `strerror` says which.
     """
-    # Opening a FIFO waits for a writer, and opening a device may do anything.
-    _check_regular(Path(path).stat(), path)
+    check_regular(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check_regular(os.fstat(file.fileno()), path)
+        contents = bytearray()
         # Not by its size: files of /proc say 0.
-        contents = file.read(largest + 1)
+        while len(contents) <= largest and (part := file.read(_READ_BYTES)):
+            contents += part
     if len(contents) > largest:
         raise OSError(errno.EFBIG, f"larger than {largest:,} bytes", str(path))
-    return contents
+    return bytes(contents)
+
+
+def check_regular(path: str | Path) -> None:
+    """Check that `path` is a regular file or a link to one, before it is opened: opening a FIFO waits for a writer, and
+    opening a device may do anything.
+
+    Raises:
+        OSError: it is not.
+    """
+    _check_regular(Path(path).stat(), path)
 
 
 def read_json(path: str | Path, largest: int = LARGEST_BYTES) -> Any:
@@ -51,10 +66,10 @@ def parse_json(text: str | bytes) -> Any:
     """The value that a JSON text holds.
 
     Raises:
-        ValueError: it is not JSON, or is nested deeper than anything that we write.
+        ValueError: it is not JSON, or is nested deeper, or has larger integers, than anything that we write.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_integer)
     except RecursionError as error:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from error
     level = [value]
@@ -63,6 +78,12 @@ def parse_json(text: str | bytes) -> Any:
     if level:
         raise ValueError(f"nested deeper than {DEEPEST} levels")
     return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:

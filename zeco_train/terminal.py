@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+
+# What moves the cursor, changes colours, titles or the clipboard, or shows text in another order than it has: C0, C1,
+# and the bidirectional embeddings, overrides and isolates. Tabs and ends of lines stay.
+_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters as one could write them, "\\x1b": what is named in a stranger's file, or is
+    the text of a document, would otherwise be a command to the terminal."""
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def show_any_text() -> None:

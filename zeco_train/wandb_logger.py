@@ -18,6 +18,7 @@ from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerMode
 from zeco_train.signals import REQUEUE_EXIT_CODE
+from zeco_train.small_files import read_small
 from zeco_train.starts import Start
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,8 @@ class WandbLogger:
                 self._warn("did not finish", error)
 
     def _earlier_id(self) -> str | None:
-        with suppress(OSError):
-            return (self.run_dir / _RUN_ID_FILE).read_text().strip() or None
+        with suppress(OSError, ValueError):
+            return read_small(self.run_dir / _RUN_ID_FILE).decode().strip() or None
         return None
 
     def _init(self, mode: LoggerMode, config: Mapping[str, Any], start: Start, run_id: str | None) -> Any:

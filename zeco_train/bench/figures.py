@@ -12,7 +12,6 @@ The paper's GPUs are a cluster of H100, ours what results.json says: the two ser
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zeco_train.bench.report import Row
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.plot import BACKEND_COLORS, new_figure, save_figure
+from zeco_train.small_files import read_json
 from zeco_train.starts import length_name
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def load_results(path: Path) -> dict[str, Any]:
         DataError: it is none.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
         _ = result["case"], result["rows"], result["world_size"], result["environment"]
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from error

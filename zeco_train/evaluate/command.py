@@ -18,6 +18,7 @@ from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import Launch, agree, resolve_sp_size
+from zeco_train.terminal import visible
 from zeco_train.trained import find_trained
 
 _ADVICE = Advice(
@@ -62,7 +63,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     _run(evaluation, tasks, folder)
     evaluation.scan.drain()
     if folder is not None and folder.path is not None:
-        print(f"results: {folder.path / RESULTS_FILE}", flush=True)
+        print(visible(f"results: {folder.path / RESULTS_FILE}"), flush=True)
     return 0
 
 

@@ -15,6 +15,7 @@ from zeco_train.mesh import ProcessMesh
 from zeco_train.overrides import as_override, check_overrides
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
+from zeco_train.terminal import visible
 from zeco_train.trained import Trained, load_trained
 
 # Of a run's configuration, what an evaluation reads; all else would be set in vain.
@@ -72,7 +73,7 @@ class Evaluation:
     def note(self, text: str) -> None:
         """Show a line to the user, once."""
         if self.mesh.is_main:
-            print(text, flush=True)
+            print(visible(text), flush=True)
 
 
 def check_read(overrides: Sequence[str]) -> None:

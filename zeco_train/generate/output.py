@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from zeco_train.errors import DataError
 from zeco_train.generate.generator import Completion
 from zeco_train.jsonable import jsonable
+from zeco_train.terminal import visible
 
 
 class Printer:
@@ -20,7 +21,8 @@ class Printer:
     Args:
         total: texts in all. Each has a heading if there are several.
         samples: of each prompt.
-        out: where to.
+        out: where to. On a terminal, control characters in a model's text are shown, not obeyed; a file or a pipe gets
+            the text as it is.
         stream: whether anything is shown before it is complete.
 
     Attributes:
@@ -29,6 +31,7 @@ class Printer:
 
     def __init__(self, total: int, samples: int, out: TextIO, stream: bool = True) -> None:
         self._total, self._samples, self._out, self._stream = total, samples, out, stream
+        self._is_terminal = out.isatty()
         self._waiting: dict[int, list[str]] = {}
         self._ended: set[int] = set()
         # The text that is shown now, and whether its heading is.
@@ -80,7 +83,7 @@ class Printer:
         if not text or self.is_closed:
             return
         try:
-            self._out.write(text)
+            self._out.write(visible(text) if self._is_terminal else text)
             self._out.flush()
         except BrokenPipeError:
             self.is_closed = True

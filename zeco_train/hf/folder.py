@@ -5,7 +5,6 @@ Weights are read from safetensors files only: `model.safetensors`, or those that
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.gla import GLAForCausalLM
 from models.gla_config import GLAConfig
+from zeco_train import small_files
 from zeco_train.checkpoint_files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.fla_config import FlaModel, from_fla
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     CheckpointError: the file cannot be read, or is no JSON object.
     """
     try:
-        record = json.loads(path.read_bytes())
+        record = small_files.read_json(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error
@@ -139,8 +139,10 @@ def _files(folder: Path) -> list[str]:
 
 def _header(path: Path) -> dict[str, Stored]:
     try:
+        small_files.check_regular(path)
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
             return {n: Stored(path.name, part.get_dtype(), tuple(part.get_shape())) for n, part in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: damaged: {reason}") from error

@@ -24,6 +24,7 @@ from zeco_train.plot import save_figure
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
+from zeco_train.terminal import visible
 
 PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the report; returns the process's exit code."""
     try:
         parsed = _parse(arguments)
-        print(write_report(parsed.paths, parsed.out, parsed.title))
+        print(visible(write_report(parsed.paths, parsed.out, parsed.title)))
     except ZecoError as error:
         print(error.line, file=sys.stderr, flush=True)
         return error.exit_code

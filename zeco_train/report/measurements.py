@@ -18,6 +18,7 @@ from zeco_train.compare import Run, read_runs
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.metrics import METRICS_FILE
 from zeco_train.run_folder import IDENTITY_FILE
+from zeco_train.small_files import read_json
 from zeco_train.starts import Layout, read_starts
 
 Row = dict[str, Any]
@@ -150,7 +151,7 @@ def _file_names(files: Sequence[Path]) -> list[str]:
 def _identity(path: Path) -> str:
     """What decides a run's losses; its own path where its folder does not say."""
     try:
-        return json.dumps(json.loads((path / IDENTITY_FILE).read_text()), sort_keys=True)
+        return json.dumps(read_json(path / IDENTITY_FILE), sort_keys=True)
     except (OSError, ValueError):
         return str(path)
 
