@@ -3,6 +3,7 @@
 import signal
 import sys
 
+from zeco_train.packages import explained_if_missing
 from zeco_train.signals import remember_warning
 from zeco_train.terminal import show_any_text
 
@@ -11,7 +12,8 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 remember_warning()
 show_any_text()
 
-from zeco_train.cli import main  # noqa: E402
+with explained_if_missing():
+    from zeco_train.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from data.corpora import prepare_embedded
 from data.store import PREPARE_HINT, VALIDATION_FOLDER
 from data.synthetic.config import SyntheticConfig
 from zeco_train.errors import ConfigError
+from zeco_train.paths import check_path
 
 # Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
 LARGEST_COUNT = 10**9
@@ -169,6 +170,7 @@ def check_config(config: DataConfig) -> None:
     elif config.stores:
         paths = ", ".join(store.path for store in config.stores)
         raise ConfigError("data.stores", paths, f"data={config.kind.value} takes none; use data=mixture")
+    _check_paths(config)
     if config.min_document_tokens < 0:
         raise ConfigError("data.min_document_tokens", config.min_document_tokens, "must be ≥ 0")
     if not 0 <= config.validation_fraction <= 0.5:
@@ -177,6 +179,22 @@ def check_config(config: DataConfig) -> None:
     check_seq_len(config.seq_len)
     check_batch(config.global_batch, config.micro_batch)
     check_reset(config.reset_state_at_document, config.micro_batch)
+
+
+def _check_paths(config: DataConfig) -> None:
+    """Check that the system could have files under all paths of a configuration, whether there are any or not."""
+    paths = {
+        "data.path": config.path,
+        "data.validation_path": config.validation_path,
+        "data.cache_dir": config.cache_dir,
+        "data.synthetic.tokenizer": config.synthetic.tokenizer,
+    }
+    for number, store in enumerate(config.stores):
+        paths[f"data.stores.{number}.path"] = store.path
+        paths[f"data.stores.{number}.validation_path"] = store.validation_path
+    for name, path in paths.items():
+        if path:
+            check_path(name, path)
 
 
 def check_seq_len(

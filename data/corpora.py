@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("data.corpora")
+
 import hashlib
 import logging
 import os
-import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,14 +152,10 @@ def _is_held_out(name: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def main() -> int:
-    """Prepare the embedded corpus and print where it is."""
+def main(arguments: Sequence[str]) -> int:
+    """Prepare the embedded corpus and print where it is; there are no arguments. Returns the exit status."""
     corpus = standard_library_documents()
     path = prepare_embedded(corpus=corpus)
     size = TokenStore.open(path).num_tokens
     print(f"{path}: {size:,} tokens of the standard library ({corpus.not_utf8} files are not UTF-8 and left out)")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,12 @@ them with their digests, and says how fast that went. Where something is wrong i
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("data.inspect")
+
 import argparse
 import hashlib
 import sys
@@ -20,9 +26,10 @@ from numpy.typing import NDArray
 from data.display import clock, short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
-from zeco_train.arguments import Parser
+from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.terminal import show_any_text, visible
+from zeco_train.paths import check_output_file, warn_of_replacing
+from zeco_train.terminal import visible
 
 _BLOCK_BYTES = 1 << 24
 _REMEDY = "copy the store again or prepare it again"
@@ -35,8 +42,10 @@ _BLUE, _ORANGE = "#3b6fb6", "#d9822b"
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status; problems are one line on stderr."""
     parser = Parser(prog="python -m data.inspect", description="What is in a token store.")
-    parser.add_argument("store", type=Path, metavar="STORE")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="the histogram (default: STORE_lengths.png beside it)")
+    parser.add_argument("store", type=user_path, metavar="STORE")
+    parser.add_argument(
+        "--png", type=user_path, metavar="FILE", help="the histogram (default: STORE_lengths.png beside it)"
+    )
     parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads, ≥ 0")
@@ -101,10 +110,12 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise ConfigError("--seed", options.seed, "must be ≥ 0")
     store = TokenStore.open(options.store)
+    png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
+    check_output_file("--png", png)
+    warn_of_replacing([options.png] if options.png else [])
     lengths = np.diff(store.doc_offsets)
     _print_counts(store, lengths)
     _print_sample(store, options)
-    png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
     draw_lengths(lengths, png, str(options.store))
     _show(f"histogram    {png}")
     parts = [store]
@@ -232,8 +243,3 @@ def _binary(value: float) -> str:
         if value >= factor:
             return f"{value / factor:g}{name}"
     return f"{value:g}"
-
-
-if __name__ == "__main__":
-    show_any_text()
-    sys.exit(main())

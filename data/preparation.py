@@ -31,6 +31,7 @@ from data.store_writer import SHARD_TOKENS, StoreWriter
 from data.tokenizer import BYTES, Tokenizer
 from data.work_folder import MOVING, READ, READING, SPLIT, State, WorkFolder, meta_sha256, start_anew, work_folder
 from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.paths import check_path
 
 _SMALL_CORPUS_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 22
@@ -307,6 +308,11 @@ def _check_options(options: PrepareOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", value, "allowed: 1 or more")
+    named: list[tuple[str, str | Path]] = [("--out", options.out), ("--tokenizer", options.tokenizer)]
+    named += [("SOURCE", source) for source in options.sources]
+    named += [] if options.dataset is None else [("--dataset", options.dataset.name)]
+    for name, path in named:
+        check_path(name, path)
     if not options.out.resolve().name:
         raise ConfigError("--out", options.out, "needs a folder of its own")
     if bool(options.sources) == (options.dataset is not None):

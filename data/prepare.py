@@ -7,13 +7,18 @@ goes on where it was.
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("data.prepare")
+
 import argparse
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,9 +29,9 @@ from data.recipes import Recipe, dataset_of, load_recipe, recipe_names
 from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
-from zeco_train.arguments import Parser
+from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.terminal import show_any_text, visible
+from zeco_train.terminal import visible
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 
@@ -97,13 +102,6 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _path(text: str) -> Path:
-    """Not the folder that one happens to be in, where a variable of the shell is empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty")
-    return Path(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     """The options; those without a value on the command line are absent, so that a recipe's count."""
     parser = Parser(
@@ -116,11 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "sources",
         nargs="*",
-        type=_path,
+        type=user_path,
         metavar="SOURCE",
         help=f"files of {kinds}, folders of them, or one folder of datasets' save_to_disk",
     )
-    parser.add_argument("--out", required=True, type=_path, metavar="STORE", help="folder of the store")
+    parser.add_argument("--out", required=True, type=user_path, metavar="STORE", help="folder of the store")
     data = parser.add_argument_group("a data set in place of SOURCE, loaded by the `datasets` library")
     data.add_argument("--recipe", metavar="NAME", help=f"{', '.join(recipe_names())}, or a .yaml file")
     data.add_argument("--dataset", metavar="NAME", help="a name of the hub, or a local folder")
@@ -181,8 +179,3 @@ def _listed(counts: Counter[str]) -> str:
 
 def _counts(meta: StoreMeta) -> str:
     return f"{meta.num_documents:,} documents, {meta.num_tokens:,} tokens"
-
-
-if __name__ == "__main__":
-    show_any_text()
-    sys.exit(main())

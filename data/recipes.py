@@ -11,6 +11,7 @@ from typing import Any
 
 from data.hugging_face import DatasetSpec
 from zeco_train.errors import ConfigError
+from zeco_train.paths import check_path
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
 
@@ -64,6 +65,7 @@ def load_recipe(name: str) -> Recipe:
     from zeco_train.stored_values import read_values
 
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    check_path("--recipe", path)
     if not path.is_file():
         raise ConfigError("--recipe", name, f"allowed: {', '.join(recipe_names())}, or the path of a .yaml file")
     try:

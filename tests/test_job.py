@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import Command
-from zeco_train import job
+from zeco_train import job, watchdog
 from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import Launch
@@ -201,13 +202,19 @@ def test_a_launcher_that_is_gone(
     local_rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is on a slow node, when the first one has ended with a failure: one rank of the node says so."""
-    launcher = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": local_rank, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    launcher = {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": local_rank,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
     for name, value in {**launcher, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
-    monkeypatch.setattr(job.dist, "TCPStore", mock.Mock(side_effect=dist.DistNetworkError("refused")))
+    monkeypatch.setattr(watchdog, "_STORE_TIMEOUT", timedelta(0))
     assert run_job(mock.Mock(), ADVICE) == CommunicationError.exit_code
-    line = "error: rank 9: start: the launcher's store at here:1 cannot be reached; its node may be gone\n"
+    line = "error: rank 9: start: the launcher's store at localhost:1 cannot be reached; its node may be gone\n"
     assert capsys.readouterr().err == (line if local_rank == "0" else "")
 
 

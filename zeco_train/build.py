@@ -37,7 +37,7 @@ from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_fi
 from zeco_train.optim import build_optimizer
 from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.profiler import StepProfiler, check_profile_ranks
-from zeco_train.recorder import Recorder
+from zeco_train.recorder import Recorder, check_records
 from zeco_train.run_folder import RunFolder, check_shared, other_model
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
@@ -159,6 +159,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
     try:
         _check_shared_folder(path, folder, mesh)
+        agree(mesh, lambda: check_records(path) if folder else None)
         agree(mesh, lambda: _begin(folder, data, config, arguments, mesh) if folder else None)
         log = agree(mesh, lambda: setup_logging(path, mesh.rank))
     except BaseException:

@@ -6,6 +6,12 @@ table, and leaves `compare.png` and `compare.json` beside the first run's folder
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.compare")
+
 import argparse
 import json
 import math
@@ -16,13 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.arguments import Parser
+from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.paths import check_outputs
 from zeco_train.plot import new_figure, plain, save_figure, smoothed
 from zeco_train.progress import compact
-from zeco_train.terminal import show_any_text, visible
+from zeco_train.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -217,10 +224,10 @@ def _look(index: int) -> dict[str, Any]:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m zeco_train.compare", description=__doc__)
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="folders of runs; the first is the measure"
+        "runs", nargs="+", type=user_path, metavar="RUN_DIR", help="folders of runs; the first is the measure"
     )
     parser.add_argument("--max-difference", type=float, metavar="X", help="fail if a loss differs by more, relatively")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for compare.png and compare.json")
+    parser.add_argument("--out", type=user_path, metavar="FOLDER", help="for compare.png and compare.json")
     parsed = parser.parse_args(arguments)
     if parsed.max_difference is not None and not parsed.max_difference >= 0:
         raise ConfigError("--max-difference", parsed.max_difference, "must be ≥ 0")
@@ -238,10 +245,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     runs = read_runs(arguments.runs)
-    rows = describe(runs)
-    print(visible(table(rows)))
     out = arguments.out or runs[0].path.parent
     results = out / RESULTS_FILE
+    check_outputs("--out", out, (RESULTS_FILE, PLOT_FILE))
+    rows = describe(runs)
+    print(visible(table(rows)))
     try:
         out.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(jsonable({"measure": runs[0].name, "runs": rows}), indent=1) + "\n")
@@ -259,8 +267,3 @@ def _compare(arguments: argparse.Namespace) -> int:
     largest = f"largest relative difference of loss from {runs[0].name}: {relative:.2e}, {worst['name']} at step {step}"
     print(visible(f"{largest}{verdict}; {results}, {out / PLOT_FILE}"))
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    show_any_text()
-    sys.exit(main(sys.argv[1:]))

@@ -25,12 +25,14 @@ from yaml import YAMLError
 from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
 from models.gla import GLAConfig
 from zeco_train.checkpoint import CheckpointConfig
+from zeco_train.checkpoint_files import HF_PREFIX
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind
 from zeco_train.nonfinite import skip_limit
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
+from zeco_train.paths import check_path
 from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
@@ -145,6 +147,9 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
+        check_path("run_dir", self.run_dir)
+        if self.checkpoint.load is not None:
+            check_path("checkpoint.load", self.checkpoint.load.removeprefix(HF_PREFIX))
         if self.logger.kind is not LoggerKind.none and self.logger.timeout_seconds >= self.parallel.timeout_seconds:
             # The other ranks wait for rank 0 meanwhile, and would give it up.
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"

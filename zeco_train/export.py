@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from data.atomic import atomic_folder
 from data.tokenizer import ByteTokenizer
 from data.tokenizer_files import tokenizer_files
 from models.gla_config import num_parameters
@@ -33,7 +34,6 @@ from zeco_train.checkpoint_files import (
     CHECKSUMS_FILE,
     HF_CONFIG_FILE,
     read_progress,
-    sync_folder,
     write_durably,
 )
 from zeco_train.config import Config, Dtype, to_plain
@@ -44,6 +44,7 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.overrides import describe_settings, load_settings
+from zeco_train.paths import check_output_folder
 from zeco_train.progress import compact
 from zeco_train.terminal import visible
 from zeco_train.trained import Trained, find_trained
@@ -100,6 +101,7 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     if is_hf_folder(trained.path):
         raise ConfigError("RUN", run, "is an export already; copy it")
     assert trained.config is not None
+    check_output_folder("OUT", out)
     if out.exists():
         raise ConfigError("OUT", out, "exists; name a new folder, or move that one away")
     if (problem := problem_of(trained.path)) is not None:
@@ -108,18 +110,9 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     dtype = stored if settings.dtype is None else settings.dtype.compute
     # All that is refused is refused before anything is written.
     record = _fla_record(trained, trained.config, dtype)
-    partial = out.with_name(f"{out.name}.partial")
-    try:
-        _make(partial, num_parameters(trained.model) * dtype.itemsize)
-        try:
-            written = _fill(partial, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        partial.rename(out)
-        sync_folder(out.parent)
-    except OSError as error:
-        raise ConfigError("OUT", out, f"cannot be written ({error.strerror or error})") from error
+    with atomic_folder(out, remedy="name another OUT") as folder:
+        _check_room(out, folder, num_parameters(trained.model) * dtype.itemsize)
+        written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
     count = f"{compact(num_parameters(trained.model))} parameters, {_name(dtype)}"
     files = "1 file" if len(written.files) == 1 else f"{len(written.files)} files"
     return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
@@ -134,18 +127,11 @@ def _fla_record(trained: Trained, config: Config, dtype: torch.dtype) -> dict[st
     return record
 
 
-def _make(partial: Path, num_bytes: int) -> None:
-    """Make the folder that the export grows in, if there is room for it."""
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        partial.mkdir()
-    except FileExistsError as error:
-        problem = f"{partial} is there: another export writes it, or was killed; remove it if it was"
-        raise ConfigError("OUT", partial.with_suffix(""), problem) from error
-    if (free := shutil.disk_usage(partial).free) < num_bytes:
-        partial.rmdir()
+def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
+    """Raise `ConfigError` unless the disk of the folder that becomes `out` has room for the weights."""
+    if (free := shutil.disk_usage(folder).free) < num_bytes:
         sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
-        raise ConfigError("OUT", partial.with_suffix(""), sizes)
+        raise ConfigError("OUT", out, sizes)
 
 
 def _fill(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from zeco_train.errors import OutOfMemoryError, ZecoError
-from zeco_train.mesh import Launch
+from zeco_train.mesh import Launch, OwnRankError
 from zeco_train.postmortem import Postmortem
 from zeco_train.signals import die_with_launcher
 from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_store
@@ -210,7 +210,7 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         job = Job(launch, advice)
     except ZecoError as error:
         # Nobody can be asked who speaks: one rank of a node does.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OwnRankError):
             _say(error)
         return error.exit_code
     try:

@@ -6,6 +6,9 @@ Process groups come from here and are handed to whoever communicates; nothing el
 from __future__ import annotations
 
 import os
+import re
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.reader import DataSplit
-from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.errors import CommunicationError, ConfigError, ZecoError
 from zeco_train.postmortem import record_communication
 
 T = TypeVar("T")
+
+
+class OwnRankError(ConfigError):
+    """A mistake in the variables of this rank, which those of the other ranks need not have."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class Launch:
         """Read torchrun's variables; without `RANK` this is a single process, whatever else a cluster has set.
 
         Raises:
-            ConfigError: there are some of them only, or one is no number.
+            ConfigError: there are some of them only, one is no number or out of range, or no machine is called
+                `MASTER_ADDR`.
         """
         if "RANK" not in os.environ:
             return cls(0, 1, 0)
@@ -45,14 +53,63 @@ class Launch:
             raise ConfigError("variable RANK", os.environ["RANK"], problem)
         values = [os.environ.get(name, default) for name, default in _LAUNCH_VARIABLES]
         for (name, _), value in zip(_LAUNCH_VARIABLES, values, strict=True):
-            if not value.isdecimal():
-                raise ConfigError(f"variable {name}", value, "must be a whole number ≥ 0; start with torchrun")
-        return cls(*map(int, values))
+            least = 1 if name.endswith("WORLD_SIZE") else 0
+            if not _DIGITS.fullmatch(value) or int(value) < least:
+                allowed = f"must be a whole number ≥ {least} of at most 7 digits; start with torchrun"
+                raise ConfigError(f"variable {name}", value, allowed)
+        launch = cls(*map(int, values))
+        for name, number, size, count in (
+            ("RANK", launch.rank, "WORLD_SIZE", launch.world_size),
+            ("LOCAL_RANK", launch.local_rank, "LOCAL_WORLD_SIZE", launch.local_world_size),
+        ):
+            # Launchers other than torchrun may leave out how many ranks a node has.
+            if size in os.environ and number >= count:
+                raise OwnRankError(f"variable {name}", number, f"must be < {size}={count}; start with torchrun")
+        check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        return launch
 
 
 _LAUNCH_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 # What torch joins the ranks by.
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DIGITS = re.compile(r"[0-9]{1,7}")
+_LARGEST_PORT = 65535
+_SECONDS_BETWEEN_TRIES = 0.5
+
+
+def check_address(host: str, port: str) -> None:
+    """Check that ranks could meet there; torch itself would try for minutes, and end in a traceback.
+
+    Raises:
+        ConfigError: no port has this number, or no machine this name.
+    """
+    if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _LARGEST_PORT:
+        raise ConfigError("variable MASTER_PORT", port, f"must be a whole number from 1 to {_LARGEST_PORT}")
+    try:
+        socket.getaddrinfo(host or None, int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        problem = f"cannot be resolved on {socket.gethostname()} ({reason}); name the machine of rank 0 by its address"
+        raise ConfigError("variable MASTER_ADDR", host, problem) from error
+
+
+def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
+    """Wait until somebody listens there.
+
+    Returns:
+        Why nobody could be reached for all of the time; None if somebody was.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = max(deadline - time.monotonic(), _SECONDS_BETWEEN_TRIES)
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+        except OSError as error:
+            if time.monotonic() + _SECONDS_BETWEEN_TRIES > deadline:
+                return f"nobody listens at {host}:{port} ({error.strerror or error})"
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        else:
+            return None
 
 
 @dataclass(frozen=True)
@@ -146,9 +203,30 @@ def join(device: torch.device, timeout: timedelta) -> None:
     record_communication()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
+        _await_rank_0(timeout)
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _await_rank_0(timeout: timedelta) -> None:
+    """Without a launcher's store, rank 0 makes one; torch would wait for it as long, and print a page of C++ frames.
+
+    Raises:
+        CommunicationError: rank 0 does not come.
+    """
+    rank = int(os.environ["RANK"])
+    if rank == 0 or has_launcher_store():
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if (problem := await_listener(host, port, timeout)) is not None:
+        detail = f"{problem} within {timeout.total_seconds():g} s; start rank 0 there, with the same MASTER_PORT"
+        raise CommunicationError(rank, "joining the other ranks", detail)
+
+
+def has_launcher_store() -> bool:
+    """Whether the ranks meet in torchrun's store, not in one of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], timeout: timedelta) -> DeviceMesh:

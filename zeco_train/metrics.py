@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -85,6 +86,10 @@ class StepMetrics:
             raise ValueError(f"extra metrics may not be named {', '.join(clash)}")
         row = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**row, **self.extra}
+
+
+_NUMBERS = tuple(column.name for column in fields(StepMetrics) if column.name not in ("step", "extra"))
+LARGEST_STEP = 10**15
 
 
 class LineWriter:
@@ -172,6 +177,7 @@ class LineWriter:
             end = start
         if end < size:
             os.ftruncate(self._descriptor, end)
+            logger.warning("%s: dropped its last line of %d bytes, which a kill has left torn", self.path, size - end)
 
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(self.path, f"cannot be written ({error.strerror})", "free space there or name another run_dir")
@@ -192,17 +198,46 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, one a step, in the order of steps; also of a run that is going on.
 
     Of several rows of a step the last counts. A last line without its newline is still being written, or was torn by
-    a kill, and is left out. Values that were NaN or infinite are None. A file that does not exist has no rows.
+    a kill, and is left out. Columns of `StepMetrics` that were NaN or infinite are None. A file that does not exist has
+    no rows.
 
     Raises:
-        DataError: a line is not a JSON object with an integer `step`, or the file cannot be read.
+        DataError: a line is not a JSON object with a `step`, a column of `StepMetrics` is not a number, or the file
+            cannot be read; names the line and the field.
     """
     rows: dict[int, dict[str, Any]] = {}
     for number, row in read_lines(path):
-        if not isinstance(row.get("step"), int):
-            raise DataError(path, f"line {number} is not a row of metrics", "remove the line")
-        rows[row["step"]] = row
+        step = step_of_row(path, number, row)
+        rows[step] = row | {name: _number(path, number, name, row[name]) for name in _NUMBERS if name in row}
     return [rows[step] for step in sorted(rows)]
+
+
+def step_of_row(path: str | Path, number: int, row: Mapping[str, Any]) -> int:
+    """The `step` of a row; raises `DataError` if it has none."""
+    step = row.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= LARGEST_STEP:
+        problem = wrong_value(number, "step", step, f"a whole number from 0 to {LARGEST_STEP}")
+        raise DataError(path, problem, "correct or remove the line")
+    return step
+
+
+def wrong_value(number: int, name: str, value: object, expected: str) -> str:
+    """What is wrong with a field of a line, in words; the value is cut where it is long."""
+    text = ascii(value)
+    return f"line {number}: {name} is {text if len(text) <= 60 else f'{text[:60]}…'}, not {expected}"
+
+
+def _number(path: str | Path, number: int, name: str, value: object) -> float | None:
+    """A column's value; None for null and for what JSON has not, NaN and infinities."""
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Whole numbers have no end in JSON, nor in Python.
+    if not is_number or (isinstance(value, int) and abs(value) > sys.float_info.max):
+        problem = wrong_value(number, name, value, "a number or null")
+        raise DataError(path, problem, "correct or remove the line")
+    assert isinstance(value, int | float)
+    return value if math.isfinite(value) else None
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -224,5 +259,5 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise DataError(path, f"line {number} is not a row of {path.stem}", "remove the line")
+            raise DataError(path, f"line {number} is not a row of {path.stem}", "correct or remove the line")
         yield number, row

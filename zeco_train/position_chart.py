@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import DataError
-from zeco_train.metrics import read_metrics
+from zeco_train.metrics import read_lines, step_of_row
 from zeco_train.plot import new_figure, plain, save_figure
 from zeco_train.positions import PositionLosses
 from zeco_train.starts import length_name
@@ -52,13 +52,9 @@ def plot_validations(run_dir: Path) -> Path | None:
         DataError: validation.jsonl cannot be read, or the picture not written.
     """
     path = run_dir / VALIDATION_FILE
-    rows = read_metrics(path)
-    if not rows:
+    curves = _some(read_validations(path))
+    if not curves:
         return None
-    try:
-        curves = [(row["step"], PositionLosses.from_dict(row["by_position"])) for row in _some(rows)]
-    except (KeyError, TypeError) as error:
-        raise DataError(path, "has a row that is no validation of ours", "remove the row") from error
     figure = new_figure(f"{run_dir.resolve().name}: validation loss by position", (8, 5), dpi=130, title_size=13)
     axes = figure.subplots()
     from matplotlib import colormaps
@@ -73,11 +69,29 @@ def plot_validations(run_dir: Path) -> Path | None:
     return save_figure(figure, run_dir / POSITIONS_PLOT_FILE)
 
 
-def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row and a few of those before it, evenly spaced."""
-    if len(rows) <= _MOST_CURVES:
-        return rows
-    return [rows[round(index * (len(rows) - 1) / (_MOST_CURVES - 1))] for index in range(_MOST_CURVES)]
+def read_validations(path: Path) -> list[tuple[int, PositionLosses]]:
+    """Steps and losses by position of a validation.jsonl, in the order of steps; of rows of one step the last counts.
+
+    Raises:
+        DataError: a line is not a validation, or the file cannot be read; names the line and the field.
+    """
+    found = {}
+    for number, row in read_lines(path):
+        step, record = step_of_row(path, number, row), row.get("by_position")
+        try:
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+            found[step] = PositionLosses.from_dict(record)
+        except ValueError as error:
+            raise DataError(path, f"line {number}: by_position: {error}", "correct or remove the line") from error
+    return sorted(found.items())
+
+
+def _some(curves: list[tuple[int, PositionLosses]]) -> list[tuple[int, PositionLosses]]:
+    """The last one and a few of those before it, evenly spaced."""
+    if len(curves) <= _MOST_CURVES:
+        return curves
+    return [curves[round(index * (len(curves) - 1) / (_MOST_CURVES - 1))] for index in range(_MOST_CURVES)]
 
 
 def _draw_curve(axes: Axes, losses: PositionLosses, *, color: Any, label: str, with_errors: bool = True) -> None:

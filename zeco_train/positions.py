@@ -19,6 +19,8 @@ MeanAndError = tuple[Tensor, Tensor]
 
 # Up to here a bucket an octave, since few tokens lie there; then two.
 _FINE_FROM = 16
+# No sequence has more tokens.
+_LONGEST = 1 << 50
 
 
 def bucket_edges(seq_len: int) -> list[int]:
@@ -52,9 +54,18 @@ class PositionLosses:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PositionLosses:
-        """From what `as_dict` gave, where JSON may have put null for NaN. Raises KeyError or TypeError for others."""
-        losses, errors = ([math.nan if x is None else float(x) for x in record[name]] for name in ("losses", "errors"))
-        return cls(list(record["edges"]), losses, errors)
+        """From what `as_dict` gave, where JSON may have put null for NaN.
+
+        Raises:
+            ValueError: names the list that is not of this form.
+        """
+        edges = record.get("edges")
+        if not isinstance(edges, list) or not all(type(edge) is int and 0 <= edge <= _LONGEST for edge in edges):
+            raise ValueError("edges is not a list of positions")
+        if len(edges) < 2 or any(after <= before for before, after in pairwise(edges)):
+            raise ValueError("edges do not increase")
+        losses, errors = (_numbers(record.get(name), name, len(edges) - 1) for name in ("losses", "errors"))
+        return cls(edges, losses, errors)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN."""
@@ -101,6 +112,17 @@ class PositionSums:
     def by_bucket(self) -> MeanAndError:
         """Of each bucket: [buckets]."""
         return _mean_and_error(*self._sums.cpu())
+
+
+def _numbers(values: object, name: str, count: int) -> list[float]:
+    """`count` numbers from JSON, null and infinities being NaN; raises ValueError for anything else."""
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"{name} is not a list of {count} numbers")
+    for value in values:
+        # Whole numbers of JSON may be larger than any float, and a truth value is an int.
+        if not (value is None or type(value) is float or (type(value) is int and abs(value) < _LONGEST)):
+            raise ValueError(f"{name} has a value that is neither a number nor null")
+    return [math.nan if value is None or not math.isfinite(value) else float(value) for value in values]
 
 
 def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:

@@ -138,11 +138,11 @@ def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path) -> str:
     last = rows[-1]
     steps = "1 step" if last["step"] == 1 else f"{last['step']} steps"
     # None stands for NaN and infinities in rows that were read from metrics.jsonl.
-    losses = [math.nan if row["loss"] is None else row["loss"] for row in rows]
+    losses = [math.nan if row.get("loss") is None else row["loss"] for row in rows]
     loss = f"loss {losses[0]:.2f} → {losses[-1]:.2f}"
     if last.get("val_loss") is not None:
         loss += f" (validation {last['val_loss']:.2f})"
-    throughput = median(row["tokens_per_second"] or 0.0 for row in rows)
+    throughput = median(row.get("tokens_per_second") or 0.0 for row in rows)
     return f"{steps}, {loss}, {throughput:,.0f} tokens/s, {where}"
 
 

@@ -19,9 +19,9 @@ from zeco_train.loggers import ExperimentLogger
 from zeco_train.mesh import ProcessMesh, agree
 from zeco_train.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
-from zeco_train.position_chart import VALIDATION_FILE, plot_validations
+from zeco_train.position_chart import VALIDATION_FILE, plot_validations, read_validations
 from zeco_train.progress import ProgressDisplay, summary_line
-from zeco_train.starts import Start, append_start, layout_of
+from zeco_train.starts import Start, append_start, layout_of, written_starts
 from zeco_train.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,9 @@ class Recorder:
             if progress.step < self._total_steps:
                 append_start(self._run_dir, start)
             self._writer = MetricsWriter(self._run_dir / METRICS_FILE)
+            if (validations := self._run_dir / VALIDATION_FILE).exists():
+                # Opened now, for what a kill has left torn.
+                self._validations = LineWriter(validations)
             self._display = ProgressDisplay(self._total_steps, progress.step)
         return self._tracker.begin(config, start, progress.logger_run_id)
 
@@ -250,6 +253,19 @@ class Recorder:
             return None
         peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
         return None if peak is None else tokens_per_second * flops_per_token / peak
+
+
+def check_records(run_dir: Path) -> None:
+    """Read what earlier starts of a run have recorded; at its end it would be found unreadable too late.
+
+    A last line that a kill has left torn is no mistake: `LineWriter` drops it.
+
+    Raises:
+        DataError: names the file, the line and the field.
+    """
+    read_metrics(run_dir / METRICS_FILE)
+    read_validations(run_dir / VALIDATION_FILE)
+    written_starts(run_dir)
 
 
 def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import sys
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from zeco_train.packages import explained_if_missing
 from zeco_train.terminal import show_any_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -42,7 +43,8 @@ def run_command(module: str) -> NoReturn:
     show_any_text()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    main = importlib.import_module(module).main
+    with explained_if_missing():
+        main = importlib.import_module(module).main
     signal.signal(signal.SIGINT, before)
     try:
         sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.metrics import LineWriter, read_lines
+from zeco_train.metrics import LARGEST_STEP, LineWriter, read_lines, step_of_row, wrong_value
 from zeco_train.stored_values import read_values
 
 STARTS_FILE = "starts.jsonl"
@@ -142,16 +142,35 @@ def read_starts(run_dir: Path, devices: int) -> list[Start]:
     Raises:
         DataError: neither file says it.
     """
+    return written_starts(run_dir) or [Start(0, _from_config(run_dir / "config.yaml", devices), {})]
+
+
+def written_starts(run_dir: Path) -> list[Start]:
+    """The starts in starts.jsonl, in their order; none where there is no such file.
+
+    Raises:
+        DataError: a line is not a start; names the line and the field.
+    """
     path = run_dir / STARTS_FILE
-    names = {column.name for column in fields(Layout)}
-    starts = []
-    for number, row in read_lines(path):
-        try:
-            layout = Layout(**{name: row[name] for name in names})
-            starts.append(Start(int(row["step"]), layout, row["environment"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(path, f"line {number} is no start of a run", "remove the line") from error
-    return starts or [Start(0, _from_config(run_dir / "config.yaml", devices), {})]
+    return [_start_of(path, number, row) for number, row in read_lines(path)]
+
+
+def _start_of(path: Path, number: int, row: Mapping[str, Any]) -> Start:
+    def check(name: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise DataError(path, wrong_value(number, name, row.get(name), expected), "correct or remove the line")
+
+    values = {column.name: row.get(column.name) for column in fields(Layout)}
+    for column in fields(Layout):
+        value = values[column.name]
+        if column.type == "int":
+            is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_STEP
+            check(column.name, is_count, f"a whole number from 1 to {LARGEST_STEP}")
+        else:
+            check(column.name, isinstance(value, str), "text")
+    environment = row.get("environment")
+    check("environment", isinstance(environment, dict), "an object")
+    return Start(step_of_row(path, number, row), Layout(**values), environment or {})  # type: ignore[arg-type]
 
 
 def _from_config(path: Path, devices: int) -> Layout:

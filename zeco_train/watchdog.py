@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from zeco_train.agreement import name_ranks
 from zeco_train.errors import CommunicationError
-from zeco_train.mesh import Launch
+from zeco_train.mesh import Launch, await_listener, has_launcher_store
 from zeco_train.postmortem import last_communication
 
 _PERIOD_SECONDS = 0.5
@@ -35,6 +35,8 @@ _LISTEN_SECONDS = 3.0
 _WATCH_SECONDS = 2.0
 # A rank that hears of the loss may be about to meet it itself, and then has more to say.
 _GRACE_SECONDS = 6.0
+# For the launcher's store to be reached.
+_STORE_TIMEOUT = timedelta(seconds=10)
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,8 @@ class Watchdog:
         With the launcher's store gone, once a node.
         """
         if self._store is None:
-            return self._launch.rank == 0
+            # Before they have joined, no other rank is known to have the same error.
+            return self._launch.rank == 0 or not dist.is_initialized()
         try:
             return self._store.add(self._spoken, 1) == 1
         except (dist.DistError, RuntimeError) as error:
@@ -293,11 +296,14 @@ def launcher_store(launch: Launch) -> dist.TCPStore | None:
     Raises:
         CommunicationError: it cannot be reached.
     """
-    if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if launch.world_size == 1 or not has_launcher_store():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    unreachable = f"the launcher's store at {host}:{port} cannot be reached; its node may be gone"
+    # torch would print a page of C++ frames.
+    if await_listener(host, port, _STORE_TIMEOUT) is not None:
+        raise CommunicationError(launch.rank, "start", unreachable)
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+        return dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
     except (dist.DistError, RuntimeError) as error:
-        problem = f"the launcher's store at {host}:{port} cannot be reached; its node may be gone"
-        raise CommunicationError(launch.rank, "start", problem) from error
+        raise CommunicationError(launch.rank, "start", unreachable) from error

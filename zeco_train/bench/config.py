@@ -18,6 +18,7 @@ from zeco_train.config import Compile, Config, Device, Dtype, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.overrides import describe_attributes, describe_settings, load_settings
 from zeco_train.parallelize import Strategy
+from zeco_train.paths import check_path
 from zeco_train.recompute import Recompute
 
 PASSES = ("forward", "forward_backward")
@@ -50,6 +51,8 @@ class BenchConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
         self._check_least(warmup=1, seed=0)
+        if self.out:
+            check_path("out", self.out)
         for name in ("timeout_seconds", "budget_seconds"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(name, getattr(self, name), "must be > 0 and ≤ 86400")

@@ -8,6 +8,12 @@ batch requests more than its own tokens.
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.bench.documents")
+
 import argparse
 import json
 import os
@@ -16,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +32,6 @@ from data.config import Shuffle
 from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, TokenStore, shard_name
-from zeco_train.terminal import show_any_text
 
 _READS = 50
 _SHARD_TOKENS = 1 << 38
@@ -78,13 +84,13 @@ def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortes
     return record, store.bytes_requested - before - _READS * (seq_len + 1) * store.itemsize
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print one line a setting and a JSON record. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=10_000_000, help="documents of the store")
     parser.add_argument("--mean-tokens", type=int, default=1000, help="mean length of a document")
     parser.add_argument("--seq-len", type=int, default=65_536, help="tokens of a sequence")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows, beyond = {}, 0
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
@@ -102,8 +108,3 @@ def main() -> int:
     if beyond:
         print(f"FAILED: {beyond} bytes more were requested than the ranks' own", file=sys.stderr)
     return 1 if beyond else 0
-
-
-if __name__ == "__main__":
-    show_any_text()
-    sys.exit(main())

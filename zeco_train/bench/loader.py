@@ -7,6 +7,12 @@ Each rank reads in a process of its own. Exits with 1 if a slice is wrong or a r
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.bench.loader")
+
 import argparse
 import hashlib
 import json
@@ -17,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +34,6 @@ from data.documents import Documents
 from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
-from zeco_train.terminal import show_any_text
 
 LARGEST_RATIO = 1.01
 _VOCAB_SIZE = 32_000
@@ -96,14 +102,14 @@ def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run all ranks, print one line each and a JSON record. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8_388_608, help="tokens of the sequence")
     parser.add_argument("--sp", type=int, default=4, help="ranks that share it")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.rank is not None:
         print(json.dumps(asdict(measure(options.store, options.tokens, options.rank, options.sp))))
         return 0
@@ -161,8 +167,3 @@ def _digest(*arrays: NDArray[np.int64]) -> str:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
-
-
-if __name__ == "__main__":
-    show_any_text()
-    sys.exit(main())

@@ -11,6 +11,12 @@ Runs of all of them alternate, so that a machine that slows down slows all; medi
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.bench.operator_cpu")
+
 import argparse
 import json
 import os
@@ -20,16 +26,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from zeco_train.arguments import Parser, user_path
 from zeco_train.collectives.transition import fold
 from zeco_train.environment import processor
+from zeco_train.errors import ZecoError
 from zeco_train.ops import chunked, naive_gla
-from zeco_train.terminal import show_any_text
+from zeco_train.paths import check_output_file, warn_of_replacing
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
@@ -204,19 +212,34 @@ def describe_machine() -> dict[str, str | int]:
     }
 
 
-def main() -> None:
-    """Run the benchmark; see the module's docstring."""
-    parser = argparse.ArgumentParser(description="The chunked operator against the naive recurrence on a CPU.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; see the module's docstring. Returns the exit status."""
+    try:
+        return _run(_parse(arguments))
+    except ZecoError as error:
+        print(error.line, file=sys.stderr)
+        return error.exit_code
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(description="The chunked operator against the naive recurrence on a CPU.")
+    parser.add_argument("--json", type=user_path, metavar="FILE", help="write the results to FILE as well")
     parser.add_argument("--tokens", type=int, default=4096, help="sequence length of the timings")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak-memory-of", type=int, metavar="TOKENS", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parsed = parser.parse_args(arguments)
+    if parsed.json is not None:
+        check_output_file("--json", parsed.json)
+        warn_of_replacing([parsed.json])
+    return parsed
+
+
+def _run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     if arguments.peak_memory_of:
         print(peak_memory(arguments.peak_memory_of))
-        return
+        return 0
 
     machine = describe_machine()
     print("  ".join(f"{key} {value}" for key, value in machine.items()))
@@ -236,8 +259,4 @@ def main() -> None:
     if arguments.json:
         report = {"machine": machine, "errors": errors, "seconds": seconds, "ratios": ratios, "peak_bytes": memory}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    show_any_text()
-    main()
+    return 0

@@ -15,6 +15,7 @@ from zeco_train.bench.session import Session
 from zeco_train.config import to_plain
 from zeco_train.environment import environment
 from zeco_train.errors import DataError
+from zeco_train.paths import check_outputs
 
 Row = dict[str, Any]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
@@ -37,6 +38,8 @@ class Report:
 
     def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
         self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
+        # Before anything is measured.
+        session.agree(self._check_folder)
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self._session, self._columns = session, columns
@@ -75,6 +78,10 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """All that results.json has."""
         return {**self._header, "notes": self.notes, "rows": self.rows}
+
+    def _check_folder(self) -> None:
+        if self._session.mesh.is_main:
+            check_outputs("out", self.folder, (RESULTS_FILE, TABLE_FILE))
 
     def _write(self) -> None:
         if not self._session.mesh.is_main:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeco_train.arguments import Parser
+from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.registry import LM_EVAL, STANDARD, TASKS
 from zeco_train.overrides import describe_settings
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str]) -> Request:
     parser = Parser(prog="python -m zeco_train.evaluate", add_help=False)
     parser.add_argument("path", metavar="RUN")
     parser.add_argument("--tasks", default="validation")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=user_path)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parsed = parser.parse_intermixed_args(list(arguments))
     names = [name.strip() for name in parsed.tasks.split(",")]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -15,6 +13,7 @@ from zeco_train.checkpoint_files import PROGRESS_FILE, write_durably
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.jsonable import jsonable
+from zeco_train.paths import check_output_folder
 from zeco_train.plot import save_figure
 from zeco_train.trained import Trained
 
@@ -41,7 +40,7 @@ class ResultsFolder:
         self._results: dict[str, Any] = {**facts, "tasks": {}}
         self.path: Path | None = None
         with self._refused():
-            _check_room(self._wanted)
+            check_output_folder("--out", self._wanted)
             if self._is_named and self._wanted.exists():
                 _check_empty(self._wanted)
 
@@ -94,12 +93,3 @@ def _beside(trained: Trained) -> Path:
 def _check_empty(out: Path) -> None:
     if any(out.iterdir()):
         raise ConfigError("--out", out, "is not empty; name a new folder")
-
-
-def _check_room(wanted: Path) -> None:
-    """Find out now, without making the folder, what would come out after the first task."""
-    nearest = next(folder for folder in (wanted, *wanted.parents) if os.access(folder, os.F_OK))
-    if not nearest.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, f"{nearest} is not writable")

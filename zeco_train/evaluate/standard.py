@@ -13,6 +13,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import LM_EVAL, TASKS, TaskResult
 from zeco_train.mesh import agree
+from zeco_train.paths import check_path
 
 
 @dataclass
@@ -37,8 +38,10 @@ class StandardTasks:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(name, value, f"must be ≥ {least}")
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ConfigError("include_path", self.include_path, "no such folder")
+        if self.include_path is not None:
+            check_path("include_path", self.include_path)
+            if not Path(self.include_path).is_dir():
+                raise ConfigError("include_path", self.include_path, "no such folder")
 
     def prepare(self, evaluation: Evaluation) -> None:
         """See `Task.prepare`: checks the tasks' names, and finds the tokenizer."""

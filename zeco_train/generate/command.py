@@ -21,6 +21,7 @@ from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
+from zeco_train.paths import warn_of_replacing
 from zeco_train.signals import StopRequest
 from zeco_train.sp.registry import build_scan
 from zeco_train.trained import Trained, find_trained, load_trained
@@ -46,6 +47,8 @@ def _generate(arguments: list[str], job: Job) -> int:
     job.enter("joining the other ranks")
     mesh = _join(config, options, job.launch)
     job.guard(mesh.timeout)
+    if mesh.is_main:
+        warn_of_replacing([] if options.json is None else [options.json])
     job.enter("loading the model")
     model = load_trained(trained, mesh, dtype=config.train.dtype, strategy=None)
     tokenizer = agree(mesh, lambda: trained.tokenizer)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeco_train.arguments import Parser
+from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
+from zeco_train.paths import check_output_file
 
 _STDIN = "-"
 # Settings of train.py that decide how a model generates; with all below them.
@@ -81,8 +82,8 @@ def parse(arguments: Sequence[str]) -> Options:
             _check_text(name, text)
     if given.prompts.count(Path(_STDIN)) > 1:
         raise ConfigError("--prompt-file", _STDIN, "stdin can be read once")
-    if given.json is not None and not given.json.parent.is_dir():
-        raise ConfigError("--json", given.json, "its folder does not exist")
+    if given.json is not None:
+        check_output_file("--json", given.json)
     for text in given.overrides:
         _check_setting(text)
     return Options(
@@ -150,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         *("--prompt-file",),
         action="append",
-        type=Path,
+        type=user_path,
         dest="prompts",
         metavar="FILE",
         help="a file's whole text as prompt; - is stdin; may be given several times",
@@ -165,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that sum to P (default 1: all)")
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
     add("--no-stream", action="store_true", help="show texts once they are complete")
-    add("--json", type=Path, metavar="FILE", help="write texts, token ids and speed to FILE, too")
+    add("--json", type=user_path, metavar="FILE", help="write texts, token ids and speed to FILE, too")
     add(
         *("--prefill-tokens",),
         type=int,

@@ -7,6 +7,12 @@ products in fp32 are those of tf32 unless TRITON_F32_DEFAULT=ieee is set, which 
 
 from __future__ import annotations
 
+from zeco_train.signals import run_command
+
+if __name__ == "__main__":
+    # Before the other imports, which take seconds.
+    run_command("zeco_train.hf.parity")
+
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +33,6 @@ from zeco_train.hf.folder import is_hf_folder
 from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.sp.dp import LocalScan
-from zeco_train.terminal import show_any_text
 from zeco_train.trained import Trained, find_trained, load_trained
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
@@ -180,8 +185,3 @@ def _same(
     other = text[0, len(prompt) :].tolist()
     equal = next((i for i, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), len(other))
     return equal, len(other)
-
-
-if __name__ == "__main__":
-    show_any_text()
-    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zeco_train.errors import DataError, ZecoError
 from zeco_train.jsonable import jsonable
+from zeco_train.paths import warn_of_replacing
 from zeco_train.plan.advice import evaluate, more_ranks, options
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
@@ -37,6 +38,7 @@ def run(arguments: Sequence[str]) -> str:
     """
     request = parse(arguments)
     settings = request.settings
+    warn_of_replacing([] if settings.json is None else [settings.json])
     message = None if settings.scan_alpha_us is None else settings.scan_alpha_us * 1e-6
     byte = None if settings.scan_gbps is None else 1e-9 / settings.scan_gbps
     with assumed_costs(message, byte):

@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zeco_train.config import Config, group_options, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.overrides import check_overrides, describe_settings, load_settings
+from zeco_train.paths import check_output_file
 from zeco_train.plan.devices import Gpu
 
 
@@ -56,8 +56,8 @@ class PlanSettings:
                 raise ConfigError(entry.name, value, f"must be > 0 and ≤ {_LARGEST:g}")
         if not 0 <= self.headroom < 1:
             raise ConfigError("headroom", self.headroom, "must be ≥ 0 and < 1")
-        if self.json is not None and not Path(self.json).parent.is_dir():
-            raise ConfigError("json", self.json, "its folder does not exist")
+        if self.json is not None:
+            check_output_file("json", self.json)
 
 
 _MOST_RANKS, _LARGEST = 1 << 20, 1e18

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train import report as package
-from zeco_train.arguments import Parser
+from zeco_train.arguments import Parser, user_path
 from zeco_train.bench.figures import plot
 from zeco_train.errors import DataError, ZecoError
 from zeco_train.jsonable import jsonable
+from zeco_train.paths import check_outputs
 from zeco_train.plot import save_figure
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
@@ -46,6 +47,7 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
     Raises:
         ZecoError: a path is no run and no benchmark, or a file cannot be written.
     """
+    check_outputs("--out", out, (PAGE_FILE, PICTURE_FILE, RESULTS_FILE))
     comparison = read(paths)
     drawn = panels(comparison)
     files = [out / PAGE_FILE]
@@ -80,7 +82,9 @@ def _write(path: Path, text: str) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m zeco_train.report", description=package.__doc__)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="runs, folders of runs, results.json")
-    parser.add_argument("--out", type=Path, default=Path("runs/report"), metavar="FOLDER", help="default: runs/report")
+    parser.add_argument("paths", nargs="+", type=user_path, metavar="PATH", help="runs, folders of runs, results.json")
+    parser.add_argument(
+        "--out", type=user_path, default=Path("runs/report"), metavar="FOLDER", help="default: runs/report"
+    )
     parser.add_argument("--title", default="ZeCO-Train: comparison of runs", help="of the page")
     return parser.parse_args(arguments)

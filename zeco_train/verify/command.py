@@ -18,6 +18,7 @@ from zeco_train.errors import DataError
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.jsonable import jsonable
 from zeco_train.overrides import load_settings
+from zeco_train.paths import warn_of_replacing
 from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
 from zeco_train.verify.config import VerifyConfig, describe
@@ -52,6 +53,7 @@ def _verify(arguments: list[str], job: Job) -> int:
     job.guard(timedelta(seconds=config.timeout))
     machine: dict[str, Any] = {}
     if launch.rank == 0:
+        warn_of_replacing([] if config.out is None else [config.out])
         machine = {"ranks": str(launch.world_size), **environment(device)}
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}\n", flush=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from zeco_train.config import Device
 from zeco_train.errors import ConfigError
 from zeco_train.overrides import describe_settings
+from zeco_train.paths import check_output_file
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 
@@ -88,8 +88,8 @@ class VerifyConfig:
             raise ConfigError("seed", self.seed, "must be ≥ 0 and < 2^32")
         if not 0 < self.timeout <= 86_400:
             raise ConfigError("timeout", self.timeout, "must be > 0 and ≤ 86400 seconds")
-        if self.out is not None and not Path(self.out).parent.is_dir():
-            raise ConfigError("out", self.out, "its folder does not exist")
+        if self.out is not None:
+            check_output_file("out", self.out)
 
     def resolve(self, device: torch.device, world_size: int) -> VerifyConfig:
         """What is left to the machine and to the number of ranks.

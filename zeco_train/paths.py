@@ -1,0 +1,124 @@
+"""Paths that a user names: refused in one line, before any work, where the system could not use them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from zeco_train.errors import ConfigError
+
+# Linux takes 4096 bytes; the rest is for the names of files inside.
+_MOST_BYTES = 3500
+_SHOWN_CHARACTERS = 500
+
+
+def path_problem(path: str | Path) -> str | None:
+    """Why no file or folder can have this path: it is empty, too long, a loop of links, or holds a NUL character.
+
+    `Path.exists()` and its like answer False for some of these and raise OSError, RuntimeError or ValueError for
+    others. A path where nothing lies, or where access is denied, has no problem of this kind.
+    """
+    text = os.fspath(path)
+    if not text:
+        return "is empty"
+    if "\0" in text:
+        return "holds a NUL character, which no path may"
+    try:
+        length = len(os.fsencode(Path(text).absolute()))
+        if length > _MOST_BYTES:
+            return f"is too long for a path ({length:,} bytes, at most {_MOST_BYTES:,})"
+        Path(text).stat()
+    except UnicodeEncodeError:
+        return "holds characters that no path may"
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return f"no such path is possible ({error.strerror})"
+    return None
+
+
+def check_path(field: str, path: str | Path) -> None:
+    """Raise `ConfigError` for a path that has a `path_problem`."""
+    if (problem := path_problem(path)) is not None:
+        raise ConfigError(field, shown(path), problem)
+
+
+def check_output_file(field: str, path: str | Path) -> None:
+    """Check, without changing anything, that a file can be written in the end; its folder has to exist.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    check_path(field, path)
+    file = Path(path)
+    if _is_folder(file):
+        raise ConfigError(field, path, "is a folder; name a file")
+    if not _is_folder(file.parent):
+        problem = "its folder does not exist" if _is_folder(file.parent) is None else "its folder is a file"
+        raise ConfigError(field, path, problem)
+    # What exists is written into, or replaced by a file made beside it.
+    for place in (file.parent, file):
+        if _is_folder(place) is not None and not os.access(place, os.W_OK):
+            raise ConfigError(field, path, f"cannot be written ({_denied(place)})")
+
+
+def check_output_folder(field: str, path: str | Path) -> None:
+    """Check, without making it, that a folder exists and can be written into, or can be made with its parents.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    check_path(field, path)
+    place = Path(path).absolute()
+    while _is_folder(place) is None and not place.is_symlink():
+        place = place.parent
+    if not _is_folder(place):
+        problem = "is a link to nothing" if _is_folder(place) is None else "is a file"
+        raise ConfigError(field, path, f"cannot be a folder ({place} {problem})")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(field, path, f"cannot be written ({_denied(place)})")
+
+
+def check_outputs(field: str, folder: str | Path, names: Sequence[str]) -> None:
+    """`check_output_folder` for results of these names, and `warn_of_replacing` for those that lie there.
+
+    Raises:
+        ConfigError: one of them could not be written.
+    """
+    check_output_folder(field, folder)
+    if _is_folder(Path(folder)):
+        files = [Path(folder, name) for name in names]
+        for file in files:
+            check_output_file(field, file)
+        warn_of_replacing(files)
+
+
+def warn_of_replacing(files: Iterable[str | Path]) -> None:
+    """Tell the user, on stderr, which files of an earlier time the results of this one will replace."""
+    existing = [str(path) for path in files if _is_folder(Path(path)) is False]
+    if existing:
+        verb = "exists and is" if len(existing) == 1 else "exist and are"
+        print(f"warning: {', '.join(existing)} {verb} replaced in the end", file=sys.stderr, flush=True)
+
+
+def shown(path: str | Path) -> str:
+    """A path for a message: without NUL characters, and cut where it is very long."""
+    text = str(path).replace("\0", "\\0")
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _is_folder(path: Path) -> bool | None:
+    """None where nothing can be found."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return None
+
+
+def _denied(place: Path) -> str:
+    """Why `place` is not writable, as the system calls it."""
+    flags = os.statvfs(place).f_flag
+    return f"{place}: {os.strerror(errno.EROFS if flags & os.ST_RDONLY else errno.EACCES)}"
