@@ -153,7 +153,7 @@ def test_run_folders_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
         f"{tmp_path / 'file'}": "cannot be written (File exists)",
         f"{tmp_path / 'file' / 'run'}": "cannot be written (Not a directory)",
         "/proc/run": "cannot be written (No such file or directory)",
-        f"{tmp_path / ('x' * 300)}": "cannot be written (File name too long)",
+        f"{tmp_path / ('x' * 300)}": "cannot be looked up (File name too long)",
         f"{tmp_path / 'folder'}": "is not empty and not a run's folder; name a new one",
     }
     before = snapshot(tmp_path)

@@ -25,5 +25,5 @@ def user_path(text: str) -> Path:
         argparse.ArgumentTypeError: no file or folder can have this path.
     """
     if (problem := path_problem(text)) is not None:
-        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}" if text else problem)
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {problem}" if text else problem)
     return Path(text)

@@ -32,7 +32,7 @@ from zeco_train.nonfinite import skip_limit
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
-from zeco_train.paths import check_path
+from zeco_train.paths import check_path, path_problem, shown
 from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
@@ -148,8 +148,9 @@ class Config:
                 value.validate()
         check_config(self.data)
         check_path("run_dir", self.run_dir)
-        if self.checkpoint.load is not None:
-            check_path("checkpoint.load", self.checkpoint.load.removeprefix(HF_PREFIX))
+        load = self.checkpoint.load
+        if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
+            raise ConfigError("checkpoint.load", shown(load), problem)
         if self.logger.kind is not LoggerKind.none and self.logger.timeout_seconds >= self.parallel.timeout_seconds:
             # The other ranks wait for rank 0 meanwhile, and would give it up.
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"

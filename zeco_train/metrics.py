@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -90,6 +89,7 @@ class StepMetrics:
 
 _NUMBERS = tuple(column.name for column in fields(StepMetrics) if column.name not in ("step", "extra"))
 LARGEST_STEP = 10**15
+_LARGEST = 1e100
 
 
 class LineWriter:
@@ -228,16 +228,21 @@ def wrong_value(number: int, name: str, value: object, expected: str) -> str:
 
 
 def _number(path: str | Path, number: int, name: str, value: object) -> float | None:
-    """A column's value; None for null and for what JSON has not, NaN and infinities."""
+    """A column's value; None for null and for what JSON has not, NaN and infinities.
+
+    Magnitudes that only a diverged or a foreign run has are infinite or zero here: quotients and the axes of pictures
+    would overflow.
+    """
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Whole numbers have no end in JSON, nor in Python.
-    if not is_number or (isinstance(value, int) and abs(value) > sys.float_info.max):
-        problem = wrong_value(number, name, value, "a number or null")
-        raise DataError(path, problem, "correct or remove the line")
+    if not is_number or (isinstance(value, int) and abs(value) > _LARGEST):
+        raise DataError(path, wrong_value(number, name, value, "a number or null"), "correct or remove the line")
     assert isinstance(value, int | float)
-    return value if math.isfinite(value) else None
+    if not abs(value) <= _LARGEST:
+        return None
+    return value if abs(value) >= 1 / _LARGEST else 0.0
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 500
 
 
 def path_problem(path: str | Path) -> str | None:
-    """Why no file or folder can have this path: it is empty, too long, a loop of links, or holds a NUL character.
+    """Why no file or folder can have this path: it is empty, too long, a loop of links, or has a NUL character.
 
     `Path.exists()` and its like answer False for some of these and raise OSError, RuntimeError or ValueError for
     others. A path where nothing lies, or where access is denied, has no problem of this kind.
@@ -26,17 +26,17 @@ def path_problem(path: str | Path) -> str | None:
     if not text:
         return "is empty"
     if "\0" in text:
-        return "holds a NUL character, which no path may"
+        return "contains a NUL character"
     try:
         length = len(os.fsencode(Path(text).absolute()))
         if length > _MOST_BYTES:
             return f"is too long for a path ({length:,} bytes, at most {_MOST_BYTES:,})"
         Path(text).stat()
     except UnicodeEncodeError:
-        return "holds characters that no path may"
+        return "contains characters that no path can have"
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            return f"no such path is possible ({error.strerror})"
+            return f"cannot be looked up ({error.strerror})"
     return None
 
 

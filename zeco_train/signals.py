@@ -43,13 +43,14 @@ def run_command(module: str) -> NoReturn:
     show_any_text()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Some packages are imported by what needs them only.
     with explained_if_missing():
         main = importlib.import_module(module).main
-    signal.signal(signal.SIGINT, before)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
+        try:
+            sys.exit(main(sys.argv[1:]))
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
 
 
 def exit_code(stopped_by: signal.Signals) -> int:

@@ -38,11 +38,11 @@ class Report:
 
     def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
         self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
-        # Before anything is measured.
-        session.agree(self._check_folder)
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self._session, self._columns = session, columns
+        # Before anything is measured.
+        session.agree(self._check_folder)
         self._header = {
             "case": case,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,6 +22,7 @@ from zeco_train.small_files import read_json
 from zeco_train.starts import Layout, read_starts
 
 Row = dict[str, Any]
+_MOST_DEVICES = 10**9
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
 
 def _ratio_of_rates(row: Row) -> int:
     rate, per_device = row.get("tokens_per_second"), row.get("tokens_per_second_per_device")
-    return round(rate / per_device) if rate and per_device else 1
+    ratio = rate / per_device if rate and per_device else 1.0
+    return round(ratio) if 1 <= ratio <= _MOST_DEVICES else 1
 
 
 def _rates(rows: Iterable[Row]) -> list[float]:
