@@ -28,6 +28,7 @@ from data.documents import Documents, DocumentStream, shard_cu_seqlens
 from data.mixture import Mixture
 from data.permutation import Permutation
 from data.reader import Batch, DataSplit, Reader, SequenceSource, Shard
+from zeco_train import background
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,7 @@ class PrefetchingLoader:
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(consumed,), name="prefetch", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._run, consumed, name="prefetch", stop=self._stop.set)
 
     def next(self) -> Batch:
         """The next segment of a micro-batch, or the first segment of the next micro-batch.

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from zeco_train import background
 from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.mesh import Launch, OwnRankError
 from zeco_train.postmortem import Postmortem
@@ -88,15 +89,17 @@ class Job:
         dist.broadcast_object_list(start, src=0)
         self._postmortem.open(log, start[0])
 
-    def finish(self) -> None:
-        """A regular end. Collective, if the ranks have joined."""
+    def finish(self, code: int) -> None:
+        """A regular end, with that exit code. Collective, if the ranks have joined."""
         self.closing.close()
         if dist.is_initialized():
             # A launcher that sees one rank end with a code ≠ 0 terminates the others: all end together, and what is
             # left to do from here on is not worth another code.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
             dist.barrier()
-        self.watchdog.stop()
+        # Before the groups that couriers wait in are destroyed.
+        _end_threads(code)
         self._postmortem.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -149,6 +152,8 @@ class Job:
     def _end_alone(self) -> None:
         """Have this thread be the one that ends the process; another one that would do so, too, comes no further."""
         if not self._ending.acquire(blocking=False):
+            if threading.current_thread() is not threading.main_thread():
+                raise SystemExit  # ends this thread only, and without a message
             threading.Event().wait()
 
     def _as_expected(self, error: Exception) -> ZecoError | None:
@@ -213,16 +218,23 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OwnRankError):
             _say(error)
         return error.exit_code
+    code = 1  # Python's, for what is raised
     try:
-        return _run(command, job)
+        code = _run(command, job)
     except KeyboardInterrupt:
-        return job.leave(signal.SIGINT)
+        code = job.leave(signal.SIGINT)
+    except SystemExit as end:
+        code = int(end.code or 0)  # help was asked for, and has been printed
+        raise
+    finally:
+        _end_threads(code)
+    return code
 
 
 def _run(command: Callable[[Job], int], job: Job) -> int:
     try:
         code = command(job)
-        job.finish()
+        job.finish(code)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return job.leave(signal.SIGPIPE)
@@ -256,6 +268,15 @@ def _leave(code: int) -> NoReturn:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+def _end_threads(code: int) -> None:
+    """Before the interpreter ends, see `zeco_train.background`: with a thread that does not, leave without that."""
+    if running := background.stop_all():
+        logger.info("still running: %s", ", ".join(running))
+        if isinstance(error := sys.exception(), Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+        _leave(code)
 
 
 def _first_line(error: Exception) -> str:

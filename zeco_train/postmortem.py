@@ -21,6 +21,8 @@ from typing import IO
 
 from torch._C import _distributed_c10d
 
+from zeco_train import background
+
 logger = logging.getLogger(__name__)
 
 _ENTRIES = "2000"
@@ -87,9 +89,7 @@ class Postmortem:
         # torch builds differ in which of them they have. The analyzer fails on records of gloo groups (torch 2.13).
         recorders = {f"gloo_rank_{self._rank}.json": _gloo_record, f"nccl_rank_{self._rank}": _nccl_record}
         for name, record in recorders.items():
-            thread = threading.Thread(target=self._save, args=(name, record), daemon=True)
-            thread.start()
-            thread.join(_SECONDS_TO_DUMP)
+            background.start(self._save, name, record, name="flight recorder").join(_SECONDS_TO_DUMP)
 
     def _save(self, name: str, record: Callable[[], bytes | None]) -> None:
         path = Path(f"{self._prefix}_{name}")

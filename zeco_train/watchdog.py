@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeco_train import background
 from zeco_train.agreement import name_ranks
 from zeco_train.errors import CommunicationError
 from zeco_train.mesh import Launch, await_listener, has_launcher_store
@@ -81,7 +82,7 @@ class Watchdog:
         self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._spoken = f"{self._prefix}/spoken"
         if store is not None:
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            background.start(self._beat, name="heartbeat", stop=self.stop)
 
     def enter(self, activity: str) -> None:
         """Say what this rank is doing now, for the message of whoever finds it silent."""
@@ -95,11 +96,10 @@ class Watchdog:
         """
         if self._store is not None:
             limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
-            arguments = (self._store, limit, abandon, on_loss)
-            threading.Thread(target=self._watch, args=arguments, name="watchdog", daemon=True).start()
+            background.start(self._watch, self._store, limit, abandon, on_loss, name="watchdog", stop=self.stop)
 
     def stop(self) -> None:
-        """End the heartbeat, at a regular end."""
+        """End the heartbeat and the watch, at a regular end; their threads are joined by `background.stop_all`."""
         self._stop.set()
 
     def report_failure(self, message: str, exit_code: int = CommunicationError.exit_code) -> None:

@@ -18,12 +18,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeco_train import background
 from zeco_train.collectives.scan import PendingScan, Promise, ScanRequest, scan_alone
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
@@ -66,7 +68,6 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tags = 0
-        # Also runs at exit; the thread is a daemon besides, so that one stuck in a wait does not delay the exit.
         weakref.finalize(self, self._lane.jobs.put, None)
 
     @property
@@ -158,9 +159,10 @@ class Courier:
         if device.type == "cuda":
             _run(job, self._lane)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._lane,), name="zeco-courier", daemon=True)
-            self._thread.start()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = background.start(
+                _serve, self._lane, name="zeco-courier", stop=partial(self._lane.jobs.put, None)
+            )
         self._lane.jobs.put(job)
 
     def drain(self) -> None:
