@@ -27,6 +27,8 @@ from data.display import clock, short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.arguments import Parser, user_path
+from zeco_train.drawing import import_matplotlib
+from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.paths import check_output_file, warn_of_replacing
 from zeco_train.terminal import visible
@@ -200,6 +202,7 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     Raises:
         DataError: the picture cannot be written.
     """
+    import_matplotlib()
     from matplotlib.figure import Figure
 
     low, high = np.floor(np.log2(lengths.min())), np.floor(np.log2(lengths.max())) + 1

@@ -16,7 +16,9 @@
 #   CHECKS          stop (default): a fault that the checks find ends the job; warn: it is only reported; off: no checks
 #   RESTARTS        starts in a row that may fail without a new checkpoint, default 3; one that fails after a new one is
 #                   always followed by another
-#   CACHE_DIR       of compiled kernels, on each node's own disk; default /tmp/zeco-cache-USER
+#   CACHE_DIR       of compiled kernels, on each node's own disk; what lies there is run, so the folder must be yours,
+#                   and others must not be able to write there; default /tmp/zeco-cache-UID-RANDOM, by the name that
+#                   ~/.cache/zeco-train keeps for the next job
 #   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, and a port by the job's number
 # Stop, saved, for good: scancel JOB. Stop, saved, and start again: scancel --batch --signal=USR1 JOB.
 #SBATCH --job-name=zeco
@@ -78,7 +80,9 @@ if [ -z "${PYTHON:-}" ]; then
   [ -x "$PYTHON" ] || PYTHON="$(command -v python || command -v python3)" || fail "PYTHON: no python found; name one"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export CACHE_DIR="${CACHE_DIR:-/tmp/zeco-cache-${USER:-$(id -un)}}"
+# Not in a TMPDIR that this node or job alone has.
+CACHE_DIR="${CACHE_DIR:-$(cd "$root" && env -u TMPDIR "$PYTHON" -m zeco_train.code_cache)}" || exit 2
+export CACHE_DIR
 # How long a launcher waits for its ranks to save after SIGTERM. Slurm's own patience (KillWait, GraceTime) comes on top.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 

@@ -33,6 +33,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from zeco_train.code_cache import use_private_caches
 from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
 
 FAILED, SAVED, FINAL = 70, 75, 100
@@ -154,14 +155,6 @@ def _redirect_stderr(path: Path) -> int:
     return console
 
 
-def _set_caches(folder: Path) -> None:
-    """Compiled kernels on this node's disk: hundreds of ranks that compile onto a shared one wait for each other."""
-    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-        os.environ.setdefault(variable, str(folder / name))
-        Path(os.environ[variable]).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("CUDA_CACHE_PATH", str(folder / "cuda"))
-
-
 def main() -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(description="torchrun on one node of a Slurm job")
@@ -171,11 +164,11 @@ def main() -> int:
     parser.add_argument("command", nargs="+", help="train.py and its settings")
     options = parser.parse_args()
     try:
-        _set_caches(Path(os.environ["CACHE_DIR"]))
-    except OSError as error:
-        place = os.environ.get("SLURMD_NODENAME")
-        print(f"error: CACHE_DIR: {error.filename} cannot be made on {place} ({error.strerror})", file=sys.stderr)
-        return FINAL + ConfigError.exit_code
+        # On this node's disk: hundreds of ranks that compile onto a shared one wait for each other.
+        use_private_caches(Path(os.environ["CACHE_DIR"]), "CACHE_DIR")
+    except ConfigError as error:
+        print(f"{error.line} (on {os.environ.get('SLURMD_NODENAME')})", file=sys.stderr)
+        return FINAL + error.exit_code
     return launch(options.nodes, options.ranks, options.output, options.command)
 
 

@@ -66,7 +66,7 @@ def _with_heartbeat(act: Callable[[], int], seconds: float) -> int:
             time.sleep(0.01)
         return act()
 
-    with mock.patch.object(job, "launcher_store", lambda launch: store):
+    with mock.patch.object(job, "launcher_store", return_value=store):
         return run_job(command, Advice("", "", ""))
 
 
@@ -110,7 +110,7 @@ def main() -> int:
         if child == 0:
             os.dup2(writing, 2)
             sys.modules["slow_end"] = _SlowEnd()  # type: ignore[assignment]
-            with mock.patch.object(Launch, "from_environment", lambda: Launch(0, 1, 0)):
+            with mock.patch.object(Launch, "from_environment", return_value=Launch(0, 1, 0)):
                 return end()
         os.close(writing)
         started[name] = child, reading

@@ -65,6 +65,7 @@ def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
         "PYTHON": sys.executable,
         "RUN_DIR": str(folder / "a run"),
+        "XDG_CACHE_HOME": str(folder / "home"),
         "RANKS_PER_NODE": "1",
         "BAD": "n0",
         "ENDS": "failed",
@@ -154,7 +155,10 @@ def test_a_cache_that_cannot_be_made_ends_the_job(
     with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
         os.environ.pop("TRITON_CACHE_DIR", None)
         assert slurm_node.main() == 102
-    assert capsys.readouterr().err.startswith("error: CACHE_DIR: /proc/cache")
+    err = capsys.readouterr().err
+    assert (
+        err == "error: CACHE_DIR=/proc/cache: cannot be made (No such file or directory); name another folder (on n0)\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per
 from zeco_train.agreement import check_same, setup
 from zeco_train.checkpoint import Checkpointer
 from zeco_train.checkpoint_files import Progress, complete_checkpoints, find_weights
+from zeco_train.code_cache import use_private_caches
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
 from zeco_train.environment import environment
@@ -321,7 +322,14 @@ def _build_step(
 def build_model(
     model_config: GLAConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
 ) -> GLAForCausalLM:
-    """The model from its seed, laid over the ranks, with recomputation and compilation as configured."""
+    """The model from its seed, laid over the ranks, with recomputation and compilation as configured.
+
+    Raises:
+        ConfigError: no private folder for compiled code.
+    """
+    compiled = config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda")
+    if compiled:
+        use_private_caches()  # before parts of torch take its default when they are imported
     with torch.device("meta"):  # torch's own initial values take as long to draw as ours, and are overwritten
         model = GLAForCausalLM(model_config).to(config.dtype.master)
     model.to_empty(device=mesh.device)
@@ -329,7 +337,7 @@ def build_model(
     model.init_weights(seed)
     parallelize(model, sharding_units(model), strategy, config.dtype.compute, mesh)
     model.set_recompute(config.recompute)
-    if config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda"):
+    if compiled:
         model.compile_parts()
     return model
 

@@ -173,9 +173,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     Raises:
         DataError: it cannot be written.
     """
+    figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
     from matplotlib.ticker import MaxNLocator
 
-    figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     draw_losses(upper, runs)
     draw_differences(lower, runs)

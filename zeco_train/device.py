@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zeco_train.code_cache import use_private_caches
 from zeco_train.config import Device
 from zeco_train.errors import ConfigError
 from zeco_train.mesh import Launch
@@ -16,7 +17,7 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
         key: the setting that `wanted` is of.
 
     Raises:
-        ConfigError: there are fewer CUDA devices than ranks on this machine.
+        ConfigError: there are fewer CUDA devices than ranks on this machine; no private folder for compiled code.
     """
     available = torch.cuda.device_count()
     if wanted is Device.cpu or (wanted is Device.auto and not available):
@@ -24,6 +25,7 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
     if launch.local_world_size > available:
         problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or {key}=cpu"
         raise ConfigError(key, wanted.value, problem)
+    use_private_caches()  # Triton's kernels are compiled from here on
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from zeco_train.drawing import import_matplotlib
 from zeco_train.errors import DataError
 from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.progress import compact
@@ -50,6 +51,7 @@ def plot_run(run_dir: str | Path) -> Path | None:
 
 def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: float) -> Figure:
     """A figure without contents; `size` in inches."""
+    import_matplotlib()
     # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -181,10 +181,10 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
 
 
 def _decode(rows: list[Row], machine: str) -> Figure:
-    from matplotlib.ticker import FuncFormatter
-
     batches = sorted({row["batch"] for row in rows})
     figure, axes = _figure(f"Decoding with {rows[0]['model']} ({machine})", len(batches), 2, 4.6 * len(batches))
+    from matplotlib.ticker import FuncFormatter
+
     for (left, right), batch in zip(axes, batches, strict=True):
         here = [row for row in rows if row["batch"] == batch]
         for variant in _variants(here):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.compare import Run, draw_differences, draw_losses
+from zeco_train.drawing import import_matplotlib
 from zeco_train.plot import BACKEND_COLORS, new_figure, plain
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.starts import length_name
@@ -87,6 +88,7 @@ def panel_png(panel: Panel, dark: bool) -> bytes:
 
 @contextmanager
 def _paper(dark: bool) -> Iterator[None]:
+    import_matplotlib()
     import matplotlib
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")

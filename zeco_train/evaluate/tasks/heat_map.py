@@ -29,10 +29,10 @@ def heat_map(
         chance: how often a guess is right.
         caption: what a cell is the mean of.
     """
-    from matplotlib.patches import Rectangle
-
     width = max(5.5, 2.6 + 0.75 * len(lengths))
     figure = new_figure(title, (width, max(2.9, 1.9 + 0.38 * len(depths))), dpi=130, title_size=12)
+    from matplotlib.patches import Rectangle
+
     axes = figure.subplots()
     image = axes.imshow(accuracies, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
     axes.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
