@@ -155,10 +155,8 @@ def test_a_cache_that_cannot_be_made_ends_the_job(
     with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
         os.environ.pop("TRITON_CACHE_DIR", None)
         assert slurm_node.main() == 102
-    err = capsys.readouterr().err
-    assert (
-        err == "error: CACHE_DIR=/proc/cache: cannot be made (No such file or directory); name another folder (on n0)\n"
-    )
+    problem = "cannot be made (No such file or directory); name another folder (on n0)"
+    assert capsys.readouterr().err == f"error: CACHE_DIR=/proc/cache: {problem}\n"
 
 
 @pytest.mark.parametrize(

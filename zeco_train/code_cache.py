@@ -33,16 +33,17 @@ def default_folder() -> Path:
         ConfigError: there is nowhere to keep the name.
     """
     # Not in $ZECO_CACHE, which users may share.
-    path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / _KEY_FILE
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", _KEY_FILE)
     try:
+        path = path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         # A link that leads nowhere is made whole in one go, and by one of the ranks that all come here at once.
         with suppress(FileExistsError):
             path.symlink_to(secrets.token_hex(16))
-        key = os.readlink(path)
-    except OSError as error:
+        key = str(path.readlink())
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         ways = "name a folder of your own: CACHE_DIR for jobs of launch/, TORCHINDUCTOR_CACHE_DIR otherwise"
-        raise ConfigError(KEY, path, f"its name cannot be kept there ({error.strerror}); {ways}") from error
+        raise ConfigError(KEY, path, f"its name cannot be kept there ({_reason(error)}); {ways}") from error
     if not re.fullmatch(r"[0-9a-f]{32}", key):
         raise ConfigError(KEY, path, "must be a link to 32 hexadecimal digits; remove it")
     return Path(tempfile.gettempdir()) / f"zeco-cache-{os.geteuid()}-{key}"
@@ -67,8 +68,7 @@ def private_folder(key: str, path: Path) -> Path:
         found, real = path.lstat(), path.resolve(strict=True)
         folder = real.lstat()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(key, path, f"cannot be made ({reason}); name another folder") from error
+        raise ConfigError(key, path, f"cannot be made ({_reason(error)}); name another folder") from error
     if not stat.S_ISDIR(folder.st_mode):
         raise ConfigError(key, path, "is no folder; name another one")
     for what, owner in (("folder", folder.st_uid), ("link", found.st_uid)):
@@ -84,6 +84,10 @@ def private_folder(key: str, path: Path) -> Path:
         if (mode := parent.stat().st_mode) & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ConfigError(key, path, f"anybody may put another folder in its place, in {parent}; name another one")
     return real
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
