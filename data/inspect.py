@@ -29,7 +29,6 @@ from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.arguments import Parser, user_path
 from zeco_train.drawing import import_matplotlib
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.paths import check_output_file, warn_of_replacing
 from zeco_train.terminal import visible
 
