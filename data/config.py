@@ -75,7 +75,9 @@ class DataConfig:
         reset_state_at_document: start every document with a zero state; needs micro_batch 1.
         validation_fraction: part of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
-        verify: before the first step, read all token files and compare them with the digests of when they were made.
+        verify: at each start, read all token files and compare them with the digests of when they were made.
+        verify_changed: do so with token files that changed in size or modification time since the run's last start;
+            with false the run goes on with them as they are.
         synthetic: what is asked; for `synthetic` only.
     """
 
@@ -92,6 +94,7 @@ class DataConfig:
     validation_fraction: float = 0.05
     cache_dir: str | None = None
     verify: bool = False
+    verify_changed: bool = True
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     @property
@@ -175,6 +178,8 @@ def check_config(config: DataConfig) -> None:
         raise ConfigError("data.min_document_tokens", config.min_document_tokens, "must be ≥ 0")
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
+    if config.verify and not config.verify_changed:
+        raise ConfigError("data.verify_changed", "false", "data.verify=true reads all token files; set one of them")
     config.synthetic.validate()
     check_seq_len(config.seq_len)
     check_batch(config.global_batch, config.micro_batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from data.config import DataConfig, DataKind, check_seq_len, locate_stores
 from data.documents import Documents
 from data.loader import Source
 from data.mixture import as_integers
-from data.reader import OpenedData
+from data.reader import TRAINING, VALIDATION, OpenedData
 from data.store import TokenStore, check_vocabulary
 from data.synthetic.source import open_synthetic
 from data.tokenizer import comparable
@@ -46,30 +45,13 @@ class OpenedStores(OpenedData):
         store = self.train[0].documents.store.path
         return tokenizer_files(store, store.parent)
 
-    def borders(self) -> dict[str, Any]:
-        """Digests of where the documents of each training store begin, by the file itself and not by its meta.json.
-
-        Of up to 4,096 of them, evenly spaced: files that differ mostly do so from some place on.
-        """
-        offsets = [source.documents.store.doc_offsets for source in self.train]
-        samples = [every[:: len(every) // 4096 + 1] for every in offsets]
+    def stores(self) -> dict[str, TokenStore]:
+        """See `OpenedData`."""
         return {
-            f"documents of store {number}": hashlib.sha256(sample.tobytes()).hexdigest()[:12]
-            for number, sample in enumerate(samples)
+            f"{use} store {number}": source.documents.store
+            for use, sources in ((TRAINING, self.train), (VALIDATION, self.validation))
+            for number, source in enumerate(sources)
         }
-
-    def verify(self, rank: int, world_size: int) -> None:
-        """Read this rank's part of all files whole, and compare their digests with those of when they were made.
-
-        Raises:
-            DataError: names the first file that differs.
-        """
-        stores = [source.documents.store for source in (*self.train, *self.validation)]
-        parts = [(store, shard) for store in stores for shard in range(store.num_shards)]
-        for store, shard in parts[rank::world_size]:
-            store.verify_shard(shard)
-        for store in stores[rank::world_size]:
-            store.verify_offsets()
 
 
 def open_data(

@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.config import Shuffle, check_reset, check_seq_len
+from data.store import TokenStore
 from zeco_train.loss import IGNORE_INDEX
+
+# The uses of token stores, see `OpenedData.stores`.
+TRAINING, VALIDATION = "training", "validation"
 
 
 @dataclass(frozen=True)
@@ -211,14 +215,9 @@ class OpenedData(ABC):
     def tokenizer_files(self) -> Path | None:
         """The folder of the tokenizer's own files, if it has any and they are here."""
 
-    def borders(self) -> dict[str, Any]:
-        """Digests of what identity takes on trust; the ranks' have to be the same."""
-        return {}
+    def stores(self) -> dict[str, TokenStore]:
+        """The token stores that are read, by their use, TRAINING or VALIDATION, and number: "training store 0".
 
-    @abstractmethod
-    def verify(self, rank: int, world_size: int) -> None:
-        """Compare this rank's part of all files with what they were when they were made.
-
-        Raises:
-            DataError: names the first file that differs.
+        A task has none.
         """
+        return {}

@@ -31,6 +31,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.digests import COPY_AGAIN as _COPY_AGAIN
+from data.digests import file_version, verify_file
 from data.npy import map_array
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
@@ -50,7 +52,6 @@ _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_
 _OFFSETS_BLOCK = 1 << 20
 # Further shards are opened for each read: a store of thousands must not use up the process's descriptors.
 _OPEN_SHARDS = 256
-_COPY_AGAIN = "copy the store again or prepare it again"
 
 
 def shard_name(index: int) -> str:
@@ -116,13 +117,14 @@ class TokenStore:
         path: the folder.
         meta: what meta.json says.
         doc_offsets: [documents + 1] int64, mapped from the file.
+        versions: `file_version` of each shard when the store was opened.
     """
 
     def __init__(
         self, path: Path, meta: StoreMeta, doc_offsets: NDArray[np.int64], stats: list[os.stat_result]
     ) -> None:
         self.path, self.meta, self.doc_offsets = path, meta, doc_offsets
-        self._versions = [_version(stat) for stat in stats]
+        self.versions = [file_version(stat) for stat in stats]
         self._dtype = token_dtype(meta.vocab_size)
         self._shard_stops = np.cumsum([shard.num_tokens for shard in meta.shards], dtype=np.int64)
         self._descriptors: dict[int, int] = {}
@@ -133,6 +135,8 @@ class TokenStore:
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
         """Open the store at `path` after the checks that need no reading of tokens: meta, sizes, offsets.
+
+        doc_offsets.npy is read whole and has to have the digest that meta.json gives.
 
         Raises:
             DataError: nothing there, not a token store, or files that disagree with meta.json.
@@ -224,19 +228,20 @@ class TokenStore:
 
     def verify_shard(self, index: int) -> None:
         """Read one shard whole and compare its digest with meta.json. Raises DataError as `verify`."""
-        _verify_file(self._shard_path(index), self.meta.shards[index].sha256)
+        verify_file(self.shard_path(index), self.meta.shards[index].sha256)
 
     def verify_offsets(self) -> None:
         """Read doc_offsets.npy whole and compare its digest with meta.json. Raises DataError as `verify`."""
-        _verify_file(self.path / OFFSETS_FILE, self.meta.doc_offsets_sha256)
+        verify_file(self.path / OFFSETS_FILE, self.meta.doc_offsets_sha256)
+
+    def shard_path(self, index: int) -> Path:
+        """The file of a shard."""
+        return self.path / self.meta.shards[index].name
 
     def close(self) -> None:
         """Close the shards; further reads open them again."""
         with self._lock:
             _close_all(self._descriptors)
-
-    def _shard_path(self, index: int) -> Path:
-        return self.path / self.meta.shards[index].name
 
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:
         """Fill `tokens` from token `first` of a shard on."""
@@ -255,7 +260,7 @@ class TokenStore:
                 problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
             elif now.st_nlink == 0:
                 problem = "was removed or replaced since it was opened"
-            elif _version(now) != self._versions[index]:
+            elif file_version(now) != self.versions[index]:
                 problem = "was changed or replaced since it was opened"
         except OSError as error:
             problem, remedy = f"cannot be read ({error.strerror})", _COPY_AGAIN
@@ -265,7 +270,7 @@ class TokenStore:
     def _where(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> str:
         """What messages call the bytes that hold `tokens`, of which the first is token `first` of a shard."""
         start = first * self.itemsize
-        return f"{self._shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
+        return f"{self.shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
 
     @contextlib.contextmanager
     def _shard(self, index: int) -> Iterator[int]:
@@ -274,20 +279,15 @@ class TokenStore:
             descriptor = self._descriptors.get(index)
             keep = descriptor is None and len(self._descriptors) < _OPEN_SHARDS
             if keep:
-                descriptor = self._descriptors[index] = os.open(self._shard_path(index), os.O_RDONLY)
+                descriptor = self._descriptors[index] = os.open(self.shard_path(index), os.O_RDONLY)
         if descriptor is not None:
             yield descriptor
             return
-        descriptor = os.open(self._shard_path(index), os.O_RDONLY)
+        descriptor = os.open(self.shard_path(index), os.O_RDONLY)
         try:
             yield descriptor
         finally:
             os.close(descriptor)
-
-
-def _version(stat: os.stat_result) -> tuple[int, int, int]:
-    """What of a file changes when it is replaced or written to."""
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_vocabulary(store: TokenStore, model_vocab_size: int) -> None:
@@ -387,14 +387,6 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
             problem = "its offsets do not increase"
     if problem:
         raise DataError(path, f"does not fit meta.json: {problem}", _COPY_AGAIN)
+    # Other borders of as many documents fit as well; indices in the cache are found by this digest, too.
+    verify_file(path, meta.doc_offsets_sha256)
     return offsets
-
-
-def _verify_file(path: Path, expected: str) -> None:
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})", _COPY_AGAIN) from error
-    if digest != expected:
-        raise DataError(path, "its contents differ from what was prepared", _COPY_AGAIN)

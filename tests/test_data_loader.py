@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -115,11 +116,15 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
     with path.open("r+b") as file:
         file.seek(2 * (num_tokens - 9))
         file.write(np.arange(100, 109, dtype=np.uint16).tobytes())
-    np.save(tmp_path / "store" / "doc_offsets.npy", np.array([0, num_tokens - 4, num_tokens]))
+    offsets = tmp_path / "store" / "doc_offsets.npy"
+    np.save(offsets, np.array([0, num_tokens - 4, num_tokens]))
+    digest = hashlib.sha256(offsets.read_bytes()).hexdigest()
     meta = json.loads((tmp_path / "store" / "meta.json").read_text())
     shards = [meta["shards"][0] | {"num_tokens": num_tokens}]
     (tmp_path / "store" / "meta.json").write_text(
-        json.dumps(meta | {"num_tokens": num_tokens, "num_documents": 2, "shards": shards})
+        json.dumps(
+            meta | {"num_tokens": num_tokens, "num_documents": 2, "shards": shards, "doc_offsets_sha256": digest}
+        )
     )
     split = {"sp_size": sp_size, "sp_rank": sp_size - 1, "segments": segments, "reset_state_at_document": True}
     batch = loader(TokenStore.open(tmp_path / "store"), seq_len=2**33, **split).batch(0, 0, segments - 1)

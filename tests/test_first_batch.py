@@ -37,6 +37,7 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "right": ([f"data.path={folder}/copy" if rank == 3 else store], None),
         "stale": ([stale if rank == 3 else store], None),
         "borders": ([f"data.path={folder}/borders" if rank == 3 else store], None),
+        "split": ([f"data.path={folder}/split" if rank == 3 else store], None),
         "setting": ([store, *(["optim.lr=0.5", "sp.size=4"] if rank == 1 else [])], None),
         "code": ([store], mock.patch.object(agreement, "_code_version", return_value="old" if rank >= 2 else "new")),
         "variable": ([store], mock.patch.dict("os.environ", {"NCCL_ALGO": "Tree"} if rank == 0 else {})),
@@ -62,6 +63,10 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     # Of the same size, under a meta.json that is up to date.
     (tmp_path / "stale" / shard_name(0)).write_bytes(np.roll(TOKENS, 1).astype(np.uint16).tobytes())
     np.save(tmp_path / "borders" / OFFSETS_FILE, np.array([0, 4100, 9000]))
+    # The same tokens, prepared as other documents.
+    with StoreWriter(tmp_path / "split", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(TOKENS, [4100, 4900])
+        writer.finish("sources")
 
     by_rank = run_distributed(_train_on, 4, str(tmp_path))
     assert all(messages == by_rank[0] for messages in by_rank[:3])
@@ -70,8 +75,10 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert found["stale"].startswith(f"DataError: {tmp_path / 'store'}: ")
     assert "ranks 2 and 3, which share sequences, have different tokens where their shards of [" in found["stale"]
     assert found["stale"].endswith("; copy the token store to all nodes again")
-    assert found["borders"].startswith("ConfigError: documents of store 0=")
-    assert ": rank 3 differs, the others have " in found["borders"]
+    offsets = tmp_path / "borders" / OFFSETS_FILE
+    assert found["borders"].startswith(f"DataError: {offsets}: its contents differ from what was prepared")
+    assert found["split"].startswith("ConfigError: documents of training store 0=")
+    assert ": rank 3 differs, the others have " in found["split"]
     start = "DataError: data: ranks 0 and 1, which share sequences, have different ones in their first batch, ["
     assert found["order"].startswith(start)
     remedy = "; start all ranks with the same command line, code and environment"

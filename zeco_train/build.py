@@ -40,6 +40,7 @@ from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.profiler import StepProfiler, check_profile_ranks
 from zeco_train.recorder import Recorder, check_records
 from zeco_train.run_folder import RunFolder, check_shared, other_model
+from zeco_train.seen_data import SeenData, check_alike, check_seen
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.step import TrainingStep
@@ -147,10 +148,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
         ZecoError: on every rank, the first one's mistake: data, folder, or a run that cannot go on like this.
     """
     data = main_first(mesh, lambda: _open_data(config, mesh))
-    # Nodes may hold different files under the same path.
-    check_same(data.identity() | data.borders(), mesh.world_size, "copy the token store to all nodes again")
-    if config.data.verify:
-        agree(mesh, lambda: data.verify(mesh.rank, mesh.world_size))
+    check_alike(data, mesh.world_size)
     identity = config.identity() | data.identity()
     path = Path(config.run_dir)
     load = config.checkpoint.load
@@ -161,12 +159,15 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     try:
         _check_shared_folder(path, folder, mesh)
         agree(mesh, lambda: check_records(path) if folder else None)
-        agree(mesh, lambda: _begin(folder, data, config, arguments, mesh) if folder else None)
+        seen = check_seen(data, config.data, path, folder is not None and folder.has_begun, mesh)
+        agree(mesh, lambda: _begin(folder, data, seen, config, arguments, mesh) if folder else None)
         log = agree(mesh, lambda: setup_logging(path, mesh.rank))
     except BaseException:
         if folder is not None:
             folder.release()
         raise
+    for level, message in seen.messages:
+        logger.log(level, "%s", message)
     if folder is not None:
         _warn(config, data, folder)
     return OpenedRun(data, path, folder, log)
@@ -187,8 +188,12 @@ def _check_load(load: str, config: Config) -> None:
         stored_dtype(path, config.model)
 
 
-def _begin(folder: RunFolder, data: OpenedData, config: Config, arguments: list[str], mesh: ProcessMesh) -> None:
+def _begin(
+    folder: RunFolder, data: OpenedData, seen: SeenData, config: Config, arguments: list[str], mesh: ProcessMesh
+) -> None:
     folder.begin(to_plain(resolve(config, mesh)), arguments)
+    if data.stores():
+        seen.record.write(folder.path)
     folder.keep_tokenizer(data.tokenizer_files())
 
 

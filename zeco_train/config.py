@@ -212,7 +212,10 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("data.synthetic", "data=synthetic", lambda config: config.data.kind is DataKind.synthetic),
     *(
         (f"data.{name}", "data=embedded, tokens or mixture", lambda config: config.data.kind is not DataKind.synthetic)
-        for name in ("shuffle", "min_document_tokens", "reset_state_at_document", "verify", "cache_dir")
+        for name in (
+            *("shuffle", "min_document_tokens", "reset_state_at_document"),
+            *("verify", "verify_changed", "cache_dir"),
+        )
     ),
     ("sp.all_scan", "sp=zeco", lambda config: config.sp.backend is Backend.zeco),
     (

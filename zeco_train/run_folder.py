@@ -55,6 +55,7 @@ class RunFolder:
 
     Attributes:
         mark: random text, by which other ranks recognise the folder (see `check_shared`).
+        has_begun: whether an earlier start has made the folder a run's.
         lock_problem: why the file system cannot lock, so that a second start would go unnoticed; mostly None.
 
     Raises:
@@ -74,7 +75,8 @@ class RunFolder:
             _check_owner(path)
             self._take()
             try:
-                if (path / IDENTITY_FILE).exists():
+                self.has_begun = (path / IDENTITY_FILE).exists()
+                if self.has_begun:
                     _compare(path, read_identity(path), identity)
                 self._write_mark(self.mark)
             except BaseException:

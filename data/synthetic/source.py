@@ -150,9 +150,6 @@ class OpenedSynthetic(OpenedData):
         folder = Path(self.train[0].config.tokenizer)
         return folder if folder.is_dir() else None
 
-    def verify(self, rank: int, world_size: int) -> None:
-        """There are no files."""
-
 
 def open_synthetic(config: DataConfig, *, vocab_size: int, validate: bool) -> OpenedSynthetic:
     """The task of a configuration.

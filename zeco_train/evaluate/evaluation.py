@@ -20,7 +20,7 @@ from zeco_train.trained import Trained, load_trained
 
 # Of a run's configuration, what an evaluation reads; all else would be set in vain.
 READ = ("data", "sp", "parallel", "train.dtype", "train.device", "train.segments")
-_NOT_READ = ("data.global_batch", "data.shuffle", "data.verify")
+_NOT_READ = ("data.global_batch", "data.shuffle", "data.verify", "data.verify_changed")
 # What a file of the group `data` is named for.
 _WHICH_TEXT = ("data.kind", "data.path", "data.stores")
 

@@ -1,0 +1,59 @@
+"""Digests of files, and the comparison with those of when they were made."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+from zeco_train.errors import DataError
+
+COPY_AGAIN = "copy the store again or prepare it again"
+# Read and hashed at once.
+_PART_BYTES = 1 << 22
+
+Version = tuple[int, int, int]
+
+
+def file_version(stat: os.stat_result) -> Version:
+    """What of a file changes when it is replaced or written to: inode number, size, modification time in ns."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def verify_file(path: Path, expected: str) -> None:
+    """Read a file whole and compare its sha256 with `expected`.
+
+    Raises:
+        DataError: it cannot be read, or its contents are other ones.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})", COPY_AGAIN) from error
+    if digest != expected:
+        raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
+
+
+def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, None, str]:
+    """The sha256 of a file, for a caller with other things to do meanwhile: yields the bytes of each part once read.
+
+    Args:
+        version: the file's `file_version` until now; it must not change before the end.
+
+    Raises:
+        DataError: the file cannot be read, or was changed.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while part := file.read(_PART_BYTES):
+                digest.update(part)
+                yield len(part)
+            now = file_version(os.fstat(file.fileno()))
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})", COPY_AGAIN) from error
+    if version is not None and now != version:
+        raise DataError(path, "was changed or replaced since it was opened", "leave a store alone while a run uses it")
+    return digest.hexdigest()

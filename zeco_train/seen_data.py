@@ -1,0 +1,363 @@
+"""Are the data of a run still those of its last start?
+
+A run's identity has the digests of meta.json, which say nothing of a file that changes under it, and to hash a terabyte
+at each start would take hours. So `data_seen.json` in the run's folder keeps the size and the modification time that
+each token file had at the last start, and a start compares:
+
+- A file that no start has noted (at a first start, or the first one of a run from before there was a record) is noted
+  and not hashed. `data.verify=true` hashes all files at each start.
+- A file of the noted size and time is taken as unchanged. A change that keeps both (`touch -r`, a decaying disk) is
+  found by `data.verify=true` only.
+- Any other file is hashed once and compared with meta.json. If it is as prepared (a copy), its size and time are noted;
+  if not, the start is refused. With `data.verify_changed=false` it is neither hashed nor noted and the log names it, so
+  a later start without that setting hashes it.
+
+doc_offsets.npy, which decides where documents begin, is compared with meta.json whenever a store is opened, and the
+digests in meta.json with those of the last start.
+
+Nodes may have copies of their own under one path, whose times differ. Files are therefore noted by their digest in
+meta.json, without path and host, with the size and time of every copy. Ranks that see the same files share the hashing;
+ranks of a node with its own copy hash that one. Inode and device numbers are not noted: they change with each mount of
+a network file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from data.config import DataConfig, DataKind
+from data.digests import COPY_AGAIN, hash_in_parts
+from data.display import clock, short_number
+from data.reader import TRAINING, OpenedData
+from data.store import META_FILE, TokenStore
+from zeco_train.agreement import check_same
+from zeco_train.checkpoint_files import write_durably
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.mesh import ProcessMesh, agree
+from zeco_train.small_files import read_json
+
+RECORD_FILE = "data_seen.json"
+_SKIP = "data.verify_changed=false"
+# Ranks meet this often while they hash, so that no rank waits for longer for those with more to read.
+_ROUND_SECONDS = 2.0
+_REPORT_SECONDS = 10.0
+# How much of the hashing a kill can cost.
+_SAVE_SECONDS = 30.0
+# Copies of a file on as many nodes; and of all files together, so that the record stays a small file.
+_MOST_COPIES, _MOST_NOTES = 64, 1_000_000
+_NAMED_FILES = 5
+
+# Size in bytes and modification time in ns of a copy of a file.
+Note = tuple[int, int]
+
+
+@dataclass
+class DataRecord:
+    """What `data_seen.json` holds.
+
+    Attributes:
+        stores: `path` and, from meta.json, the digests `tokens` and `documents` of each store, by `OpenedData.stores`.
+        files: the copies of each token file, newest last, by the digest in meta.json.
+    """
+
+    stores: dict[str, dict[str, str]] = field(default_factory=dict)
+    files: dict[str, list[Note]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> DataRecord:
+        """The record of a run.
+
+        Raises:
+            OSError: it is not there, or cannot be read.
+            ValueError: it is damaged.
+        """
+        match read_json(run_dir / RECORD_FILE):
+            case {"stores": dict(stores), "files": dict(files)}:
+                if all(map(_is_store, stores.values())) and all(map(_is_notes, files.values())):
+                    return cls(stores, {digest: [(size, time) for size, time in files[digest]] for digest in files})
+        raise ValueError("not a record of a run's data")
+
+    def note(self, digest: str, note: Note) -> None:
+        """Add a copy of a file, or make it the newest."""
+        notes = self.files.setdefault(digest, [])
+        if note in notes:
+            notes.remove(note)
+        notes.append(note)
+
+    def write(self, run_dir: Path) -> None:
+        """Have it on disk when this returns. Raises ConfigError where the folder cannot be written."""
+        most = max(1, min(_MOST_COPIES, _MOST_NOTES // max(1, len(self.files))))
+        files = {digest: notes[-most:] for digest, notes in self.files.items()}
+        try:
+            write_durably(run_dir / RECORD_FILE, json.dumps({"stores": self.stores, "files": files}))
+        except OSError as error:
+            problem = f"{RECORD_FILE} cannot be written ({error.strerror}); name another folder"
+            raise ConfigError("run_dir", run_dir, problem) from error
+
+
+def _is_store(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("path", "tokens", "documents"))
+
+
+def _is_notes(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(note, list) and len(note) == 2 and all(type(number) is int for number in note) for note in value
+    )
+
+
+@dataclass(frozen=True)
+class _File:
+    """A token file, as this rank sees it."""
+
+    store: TokenStore
+    index: int
+
+    @property
+    def path(self) -> Path:
+        return self.store.shard_path(self.index)
+
+    @property
+    def digest(self) -> str:
+        return self.store.meta.shards[self.index].sha256
+
+    @property
+    def note(self) -> Note:
+        _, size, modified = self.store.versions[self.index]
+        return size, modified
+
+    def is_noted(self, record: DataRecord) -> bool:
+        return self.note in record.files.get(self.digest, ())
+
+    def is_changed(self, record: DataRecord) -> bool:
+        return self.digest in record.files and not self.is_noted(record)
+
+
+Explain = Callable[[_File], DataError]
+
+
+@dataclass
+class SeenData:
+    """The result of `check_seen` on this rank.
+
+    Attributes:
+        record: on rank 0, that of this start.
+        messages: for the log, with their level.
+    """
+
+    record: DataRecord = field(default_factory=DataRecord)
+    messages: list[tuple[int, str]] = field(default_factory=list)
+
+
+def check_alike(data: OpenedData, world_size: int) -> None:
+    """Check that the stores of all ranks are the same by their meta.json: nodes may have different ones under a path.
+
+    Raises:
+        ConfigError: see `check_same`. Collective.
+    """
+    values = data.identity()
+    for name, store in data.stores().items():
+        values |= {f"tokens of {name}": store.meta.tokens_sha256[:12]}
+        values |= {f"documents of {name}": store.meta.doc_offsets_sha256[:12]}
+    check_same(values, world_size, "copy the token store to all nodes again")
+
+
+def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: bool, mesh: ProcessMesh) -> SeenData:
+    """Compare the data with those of the run's last start, and hash what that asks for. Collective.
+
+    Args:
+        data: of this start.
+        config: of data.
+        run_dir: the run's folder, held by rank 0.
+        has_begun: on rank 0, whether the folder is a run's by an earlier start.
+
+    Raises:
+        DataError: on every rank; names the first file that differs from what was prepared, or a store whose meta.json
+            has other digests than at the last start.
+    """
+    seen = SeenData()
+    if not data.stores():
+        return seen
+    found: list[DataRecord | None] = [_read(run_dir, has_begun, seen) if mesh.is_main else None]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    earlier = found[0]
+    seen.record = DataRecord(dict(earlier.stores), {digest: [*notes] for digest, notes in earlier.files.items()})
+    agree(mesh, lambda: _compare_stores(data.stores(), earlier, config, seen) if mesh.is_main else None)
+
+    stores = {store.path: store for store in data.stores().values()}
+    files = [_File(store, index) for store in stores.values() for index in range(store.num_shards)]
+    sharing = _ranks_with_these(files, mesh)
+    changed = [file for file in files if file.is_changed(earlier)]
+    if changed and not config.verify and not config.verify_changed and mesh.rank == sharing[0]:
+        seen.messages.append((logging.WARNING, f"{_SKIP}: {_list(changed)}, changed since the last start, not checked"))
+    if not config.verify:
+        _note_unhashed([file for file in files if not file.is_changed(earlier)], sharing, seen.record, earlier, mesh)
+    wanted = files if config.verify else changed if config.verify_changed else []
+    own = wanted[sharing.index(mesh.rank) :: len(sharing)]
+    _hash(own, lambda file: _different(file, config, earlier), seen, run_dir if has_begun else None, mesh)
+    return seen
+
+
+def _read(run_dir: Path, has_begun: bool, seen: SeenData) -> DataRecord:
+    """The record of the last start; an empty one where there is none."""
+    path = run_dir / RECORD_FILE
+    try:
+        return DataRecord.read(run_dir)
+    except FileNotFoundError:
+        if has_begun:
+            text = f"{path}: not there yet; the data are noted as they are now, and compared from the next start on"
+            seen.messages.append((logging.INFO, text))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        text = f"{path}: cannot be read ({reason}); the data are noted as they are now, without a comparison"
+        seen.messages.append((logging.WARNING, text))
+    return DataRecord()
+
+
+def _compare_stores(stores: Mapping[str, TokenStore], earlier: DataRecord, config: DataConfig, seen: SeenData) -> None:
+    """Compare the digests in each meta.json with those of the last start, on rank 0."""
+    for name, store in stores.items():
+        now = {
+            "path": str(store.path.resolve()),
+            "tokens": store.meta.tokens_sha256,
+            "documents": store.meta.doc_offsets_sha256,
+        }
+        before = earlier.stores.get(name, now)
+        others = [what for what in ("tokens", "documents") if before[what] != now[what]]
+        # Another validation store is a setting that a start may change, training on another one is another run.
+        if others and (name.startswith(TRAINING) or before["path"] == now["path"]):
+            kinds = " and ".join(others)
+            problem = f"gives other {kinds} than at the run's last start (a store prepared again, or replaced)"
+            if config.verify_changed:
+                remedy = f"bring back the earlier store, or go on with this one by {_SKIP}"
+                raise DataError(store.path / META_FILE, problem, remedy)
+            seen.messages.append((logging.WARNING, f"{_SKIP}: {store.path / META_FILE} {problem}"))
+            continue
+        seen.record.stores[name] = now
+
+
+def _ranks_with_these(files: Sequence[_File], mesh: ProcessMesh) -> list[int]:
+    """The ranks that see the very files that this one sees, which is one of them."""
+    view = [(file.digest, file.store.versions[file.index]) for file in files]
+    views = [""] * mesh.world_size
+    dist.all_gather_object(views, hashlib.sha256(repr(view).encode()).hexdigest())
+    return [rank for rank in range(mesh.world_size) if views[rank] == views[mesh.rank]]
+
+
+def _note_unhashed(
+    files: Sequence[_File], sharing: Sequence[int], record: DataRecord, earlier: DataRecord, mesh: ProcessMesh
+) -> None:
+    """Note, in rank 0's record, files that were not seen before, of all nodes; and those seen again."""
+    if mesh.is_main:
+        for file in files:
+            record.note(file.digest, file.note)
+    # Of each further set of copies one rank reports.
+    own = sharing[0] == mesh.rank and not mesh.is_main
+    news = [(file.digest, file.note) for file in files if own and not file.is_noted(earlier)]
+    everyone: list[list[tuple[str, Note]]] | None = [[]] * mesh.world_size if mesh.is_main else None
+    dist.gather_object(news, everyone, dst=0)
+    for digest, note in (entry for entries in everyone or () for entry in entries):
+        record.note(digest, note)
+
+
+def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path | None, mesh: ProcessMesh) -> None:
+    """Hash files, each rank its share, and note on rank 0 those that are as prepared. Collective.
+
+    Args:
+        own: the share of this rank.
+        run_dir: where to keep the record meanwhile; None if the folder is not a run's yet.
+    """
+    shares: list[tuple[int, int]] = [(0, 0)] * mesh.world_size
+    dist.all_gather_object(shares, (len(own), sum(file.note[0] for file in own)))
+    count, total = (sum(column) for column in zip(*shares, strict=True))
+    if count == 0:
+        return
+    done, error = 0, None
+    started = reported = saved = time.monotonic()
+    for read, notes, error in _rounds(own, explain, mesh):
+        done += read
+        for digest, note in notes if mesh.is_main else ():
+            seen.record.note(digest, note)
+        now = time.monotonic()
+        if mesh.is_main and now - reported >= _REPORT_SECONDS:
+            reported = now
+            left = f"{clock((total - done) / done * (now - started))} left" if done else "nothing read yet"
+            print(f"data: {short_number(done, 'B')} of {short_number(total, 'B')} compared, {left}", flush=True)
+        if mesh.is_main and run_dir is not None and (error is not None or now - saved >= _SAVE_SECONDS):
+            saved = now
+            # A folder that cannot be written is an error once the start writes there for good.
+            with contextlib.suppress(ConfigError):
+                seen.record.write(run_dir)
+    if error is not None:
+        raise error
+    if mesh.is_main:
+        text = f"data: {count} token files ({short_number(total, 'B')}) hashed in {clock(time.monotonic() - started)}"
+        seen.messages.append((logging.INFO, f"{text}; they are as prepared"))
+
+
+def _rounds(
+    own: Sequence[_File], explain: Explain, mesh: ProcessMesh
+) -> Iterator[tuple[int, list[tuple[str, Note]], DataError | None]]:
+    """Hash files on all ranks; yields, of every round and all ranks, the bytes read, the files found to be as
+    prepared, and the first error, which ends it.
+    """
+    found: list[tuple[str, Note]] = []
+    reading = _compare(own, explain, found)
+    nothing: tuple[int, list[tuple[str, Note]], bool, DataError | None] = 0, [], False, None
+    everyone = [nothing] * mesh.world_size
+    while True:
+        read, has_more, error = 0, False, None
+        deadline = time.monotonic() + _ROUND_SECONDS
+        try:
+            for size in reading:
+                read += size
+                if has_more := time.monotonic() >= deadline:
+                    break
+        except DataError as caught:
+            error = caught
+        dist.all_gather_object(everyone, (read, found, has_more, error))
+        found.clear()
+        reads, notes, more, errors = zip(*everyone, strict=True)
+        first = next((error for error in errors if error is not None), None)
+        yield sum(reads), [note for some in notes for note in some], first
+        if first is not None or not any(more):
+            return
+
+
+def _compare(files: Sequence[_File], explain: Explain, found: list[tuple[str, Note]]) -> Iterator[int]:
+    """Read files one after another, and add those that are as prepared to `found`; yields the bytes of each part.
+
+    Raises:
+        DataError: a file differs or cannot be read.
+    """
+    for file in files:
+        digest = yield from hash_in_parts(file.path, file.store.versions[file.index])
+        if digest != file.digest:
+            raise explain(file)
+        found.append((file.digest, file.note))
+
+
+def _different(file: _File, config: DataConfig, earlier: DataRecord) -> DataError:
+    """The error of a file that is not as prepared."""
+    problem, remedy = "its contents differ from what was prepared", COPY_AGAIN
+    if config.kind is DataKind.embedded:
+        remedy = f"remove {file.store.path}, which the next start prepares again"
+    if file.is_changed(earlier):
+        problem = f"changed since the run's last start, and {problem}"
+    if not config.verify:
+        remedy += f", or go on with it as it is by {_SKIP}"
+    return DataError(file.path, problem, remedy)
+
+
+def _list(files: Sequence[_File]) -> str:
+    names = ", ".join(str(file.path) for file in files[:_NAMED_FILES])
+    return names if len(files) <= _NAMED_FILES else f"{names} and {len(files) - _NAMED_FILES} more"
