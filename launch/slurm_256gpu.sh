@@ -19,7 +19,12 @@
 #   CACHE_DIR       of compiled kernels, on each node's own disk; what lies there is run, so the folder must be yours,
 #                   and others must not be able to write there; default /tmp/zeco-cache-UID-RANDOM, by the name that
 #                   ~/.cache/zeco-train keeps for the next job
-#   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, and a port by the job's number
+#   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, and a random port at each start
+#   CLUSTER_INTERFACE    network interface of the cluster's own network, ib0 for example; default: all interfaces
+# Trusted networks only: the connections between ranks (TCPStore, gloo, NCCL) have no authentication, and ranks exchange
+# pickled objects over them, so whoever can connect to them can run code as you. Each start has a random id, port and
+# key. The key signs torchrun's rendezvous, whose state is a pickle, too; it protects nothing else. Where nodes have more
+# than one network, set CLUSTER_INTERFACE: rendezvous, checks, the ranks' store, gloo and NCCL then listen on it only.
 # Stop, saved, for good: scancel JOB. Stop, saved, and start again: scancel --batch --signal=USR1 JOB.
 #SBATCH --job-name=zeco
 #SBATCH --nodes=32
@@ -74,17 +79,26 @@ nodes="${TRAIN_NODES:-$SLURM_JOB_NUM_NODES}"
   fail "TRAIN_NODES=$nodes: must be 1 to $SLURM_JOB_NUM_NODES, the nodes of the job"
 [[ "${CHECKS:=stop}" =~ ^(stop|warn|off)$ ]] || fail "CHECKS=$CHECKS: must be stop, warn or off"
 [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "RESTARTS=$RESTARTS: must be a number"
-[[ "${PORT:=$((20000 + SLURM_JOB_ID % 400 * 100))}" =~ ^[0-9]+$ ]] || fail "PORT=$PORT: must be a number"
+[[ "${PORT:=0}" =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "PORT=$PORT: must be a number"
+# Up to a hundred more, for the starts of a job.
+[ "$PORT" = 0 ] || { [ "$PORT" -ge 1024 ] && [ "$PORT" -le 65400 ]; } || fail "PORT=$PORT: must be 1024 to 65400"
 if [ -z "${PYTHON:-}" ]; then
   PYTHON="$root/.venv/bin/python"
   [ -x "$PYTHON" ] || PYTHON="$(command -v python || command -v python3)" || fail "PYTHON: no python found; name one"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export HEAD_ADDRESS HEAD_PORT RENDEZVOUS_ID RENDEZVOUS_KEY
 # Not in a TMPDIR that this node or job alone has.
 CACHE_DIR="${CACHE_DIR:-$(cd "$root" && env -u TMPDIR "$PYTHON" -m zeco_train.code_cache)}" || exit 2
 export CACHE_DIR
 # How long a launcher waits for its ranks to save after SIGTERM. Slurm's own patience (KillWait, GraceTime) comes on top.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
+
+if [ -n "${CLUSTER_INTERFACE:-}" ]; then
+  export CLUSTER_INTERFACE GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$CLUSTER_INTERFACE}"
+  # Without the sign NCCL takes it for the beginning of names.
+  export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$CLUSTER_INTERFACE}"
+fi
 
 warned="" ended="" step=""
 # A while before the time limit, or a preemption: ranks save and end with a code that says so.
@@ -123,8 +137,17 @@ head_address() {
   for host in "${hosts[@]}"; do
     [[ ",$excluded," = *",$host,"* ]] || break
   done
-  echo "${given_address:-$(scontrol show node "$host" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}"
+  if [ -n "$given_address" ]; then
+    echo "$given_address"
+  elif [ -n "${CLUSTER_INTERFACE:-}" ]; then
+    srun --nodes=1 --ntasks=1 --nodelist="$host" "$PYTHON" "$root/launch/slurm_network.py"
+  else
+    scontrol show node "$host" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'
+  fi
 }
+
+# Random bytes, in hexadecimal.
+random() { od -An -v -tx1 -N"$1" /dev/urandom | tr -d ' \n'; }
 
 check() {
   local report code=0
@@ -145,12 +168,15 @@ for ((attempt = 0; ; attempt++)); do
   output="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt"
   mkdir -p "$output"
   # Attempts of one job meet at different ports: the one before may not have let go of its own.
-  export HEAD_PORT=$((PORT + attempt % 50 * 2))
+  port="$PORT"
+  # Below those that Linux gives to outgoing connections; the next one is for the checks.
+  [ "$port" != 0 ] || port=$((20000 + 0x$(random 2) % 6000 * 2))
+  HEAD_PORT=$((port + attempt % 50 * 2)) RENDEZVOUS_ID="$(random 16)" RENDEZVOUS_KEY="$(random 32)"
   say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}.$attempt: $nodes nodes × $ranks ranks ($SLURM_JOB_NODELIST), $run_dir"
   excluded=""
-  export HEAD_ADDRESS="$(head_address)"
+  HEAD_ADDRESS="$(head_address)" || exit 2
   [ "$CHECKS" = off ] || check
-  export HEAD_ADDRESS="$(head_address)"
+  HEAD_ADDRESS="$(head_address)" || exit 2
   before="$(newest_checkpoint)" code=75
   if [ -z "$warned$ended" ]; then
     code=0

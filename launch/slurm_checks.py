@@ -8,6 +8,7 @@ to be written down beforehand. Exit code 1 on the first node if what is left is 
 from __future__ import annotations
 
 import argparse
+import hmac
 import json
 import os
 import shutil
@@ -24,7 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from launch.slurm_network import own_address, token
 from zeco_train.environment import installation
+from zeco_train.small_files import parse_json
 
 Facts = dict[str, Any]
 
@@ -49,6 +52,8 @@ _COMPARED = (
     ("max SM clock", "clocks.max.sm", False),
 )
 _MEMORY_IN_USE_MIB = 2000.0
+# Of a node's facts, far more than those of 16 GPUs.
+_LONGEST_LINE = 1 << 22
 _MATRIX = 8192
 
 
@@ -222,10 +227,15 @@ def _free(path: Path) -> float | None:
     return shutil.disk_usage(path).free / 1e9 if os.access(path, os.W_OK) else None
 
 
-def gather(port: int, token: str, expected: int, deadline: float) -> dict[str, Facts]:
-    """On the first node: what the others send, with the offset of their clocks."""
+def gather(port: int, token: str, expected: int, deadline: float, address: str = "") -> dict[str, Facts]:
+    """On the first node: what the others send, with the offset of their clocks.
+
+    Args:
+        token: of the job; who sends another one is not heard.
+        address: to listen at; empty for all interfaces.
+    """
     facts: dict[str, Facts] = {}
-    with socket.create_server(("", port), backlog=expected) as server:
+    with socket.create_server((address, port), backlog=expected) as server:
         while len(facts) < expected and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
             try:
@@ -246,9 +256,12 @@ def gather(port: int, token: str, expected: int, deadline: float) -> dict[str, F
 def _receive(connection: socket.socket, token: str) -> Facts | None:
     """A node's facts; its clock is read over the same connection, a few times, and the fastest answer counts."""
     with connection.makefile("rw", encoding="utf-8") as lines:
-        message = json.loads(lines.readline())
-        if message.get("token") != token:
-            return None
+        message = parse_json(lines.readline(_LONGEST_LINE))
+        match message:
+            case {"node": str(), "token": str(given)} if hmac.compare_digest(given.encode(), token.encode()):
+                del message["token"]
+            case _:
+                return None
         answers = []
         for _ in range(5):
             asked = time.time()
@@ -305,12 +318,13 @@ def _collect(options: argparse.Namespace) -> Facts:
         facts = collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
     except Exception as error:  # whatever it is, it is this node's finding
         facts = {"problem": f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"}
-    return facts | {"node": os.environ["SLURMD_NODENAME"], "token": os.environ["SLURM_JOB_ID"]}
+    return facts | {"node": os.environ["SLURMD_NODENAME"], "token": token("checks")}
 
 
 def _judge_job(options: argparse.Namespace, own: Facts, port: int, deadline: float) -> int:
     expected = os.environ["NODE_NAMES"].split()
-    facts = {own["node"]: own} | gather(port, own["token"], len(expected) - 1, deadline)
+    token = own.pop("token")
+    facts = {own["node"]: own} | gather(port, token, len(expected) - 1, deadline, own_address() or "")
     findings = judge(facts, expected, options.gpus)
     for finding in findings:
         print(finding.line, flush=True)

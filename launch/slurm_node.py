@@ -1,9 +1,9 @@
 """torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`
 
-It is torchrun itself, with c10d rendezvous, but for what a batch script needs of it: SIGUSR1 does not end it, compiled
-kernels go to the node's own disk, what a rank prints goes to a file named by its rank in the whole job (rank 0: to
-the job's output), and the exit code says why the ranks ended. srun reports the largest code of all nodes, so the codes
-are in the order of what counts:
+It is torchrun itself, with c10d rendezvous, but for what a batch script needs of it: the rendezvous is signed (see
+slurm_rendezvous.py), SIGUSR1 does not end it, compiled kernels go to the node's own disk, what a rank prints goes to a
+file named by its rank in the whole job (rank 0: to the job's output), and the exit code says why the ranks ended. srun
+reports the largest code of all nodes, so the codes are in the order of what counts:
 
     0     the ranks have finished
     70    a rank failed, or was killed: the run can go on from its last checkpoint
@@ -21,18 +21,21 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from signal import SIGUSR1
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from launch.slurm_network import no_interface, own_address
+from launch.slurm_rendezvous import BACKEND, create_handler
 from zeco_train.code_cache import use_private_caches
 from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
 
@@ -84,16 +87,24 @@ class RankFiles(DefaultLogsSpecs):
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def launch(nodes: int, ranks: int, output: Path, command: list[str]) -> int:
-    """Run the node's ranks to their end; returns the exit code."""
-    node, job = int(os.environ["SLURM_PROCID"]), os.environ["SLURM_JOB_ID"]
+def launch(nodes: int, ranks: int, output: Path, command: list[str], address: str | None = None) -> int:
+    """Run the node's ranks to their end; returns the exit code.
+
+    Args:
+        address: of this node, which the stores are to listen at only.
+    """
+    node = int(os.environ["SLURM_PROCID"])
+    # Ranks have no use for it, and some programs print their environment.
+    key = os.environ.pop("RENDEZVOUS_KEY")
     # Slurm sends it to every process of a step; ranks inherit this, and set handlers of their own.
     signal.signal(SIGUSR1, signal.SIG_IGN)
     console = _redirect_stderr(output / f"node_{node:04d}.log")
     endpoint = f"{os.environ['HEAD_ADDRESS']}:{os.environ['HEAD_PORT']}"
-    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0", "--rdzv-backend=c10d"]
-    arguments += [f"--rdzv-id={job}.{output.name}", f"--rdzv-endpoint={endpoint}"]
+    arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    arguments += [f"--rdzv-backend={BACKEND}", f"--rdzv-id={os.environ['RENDEZVOUS_ID']}"]
+    arguments += [f"--rdzv-endpoint={endpoint}", *([f"--local-addr={address}"] if address is not None else [])]
     arguments += [f"--rdzv-conf=is_host={str(node == 0).lower()},read_timeout=300,join_timeout=600"]
+    rendezvous_handler_registry.register(BACKEND, partial(create_handler, key.encode()))
     config, entrypoint, entry_arguments = config_from_args(get_args_parser().parse_args([*arguments, *command]))
     files = config.logs_specs = RankFiles(output, console)
     try:
@@ -169,7 +180,12 @@ def main() -> int:
     except ConfigError as error:
         print(f"{error.line} (on {os.environ.get('SLURMD_NODENAME')})", file=sys.stderr)
         return FINAL + error.exit_code
-    return launch(options.nodes, options.ranks, options.output, options.command)
+    try:
+        address = own_address()
+    except OSError as error:
+        print(no_interface(error), file=sys.stderr)
+        return FINAL + ConfigError.exit_code
+    return launch(options.nodes, options.ranks, options.output, options.command, address)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,31 @@ def test_a_job_on_gpus_is_not_for_nodes_without() -> None:
     assert judge(facts, NODES, uses_gpus=False) == []
 
 
+@pytest.mark.parametrize(
+    "text", ["[1]", "null", '{"node": 3, "token": "job"}', '{"token": "job"}', '{"node": "x"}', "[" * 100_000, "\xff"]
+)
+def test_what_strangers_send_is_left_out(text: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    deadline = time.monotonic() + 3.0
+    found: list[dict[str, Facts]] = []
+    thread = threading.Thread(target=lambda: found.append(gather(port, "job", 1, deadline)))
+    thread.start()
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1.0) as stranger:
+                stranger.sendall(text.encode("latin-1") + b"\n")
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.recv(1)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    send(("127.0.0.1", port), {"node": "n1", "token": "job"}, deadline)
+    thread.join()
+    assert [*found[0]] == ["n1"]
+    assert "token" not in found[0]["n1"]
+
+
 def test_nodes_report_over_the_network_with_their_clocks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -27,6 +27,7 @@ esac
 # "saved" they leave a new checkpoint first.
 SRUN = """#!/bin/bash
 echo "srun at $HEAD_ADDRESS $*"
+echo "$HEAD_PORT $RENDEZVOUS_ID $RENDEZVOUS_KEY" >>meetings
 bad=($BAD)
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -51,7 +52,7 @@ fi
 def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the script as Slurm would, on three nodes."""
     commands = folder / "bin"
-    commands.mkdir()
+    commands.mkdir(exist_ok=True)
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
@@ -94,6 +95,36 @@ def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
 def test_where_ranks_meet_can_be_said(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", HEAD_ADDRESS="10.0.0.1", CHECKS="off")
     assert steps(job.stdout) == [("10.0.0.1", "2", None)] * 2
+
+
+def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """Nothing about it follows from the job's number, which is the same in both jobs."""
+    for _ in range(2):
+        assert submit(tmp_path, ENDS="failed failed", CHECKS="off").returncode == 0
+        (tmp_path / "starts").unlink()
+    meetings = [line.split() for line in (tmp_path / "meetings").read_text().splitlines()]
+    assert len(meetings) == 6
+    ports, names, keys = zip(*meetings, strict=True)
+    # Six of 6,000 are equal once in 10^16 times.
+    assert len(set(ports)) > 1
+    assert all(20000 <= int(port) < 32200 and int(port) % 2 == 0 for port in ports)
+    assert len({*names, *keys}) == 12
+    assert {len(name) for name in names} == {32}
+    assert {len(key) for key in keys} == {64}
+    submit(tmp_path, ENDS="failed", CHECKS="off", PORT="4000")
+    assert [line.split()[0] for line in (tmp_path / "meetings").read_text().splitlines()[6:]] == ["4000", "4002"]
+
+
+def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: Path) -> None:
+    """The step that asks for the address is the real program, on this machine."""
+    stub = SRUN.replace("bad=(", 'case "$*" in *slurm_network.py) exec "${@: -2}" ;; esac\nbad=(', 1)
+    stub = stub.replace('echo "srun', '[[ "$*" = *slurm_network.py ]] || echo "srun', 1)
+    with mock.patch(f"{__name__}.SRUN", stub):
+        job = submit(tmp_path, BAD="", ENDS="", CLUSTER_INTERFACE="lo", CHECKS="off")
+        assert steps(job.stdout) == [("127.0.0.1", "3", None)]
+        job = submit(tmp_path, BAD="", ENDS="", CLUSTER_INTERFACE="none0", CHECKS="off")
+        line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on this node (No such device)"
+        assert (job.returncode, job.stderr.strip(), steps(job.stdout)) == (2, line, [])
 
 
 def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> None:
@@ -163,6 +194,8 @@ def test_a_cache_that_cannot_be_made_ends_the_job(
     ("name", "value", "line"),
     [
         ("PORT", "ssh", "error: PORT=ssh: must be a number"),
+        ("PORT", "99999", "error: PORT=99999: must be 1024 to 65400"),
+        ("PORT", "08", "error: PORT=08: must be a number"),
         ("TRAIN_NODES", "4", "error: TRAIN_NODES=4: must be 1 to 3, the nodes of the job"),
         ("CHECKS", "no", "error: CHECKS=no: must be stop, warn or off"),
     ],

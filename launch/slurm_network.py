@@ -1,0 +1,81 @@
+"""Where the processes of a Slurm job listen, and how they recognise each other.
+
+The batch script makes RENDEZVOUS_KEY anew for each attempt and hands it over in the environment of its steps, which
+only the user and root can read. The key itself never goes over the network.
+
+`python launch/slurm_network.py` prints this node's address on CLUSTER_INTERFACE.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import socket
+import struct
+import sys
+
+_SIOCGIFADDR = 0x8915
+# sizeof(struct ifreq) on 64-bit Linux, its name with the closing NUL, and where the IPv4 address is in it.
+_REQUEST_BYTES, _NAME_BYTES = 40, 16
+_ADDRESS = slice(20, 24)
+MAC_BYTES = 32
+
+
+def own_address() -> str | None:
+    """This node's IPv4 address on CLUSTER_INTERFACE; None where that is not set.
+
+    Raises:
+        OSError: there is no such interface here, or it has no IPv4 address.
+    """
+    name = os.environ.get("CLUSTER_INTERFACE", "")
+    if not name:
+        return None
+    if len(os.fsencode(name)) >= _NAME_BYTES:
+        raise OSError(f"longer than {_NAME_BYTES - 1} bytes")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack(f"{_REQUEST_BYTES}s", os.fsencode(name))
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+    return socket.inet_ntoa(answer[_ADDRESS])
+
+
+def no_interface(error: OSError) -> str:
+    """The line for the user about an error of `own_address`."""
+    name, place = os.environ.get("CLUSTER_INTERFACE"), os.environ.get("SLURMD_NODENAME", "this node")
+    return f"error: CLUSTER_INTERFACE={name}: no interface with an IPv4 address on {place} ({error.strerror or error})"
+
+
+def bound_socket(address: str, port: int) -> socket.socket:
+    """A socket that is bound to `address` only; port 0 takes a free one. Raises OSError."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def sign(key: bytes, message: bytes) -> bytes:
+    """[MAC_BYTES] HMAC-SHA256 of a message."""
+    return hmac.digest(key, message, "sha256")
+
+
+def token(purpose: str) -> str:
+    """Shows a peer, for one purpose, that this process has RENDEZVOUS_KEY."""
+    return sign(os.environ["RENDEZVOUS_KEY"].encode(), purpose.encode()).hex()
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    try:
+        print(own_address() or "")
+    except OSError as error:
+        print(no_interface(error), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
