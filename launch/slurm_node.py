@@ -42,7 +42,7 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFinite
 FAILED, SAVED, FINAL = 70, 75, 100
 _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}
 # Of ranks that say nothing of a cause of their own: they lost a peer, were ended by their launcher, or have saved.
-_CONSEQUENCES = {6, SAVED, -signal.SIGTERM}
+_CONSEQUENCES = {6, SAVED, -signal.SIGTERM, 128 + signal.SIGTERM}
 # Of a cause that one rank tells in a line; the peers of a rank that fails alone end with its code.
 _TOLD = {*_FINAL_CODES, OutOfMemoryError.exit_code}
 _TAIL_LINES = 20

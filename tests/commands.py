@@ -22,6 +22,9 @@ from zeco_train import cli
 from zeco_train.logs import close_logging
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# Seconds that nothing here takes, not even with four busy processes on two cores: it bounds waits for events, and is
+# reached only when a test fails.
+ENOUGH = 240.0
 # A model of one small layer: what a run does matters here, not what it learns.
 SMALL = [
     "model.num_layers=1",
@@ -193,6 +196,13 @@ def is_running(process: int) -> bool:
     """Whether a process exists and is not a zombie."""
     state = _stat(process)
     return state is not None and state[0] != "Z"
+
+
+def is_pending(process: int, number: signal.Signals) -> bool:
+    """Whether a signal has been sent to a process that has not run since."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    pending = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
+    return bool(pending >> number - 1 & 1)
 
 
 def _contents(file: io.BufferedRandom) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.commands import Command
+from tests.commands import ENOUGH, REPOSITORY, Command, is_pending
 from tests.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures
@@ -268,40 +270,42 @@ def test_operator_on_two_ranks(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"operator.png", "operator_tokens.png"}
 
 
+def _start_with_fault(fault: str, folder: Path) -> Command:
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = REPOSITORY / "tests/faulty_bench.py"
+    return Command([*launcher, str(script), "collectives", *SMALL_STATES, f"out={folder}/out"], folder, fault)
+
+
+@pytest.mark.processes
 def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
-    cases = {
-        "raise torch.OutOfMemoryError('Tried to allocate 2 GiB')": (
-            ": a state of 0.03125 MiB: out of memory (Tried to allocate 2 GiB); fewer tokens, heads or MiB need less",
-        ),
-        "os.kill(os.getpid(), signal.SIGKILL)": (
-            "rank 1 no longer answers (killed, stopped or unreachable; last seen in a state of 0.03125 MiB)",
-            "the results so far stand",
-        ),
-    }
+    """The survivor of a lost rank names it even if it is terminated by the launcher before it has noticed."""
     with contextlib.ExitStack() as stack:
-        running = []
-        for number, (fault, parts) in enumerate(cases.items()):
-            script = tmp_path / f"fails_{number}.py"
-            script.write_text(
-                "import os, signal, sys, time, torch\n"
-                "from zeco_train.bench import __main__ as command, collectives\n"
-                "def measure(*args):\n"
-                "    if os.environ['RANK'] == '1':\n"
-                "        time.sleep(1)\n"  # until its heartbeat has said what it does
-                f"        {fault}\n"
-                "    torch.distributed.barrier()\n"
-                "collectives._measure_size = measure\n"
-                "sys.exit(command.main(sys.argv[1:]))\n"
-            )
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            job = Command([*launcher, str(script), "collectives", *SMALL_STATES, f"out={tmp_path}/out"], tmp_path)
-            running.append((stack.enter_context(job), parts))
-        for job, parts in running:
-            outcome = job.wait(60)
+        memory, lost, stopped = (
+            stack.enter_context(_start_with_fault(fault, tmp_path / name))
+            for name, fault in (("memory", "memory"), ("lost", "wait"), ("stopped", "wait"))
+        )
+        for job, name in ((lost, "lost"), (stopped, "stopped")):
+            files = [tmp_path / name / f"measuring_{rank}" for rank in range(2)]
+            job.wait_until(lambda files=files: all(file.exists() for file in files), "measurement", ENOUGH)
+        os.kill(lost.ranks()[0], signal.SIGSTOP)
+        os.kill(lost.ranks()[1], signal.SIGKILL)
+        lost.wait_until(lambda: is_pending(lost.ranks()[0], signal.SIGTERM), "SIGTERM from the launcher", ENOUGH)
+        os.kill(lost.ranks()[0], signal.SIGCONT)
+        stopped.signal(signal.SIGTERM)
+        for job, parts in (
+            (memory, ["a state of 0.03125 MiB: out of memory (Tried to allocate 2 GiB); fewer tokens, heads or MiB"]),
+            (lost, ["rank 1 no longer answers (killed, stopped or unreachable; last seen in a state of 0.03125 MiB)"]),
+        ):
+            outcome = job.wait(ENOUGH)
             assert outcome.code != 0
             assert len(outcome.errors) == 1, outcome
             assert all(part in outcome.errors[0] for part in parts), outcome
             assert "zeco_train/" not in outcome.err, outcome
+        assert "; the results so far stand" in outcome.errors[0]
+        # The launcher itself was told to end: no rank is at fault.
+        outcome = stopped.wait(ENOUGH)
+        assert (outcome.code, outcome.errors) == (1, []), outcome
 
 
 @pytest.mark.gpu

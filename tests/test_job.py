@@ -151,7 +151,7 @@ def test_a_rank_leaves_once_rank_0_has_spoken(
     assert Job(Launch(0, 2, 0), ADVICE).fail(ZecoError("all alike")) == 1
     assert waits == []
     assert Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("all alike")) == 1
-    assert waits == [2.0]
+    assert sum(waits) == 2.0
     assert capsys.readouterr().err == "error: all alike\n"
 
 
@@ -172,6 +172,26 @@ def test_peers_end_with_the_code_of_the_rank_that_failed(
     failing.closing.close()
     assert [peer.exit_code for peer in told] == [code]
     assert "rank 1 failed: " in str(told[0])
+
+
+def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    before = signal.getsignal(signal.SIGTERM)
+    running = Job(Launch(0, 2, 0), ADVICE)
+    try:
+        running.guard(timedelta(seconds=60))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert running.watchdog.is_terminated
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    finally:
+        running.watchdog.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_terminal_that_is_gone_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from zeco_train.watchdog import Watchdog
 @pytest.fixture(autouse=True)
 def moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_PERIOD_SECONDS", 0.02)
-    monkeypatch.setattr(watchdog, "_LISTEN_SECONDS", 0.3)
+    # Fifty periods: threads of a busy machine get their turn in that.
+    monkeypatch.setattr(watchdog, "_LISTEN_SECONDS", 1.0)
 
 
 def test_a_silent_peer_is_named_with_step_and_operation() -> None:
@@ -36,6 +37,20 @@ def test_a_silent_peer_is_named_with_step_and_operation() -> None:
         "rank 0: step 7, micro-batch 2 of 4, all_scan_chain forward: receive of block 0: rank 2 no longer answers"
     )
     assert "rank 1" not in str(error)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_terminated_ranks_tell_a_loss_from_a_stop(lost: bool) -> None:
+    """Rank 0 has got SIGTERM. If rank 1 still answers, the launcher itself was told to end, and nobody is at fault."""
+    store = dist.HashStore()
+    first = Watchdog(Launch(0, 2, 0), store)
+    other = None if lost else Watchdog(Launch(1, 2, 1), store)
+    first.is_terminated = True
+    error = first.diagnose(CommunicationError(0, "start", "terminated by the launcher"))
+    for rank in filter(None, (first, other)):
+        rank.stop()
+    assert error.exit_code == (CommunicationError.exit_code if lost else watchdog.TERMINATED)
+    assert ("rank 1 no longer answers" in str(error)) == lost
 
 
 class CountingStore:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -30,7 +31,7 @@ from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.mesh import Launch, OwnRankError
 from zeco_train.postmortem import Postmortem
 from zeco_train.signals import die_with_launcher
-from zeco_train.watchdog import Watchdog, is_communication_failure, launcher_store
+from zeco_train.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,14 @@ class Job:
         self.watchdog.enter(activity)
 
     def guard(self, timeout: timedelta) -> None:
-        """From now on, end this rank if the next one is silent for longer than `timeout`; see `Watchdog.guard`."""
+        """From now on, end this rank if the next one is silent for longer than `timeout`; see `Watchdog.guard`.
+
+        SIGTERM no longer ends it at once: a launcher sends it to the survivors within 0.1 s of a rank's death, and
+        those that have not yet run by then could not name the rank that is lost.
+        """
+        if self._store is not None:
+            self._process = os.getpid()
+            signal.signal(signal.SIGTERM, self._remember_termination)
         self.watchdog.guard(timeout, self._abandon, self._hear_of_loss)
 
     def keep_evidence(self, log: Path) -> None:
@@ -143,6 +151,15 @@ class Job:
             _leave(128 + number)
         return 128 + number
 
+    def _remember_termination(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            # A plain attribute: what interrupts the main thread must not take locks.
+            self.watchdog.is_terminated = True
+        else:
+            # A forked child of this rank, such as a worker of a pool.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
     def _hear_of_loss(self) -> None:
         """Another rank has given up: write down what this one is doing, unless it ends for a reason of its own."""
         if self._ending.acquire(blocking=False):
@@ -179,8 +196,11 @@ class Job:
             while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.has_spoken():
                 time.sleep(_LOOK_SECONDS)
                 waited += _LOOK_SECONDS
-            # The end of this rank has its launcher end the others, in the middle of a word.
-            time.sleep(_SECONDS_AMONG_RANKS)
+            # The end of this rank has its launcher end the others, in the middle of a word; unless it is at it already.
+            waited = 0.0
+            while waited < _SECONDS_AMONG_RANKS and not self.watchdog.is_terminated:
+                time.sleep(_LOOK_SECONDS)
+                waited += _LOOK_SECONDS
         # Without the launcher's store nobody knows who has spoken, and before the ranks have joined nobody agrees.
         if (not joined and self._store is None) or self.watchdog.may_speak():
             _say(error)
@@ -193,12 +213,15 @@ class Job:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         logger.info("communication failed", exc_info=error)
         self.watchdog.report_loss()
-        self._postmortem.write()
+        if not self.watchdog.is_terminated:
+            self._postmortem.write()
         explained = self.watchdog.diagnose(error)
         logger.info("%s", explained)
         self.watchdog.report_leaving()
-        if self.watchdog.may_speak():
-            _say(explained)
+        if explained.exit_code != TERMINATED:
+            self._postmortem.write()
+            if self.watchdog.may_speak():
+                _say(explained)
         _leave(explained.exit_code)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,9 @@ _GRACE_SECONDS = 6.0
 # For the launcher's store to be reached.
 _STORE_TIMEOUT = timedelta(seconds=10)
 
+# Exit code of ranks that their launcher has ended although none of them was lost, as a shell has it.
+TERMINATED = 128 + signal.SIGTERM
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +51,7 @@ class _Finding:
     """Attributes:
     culprits: the ranks at fault, and why; empty if all are alive.
     places: what ranks were doing.
-    exit_code: of all that end for this.
+    exit_code: of all that end for this; `TERMINATED` if the launcher has ended ranks of which none is at fault.
     """
 
     culprits: str
@@ -66,6 +70,7 @@ class Watchdog:
 
     Attributes:
         activity: what this rank is doing now, see `enter`.
+        is_terminated: set once this rank has got SIGTERM, for `guard` to act on.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Watchdog:
     ) -> None:
         self._launch, self._store, self._remedy, self._timeout_key = launch, store, remedy, timeout_key
         self.activity = "start"
+        self.is_terminated = False
         self._stop = threading.Event()
         # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
         self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -92,7 +98,8 @@ class Watchdog:
         """Watch the next rank from now on: once it is silent for longer than `timeout`, call `abandon` from a thread.
 
         Communication that is bounded by `timeout` fails earlier, and on its own. If another rank has given up,
-        `on_loss` is called at once, and `abandon` after a moment.
+        `on_loss` is called at once, and `abandon` after a moment. `abandon` is also called after SIGTERM, by which a
+        launcher ends the survivors of a lost rank, and all ranks if it has been terminated itself.
         """
         if self._store is not None:
             limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
@@ -193,6 +200,8 @@ class Watchdog:
         places = {self._launch.rank: self.activity} | {r: after[r][1] for r in others if r not in left}
         # Of the first one that failed.
         exit_code = next((code for _, code in failed.values()), CommunicationError.exit_code)
+        if self.is_terminated and not culprits:
+            exit_code = TERMINATED
         return _Finding("; ".join(culprits), _where(places), exit_code)
 
     def _beat(self) -> None:
@@ -218,11 +227,15 @@ class Watchdog:
         neighbour = (self._launch.rank + 1) % self._launch.world_size
         last, since = "", time.monotonic()
         while not self._stop.wait(_WATCH_SECONDS):
+            if self.is_terminated:
+                abandon(CommunicationError(self._launch.rank, self.activity, "terminated by the launcher"))
+                return
             try:
                 lost = self._words("lost")
                 count, _ = self._heartbeats(store, [neighbour])[neighbour]
             except (dist.DistError, RuntimeError):
-                return
+                # The store's node is gone. Communication will fail, or the launcher terminate this rank.
+                continue
             if lost:
                 on_loss()
                 problem = f"rank {next(iter(lost))} has given up"
