@@ -144,7 +144,7 @@ class Command:
         for process in (self._process.pid, *self.ranks().values()):
             os.kill(process, signal.SIGUSR1)
 
-    def wait(self, timeout: float) -> Outcome:
+    def wait(self, timeout: float = ENOUGH) -> Outcome:
         """Wait for the end.
 
         Raises:
@@ -153,7 +153,7 @@ class Command:
         self.wait_until(lambda: self._process.poll() is not None, "end", timeout)
         return Outcome(self._process.returncode, self.out, self.err)
 
-    def wait_until(self, condition: Callable[[], object], what: str, timeout: float) -> float:
+    def wait_until(self, condition: Callable[[], object], what: str, timeout: float = ENOUGH) -> float:
         """Wait for something that the command does; returns how many seconds that took."""
         started = time.monotonic()
         while not condition():

@@ -35,7 +35,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: object,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     backend: str = "gloo",
     may_die: Collection[int] = (),
     fresh: bool = False,
@@ -116,7 +116,7 @@ def _collect(
             if trace is not None:
                 failures.append((moment, rank, trace))
                 # One rank's failure fails its peers a moment later: give an earlier cause time to arrive.
-                deadline = min(deadline, time.monotonic() + 0.5)
+                deadline = min(deadline, time.monotonic() + 2.0)
     if failures:
         _, rank, trace = min(failures)
         raise RankError(f"rank {rank} of {len(ranks)}: {trace}")

@@ -18,6 +18,8 @@ from tests.test_collectives import Pairs, check
 from zeco_train.collectives import Courier, PendingScan, ScanRequest
 from zeco_train.errors import CommunicationError, ConfigError
 
+pytestmark = pytest.mark.numeric
+
 ALGORITHMS = ("two_shot", "chain")
 # [B, H, K, V]: odd, of several tiles a rank, and fewer tiles than ranks.
 SHAPES = ((2, 3, 5, 7), (1, 4, 8, 16), (1, 1, 3, 1))
@@ -116,8 +118,11 @@ def refused_capture(algorithm: str) -> None:
 
 
 def missing_peer(rank: int, algorithm: str) -> None:
-    """Rank 0 leaves out a scan: rank 1 gets NaN, names it, and takes no further scan."""
-    lane = Lane(reverse=False, timeout=timedelta(seconds=1))
+    """Rank 0 leaves out a scan: rank 1 gets NaN, names it, and takes no further scan.
+
+    The bound of a wait leaves room for the scan before, which the interpreter computes.
+    """
+    lane = Lane(reverse=False, timeout=timedelta(seconds=5))
     state, log_decay = torch.ones(1, 2, 5, 7), torch.zeros(1, 2, 5)
     dist.barrier()
     incoming = lane.launch(algorithm, state, log_decay).wait()
@@ -133,9 +138,10 @@ def missing_peer(rank: int, algorithm: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_kernels_in_the_interpreter(world_size: int) -> None:
-    run_distributed(suite, world_size, timeout=240.0, fresh=True)
+    run_distributed(suite, world_size, fresh=True)
 
 
 def fallbacks(rank: int, world_size: int) -> None:
@@ -194,10 +200,12 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)
 
 
+@pytest.mark.processes
 def test_fallbacks_are_said_once() -> None:
     run_distributed(fallbacks_are_said_once, 2)
 
 
+@pytest.mark.processes
 def test_transport_that_the_ranks_cannot_use() -> None:
     run_distributed(fallbacks, 2)
 

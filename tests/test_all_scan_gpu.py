@@ -270,11 +270,12 @@ def suite(rank: int, world_size: int) -> str:
     return ""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 4, 3])
 def test_one_kernel_scans(world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    problem = run_distributed(suite, world_size, timeout=240.0, backend="cpu:gloo,cuda:nccl")[0]
+    problem = run_distributed(suite, world_size, backend="cpu:gloo,cuda:nccl")[0]
     if problem:
         pairs = itertools.permutations(range(world_size), 2)
         if all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):

@@ -14,6 +14,8 @@ from tests.commands import check_line, run_here
 from zeco_train.bench import __main__ as command
 from zeco_train.generate.decode import Decoder
 
+pytestmark = pytest.mark.numeric
+
 TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "dtype=fp64", "device=cpu", "check_tokens=80"]
 QUICK = [*TINY, "contexts=[70,200]", "batches=[1,3]", "steps=4", "warmup=1", "prefill_tokens=64"]
 

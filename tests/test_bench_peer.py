@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,6 +23,8 @@ from zeco_train.mesh import Launch
 from zeco_train.optim import build_optimizer
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
+
+pytestmark = pytest.mark.numeric
 
 # A model of two small layers.
 

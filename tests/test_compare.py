@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data.config import check_batch, check_seq_len
-from tests.commands import REPOSITORY, SMALL, Outcome, check_line
+from tests.commands import ENOUGH, REPOSITORY, SMALL, Outcome, check_line
 from zeco_train.compare import main
 from zeco_train.config import load_config
 from zeco_train.mesh import resolve_sp_size
@@ -100,10 +100,11 @@ def compare_backends(folder: Path, *overrides: str, **environment: str) -> subpr
         env={**os.environ, **settings, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=ENOUGH,
     )
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_backends_give_the_same_curve(tmp_path: Path) -> None:
     overrides = ["train.steps=2", "train.dtype=fp64"]
@@ -118,12 +119,14 @@ def test_backends_give_the_same_curve(tmp_path: Path) -> None:
     assert compare_backends(tmp_path, *overrides, BACKENDS="dp", MAX_DIFFERENCE="0").returncode == 0
 
 
+@pytest.mark.processes
 def test_what_the_script_sets_is_refused(tmp_path: Path) -> None:
     run = compare_backends(tmp_path, "sp=zeco")
     assert run.returncode != 0
     assert run.stderr.startswith("error: sp: set by this script")
 
 
+@pytest.mark.processes
 def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
     kept = tmp_path / "dp" / "checkpoints" / "step_00000001"
     kept.mkdir(parents=True)
@@ -133,6 +136,7 @@ def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
     assert kept.exists()
 
 
+@pytest.mark.processes
 def test_packages_that_are_not_there_are_named(tmp_path: Path) -> None:
     # A python of that name that has none of them.
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")

@@ -32,6 +32,8 @@ from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.handles import handle_of
 
+pytestmark = pytest.mark.numeric
+
 # Norms and products that are written out for eager mode are left to autograd here: measured 3e-15 for gradients and
 # 5e-15 for parameters.
 TOLERANCE = 1e-12
@@ -122,7 +124,7 @@ def _two_ranks(rank: int, world_size: int, store: str) -> None:
 
 
 def test_compiled_blocks_of_sharded_parameters(store: Path) -> None:
-    run_distributed(_two_ranks, 2, str(store), timeout=200)
+    run_distributed(_two_ranks, 2, str(store))
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ def test_the_charts_own_fields() -> None:
     assert chart_name() == chart_name()
 
 
+@pytest.mark.processes
 def test_offline_with_benchmarks(tmp_path: Path) -> None:
     out, folder = tmp_path / "dashboard.json", tmp_path / "bench"
     arguments = ["--offline", str(out), "--bench", str(MODEL_RESULTS), "--bench-dir", str(folder)]
@@ -117,6 +118,7 @@ def test_offline_with_benchmarks(tmp_path: Path) -> None:
     assert shown["comm_exposed_share"] == pytest.approx(row["exposed_ms"] / row["median_ms"])
 
 
+@pytest.mark.processes
 def test_published(tmp_path: Path) -> None:
     with WandbServer() as server:
         done = run_python([COMMAND, "--project", "p", "--entity", "me"], tmp_path, **server.environment(tmp_path))
@@ -142,6 +144,7 @@ def test_a_chart_that_is_there_already_is_the_same_one() -> None:
         create_chart(Api(), "me")
 
 
+@pytest.mark.processes
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(COMMAND)["main"]
     (tmp_path / "x.json").mkdir()

@@ -87,6 +87,7 @@ def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
     assert not [folder for folder in (tmp_path / "cache").iterdir() if not is_store(folder)]
 
 
+@pytest.mark.processes
 def test_two_processes_prepare_the_embedded_corpus_at_once(library: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from data.corpora import prepare_embedded, standard_library_documents\n"

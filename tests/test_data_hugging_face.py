@@ -179,6 +179,7 @@ def test_a_file_that_breaks_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

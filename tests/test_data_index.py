@@ -16,6 +16,7 @@ from data.documents import Documents
 from data.permutation import Permutation
 from data.store import TokenStore
 from data.store_writer import StoreWriter
+from tests.commands import ENOUGH
 from zeco_train.errors import DataError
 
 # Several blocks of 128 places, the last one not full.
@@ -96,12 +97,13 @@ def _make_one(path: str, folder: str, barrier: multiprocessing.synchronize.Barri
         write(*arguments)  # type: ignore[arg-type]
 
     index._write = counted  # type: ignore[assignment]
-    barrier.wait(60)
+    barrier.wait(ENOUGH)
     documents = Documents(TokenStore.open(path), 0, Path(folder), smallest_cached=0)
     documents.stream(Permutation(documents.num_documents, 0, 0, "documents"))
     Path(folder, f"made-{os.getpid()}").write_text(str(count))
 
 
+@pytest.mark.processes
 def test_one_process_of_many_makes_it(store: TokenStore, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)

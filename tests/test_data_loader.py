@@ -33,6 +33,7 @@ from data.documents import Documents, shard_cu_seqlens
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.permutation import Permutation
 from data.store import PREPARE_HINT, TokenStore, shard_name
+from tests.commands import ENOUGH
 from tests.stores import write_numbered_store
 from zeco_train.errors import ConfigError, DataError
 
@@ -244,6 +245,7 @@ def test_prefetching_gives_the_same_batches(store: TokenStore) -> None:
         ahead.next()
 
 
+@pytest.mark.processes
 def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store)
     read: list[int] = []
@@ -258,7 +260,7 @@ def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: 
     monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0, ahead=1)
     ahead.next()
-    assert second.wait(10)  # given, waiting in the queue, and read but without a place in it
+    assert second.wait(ENOUGH)  # given, waiting in the queue, and read but without a place in it
     ahead._thread.join(0.3)  # time to read more than that
     assert len(read) == 3
     ahead.close()
@@ -385,6 +387,7 @@ def test_embedded_corpus(tmp_path: Path) -> None:
     assert b"import" in bytes((first[first >= 3] - 3).tolist())
 
 
+@pytest.mark.processes
 def test_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zeco_train.bench.loader", "--tokens", "65536", "--sp", "2"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

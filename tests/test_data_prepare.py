@@ -19,6 +19,7 @@ from pyarrow import parquet
 from data.prepare import PrepareOptions, main, prepare_store
 from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
+from tests.commands import ENOUGH
 from tests.stores import documents, write_lines
 from zeco_train.errors import DataError
 
@@ -180,12 +181,13 @@ def children(pid: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + ENOUGH
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "code", "overwrite"),
     [
@@ -225,7 +227,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
         else:
             process.send_signal(number)
         process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=ENOUGH)
     assert process.returncode == code
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), f"{workers} are still there")
     # After SIGKILL Python's own resource tracker may speak; nothing of ours can.
@@ -244,6 +246,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
     assert [path.name for path in place.iterdir()] == ["store"]
 
 
+@pytest.mark.processes
 def test_starts_without_torch_and_transformers() -> None:
     code = "import sys, data.prepare; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

@@ -20,6 +20,7 @@ from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
 from data.store import TokenStore, read_meta
 from data.store_writer import StoreWriter
+from tests.commands import ENOUGH
 from tests.stores import documents, write_lines
 from zeco_train.errors import DataError
 
@@ -321,6 +322,7 @@ def test_stopped_once_there_are_enough(corpus: Path, tmp_path: Path, monkeypatch
         assert found.meta == prepare_store(some).meta, most
 
 
+@pytest.mark.processes
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """SIGKILL of a real process with its workers, again and again, until one run comes through."""
     corpus = write_corpus(tmp_path / "corpus", 4_000)  # 4 MB, and as much compressed
@@ -340,6 +342,6 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
             killed += 1
         assert killed > 1 or state.exists()
     if not store.exists():  # no kill came after the last rename
-        subprocess.run([*command, str(store)], cwd=REPOSITORY, check=True, timeout=120)
+        subprocess.run([*command, str(store)], cwd=REPOSITORY, check=True, timeout=ENOUGH)
     assert contents(store) == contents(tmp_path / "unbroken")
     TokenStore.open(store).verify()

@@ -15,6 +15,7 @@ from data.config import check_seq_len
 from data.documents import Documents
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
+from tests.commands import ENOUGH
 from tests.stores import write_numbered_store
 from zeco_train.errors import ConfigError, DataError
 
@@ -127,6 +128,7 @@ def test_prefetching_gives_segment_after_segment(store: TokenStore) -> None:
     ahead.close()
 
 
+@pytest.mark.processes
 def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store, segments=6)
     read: list[tuple[int, int, int]] = []
@@ -141,7 +143,7 @@ def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch
     monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0, ahead=6)
     ahead.next()
-    assert enough.wait(10)  # one given, six waiting in the queue, and one read but without a place in it
+    assert enough.wait(ENOUGH)  # one given, six waiting in the queue, and one read but without a place in it
     ahead._thread.join(0.3)  # time to read more than that
     assert read == [*((0, 0, segment) for segment in range(6)), (0, 1, 0), (0, 1, 1)]
     ahead.close()

@@ -82,6 +82,7 @@ def test_reads_go_on_after_short_reads(tmp_path: Path, monkeypatch: pytest.Monke
     np.testing.assert_array_equal(opened.read(10, 90), tokens[10:90])
 
 
+@pytest.mark.processes
 def test_reads_from_many_threads(tmp_path: Path) -> None:
     tokens = write_store(tmp_path / "store", [50_000])
     opened = TokenStore.open(tmp_path / "store")
@@ -278,6 +279,7 @@ def test_atomic_folder_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.processes
 def test_leftovers_are_removed_unless_their_owner_lives(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from data.atomic import atomic_folder\n"

@@ -21,6 +21,8 @@ from zeco_train import export
 from zeco_train.evaluate.command import main
 from zeco_train.metrics import read_metrics
 
+pytestmark = pytest.mark.numeric
+
 __all__ = ["hugging_face"]
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
@@ -263,6 +265,7 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.processes
 @needs_lm_eval
 def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -275,7 +278,7 @@ def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monk
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     split = ["sp=zeco", "sp.size=2", "parallel=zero3", "lm_eval.batch_tokens=32", "--out", str(tmp_path / "two")]
     with Command([*launcher, "-m", "zeco_train.evaluate", str(run), *tasks, *split], REPOSITORY) as command:
-        assert command.wait(240).code == 0, command.err
+        assert command.wait().code == 0, command.err
     one, two = (results(tmp_path / name)["tasks"] for name in ("one", "two"))
     assert set(one["lm_eval"]["metrics"]) == {
         "zeco_choice/acc",

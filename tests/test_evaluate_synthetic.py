@@ -29,6 +29,8 @@ from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 
+pytestmark = pytest.mark.numeric
+
 LENGTH, SHARDS = 96, 6
 # Over the borders of shards at 16, 32, 48, 64 and 80, beside them, and at both ends.
 ANSWERS = [Answer(1, 2), Answer(14, 19), Answer(48, 49), Answer(63, 64), Answer(64, 66), Answer(95, 97)]

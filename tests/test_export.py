@@ -28,6 +28,8 @@ from zeco_train.mesh import Launch
 from zeco_train.parallelize import Strategy
 from zeco_train.trained import find_trained, load_trained
 
+pytestmark = pytest.mark.numeric
+
 __all__ = ["hugging_face"]
 # All that fla's configuration and ours can both say, but for tied embeddings.
 MODEL = [

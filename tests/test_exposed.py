@@ -21,8 +21,10 @@ from zeco_train.sp.registry import Backend, SPConfig, build_scan
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")
-# Of a rank that keeps its peer waiting. What is far from it on either side is noise of a busy machine.
-DELAY = 0.5
+# Of a rank that keeps its peer waiting. A busy machine makes single waits longer, and those for a rank that sleeps
+# shorter: of so many measurements, a rank that waits is judged by the longest, one that does not by the shortest.
+DELAY = 0.3
+REPEATS = 3
 NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
 
 
@@ -45,42 +47,42 @@ def measured(scan: ScanBackend, before: float, between: float = 0.0, **options: 
     return scan.exposed.take()
 
 
-def waits(rank: int, world_size: int) -> dict[str, dict[str, float | None]]:
-    results: dict[str, dict[str, float | None]] = {}
+def waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]]:
+    results: dict[str, dict[str, list[float | None]]] = {}
     scans = build_scans((0, 1))
     for name in NAMES:
         scan = scans[name]._scan
         run_scan(scan, 0.0, 0.0)
         run_scan(scan, 0.0, 0.0, reverse=True)
+        # The second rank waits for the first one's state; and the first one for the second's; the state is there before
+        # it is asked for; and all of them wait for what lies behind the last rank.
+        first, second = (DELAY if rank == 0 else 0.0), (DELAY if rank == 1 else 0.0)
         results[name] = {
-            # The second rank waits for the first one's state.
-            "forward": measured(scan, DELAY if rank == 0 else 0.0),
-            # And the first one for the second's.
-            "reverse": measured(scan, DELAY if rank == 1 else 0.0, reverse=True),
-            # The state is there before it is asked for.
-            "hidden": measured(scan, DELAY if rank == 0 else 0.0, 0.0 if rank == 0 else 2 * DELAY),
-            # All of them wait for what lies behind the last rank.
-            "carry": measured(scan, DELAY if rank == 1 else 0.0, carry=True),
+            "forward": [measured(scan, first) for _ in range(REPEATS)],
+            "reverse": [measured(scan, second, reverse=True) for _ in range(REPEATS)],
+            "hidden": [measured(scan, first, 0.0 if rank == 0 else 2 * DELAY) for _ in range(REPEATS)],
+            "carry": [measured(scan, second, carry=True) for _ in range(REPEATS)],
         }
         run_scan(scan, 0.0, 0.0)
-        results[name]["outside"] = scan.exposed.take()
+        results[name]["outside"] = [scan.exposed.take()]
         scan.drain()
     return results
 
 
+@pytest.mark.processes
 def test_the_rank_that_waits_is_the_one_that_is_measured() -> None:
     first, second = run_distributed(waits, 2)
     for name in NAMES:
-        assert second[name]["forward"] > 0.7 * DELAY, name
-        assert first[name]["reverse"] > 0.7 * DELAY, name
-        assert second[name]["reverse"] < 0.5 * DELAY, name
-        assert first[name]["carry"] > 0.7 * DELAY, name
+        assert max(second[name]["forward"]) > 0.7 * DELAY, name
+        assert max(first[name]["reverse"]) > 0.7 * DELAY, name
+        assert min(second[name]["reverse"]) < 0.5 * DELAY, name
+        assert max(first[name]["carry"]) > 0.7 * DELAY, name
         # lasp1 sends in `finish`, and gloo may keep a sender until it is received from.
         if name != "lasp1":
-            assert first[name]["forward"] < 0.5 * DELAY, name
-            assert first[name]["hidden"] < 0.5 * DELAY, name
-            assert second[name]["hidden"] < 0.5 * DELAY, name
-        assert first[name]["outside"] is None, name
+            assert min(first[name]["forward"]) < 0.5 * DELAY, name
+            assert min(first[name]["hidden"]) < 0.5 * DELAY, name
+            assert min(second[name]["hidden"]) < 0.5 * DELAY, name
+        assert first[name]["outside"] == [None], name
 
 
 def alone(rank: int, world_size: int) -> dict[str, float | None]:
@@ -93,6 +95,7 @@ def alone(rank: int, world_size: int) -> dict[str, float | None]:
     return {name: measured(scan, 0.0, carry=True) for name, scan in scans.items()}
 
 
+@pytest.mark.processes
 def test_one_rank_measures_nothing() -> None:
     assert run_distributed(alone, 1) == [{"dp": None, "zeco": None}]
 
@@ -112,6 +115,7 @@ class SlowScan:
         return STATE
 
 
+@pytest.mark.processes
 def test_all_calls_count_and_are_taken_once() -> None:
     meter = ExposedMeter()
     assert meter.take() is None
@@ -122,11 +126,12 @@ def test_all_calls_count_and_are_taken_once() -> None:
     with meter.measuring():
         scans = [meter.metered(SlowScan(), CPU) for _ in range(2)]
     # Launched inside; that the waits come later changes nothing.
+    began = time.perf_counter()
     for scan in scans:
         assert scan.wait() is STATE
         scan.finish()
         assert scan.carry_out() is STATE
-    assert 2 * 0.09 <= (meter.take() or 0.0) < 2 * 0.09 + 0.1
+    assert 2 * 0.09 <= (meter.take() or 0.0) <= time.perf_counter() - began
     assert meter.take() is None
 
 
@@ -249,6 +254,7 @@ def test_on_a_gpu() -> None:
     assert covered < 1e-4
 
 
+@pytest.mark.processes
 @pytest.mark.gpu
 def test_a_cuda_graph_is_left_alone() -> None:
     meter, device = ExposedMeter(), torch.device("cuda", 0)

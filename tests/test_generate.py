@@ -23,6 +23,8 @@ from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 
+pytestmark = pytest.mark.numeric
+
 CONFIG = GLAConfig(hidden_size=24, num_layers=2, num_heads=3, intermediate_size=20, gate_low_rank_dim=5)
 PROMPTS = ["def main(", "import numpy as np\n" * 5, "é", "", "class A:\n"]
 

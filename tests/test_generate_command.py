@@ -20,6 +20,8 @@ from zeco_train.generate import command
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import ORIGIN_FILE
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,6 +82,7 @@ def test_headings_and_ends(run: Path, tmp_path: Path) -> None:
     assert found.err.startswith("prompts: 4 tokens in ")
 
 
+@pytest.mark.processes
 def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
     """In fp64: a prompt over both ranks, and texts on both; the rank that has none of a batch, too."""
     long = tmp_path / "long.txt"
@@ -101,20 +104,21 @@ def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
     alone = generate(*arguments, "--json", tmp_path / "one.json")
     assert alone.code == 0, alone
     with Command(launcher(2, *arguments, "--json", tmp_path / "two.json", "--batch", "1"), tmp_path) as two:
-        outcome = two.wait(120)
+        outcome = two.wait()
     assert outcome.code == 0, outcome
     assert texts(tmp_path / "two.json") == texts(tmp_path / "one.json")
     assert outcome.out == alone.out
     assert len(texts(tmp_path / "two.json")) == 3
 
 
+@pytest.mark.processes
 def test_interrupted(run: Path, tmp_path: Path) -> None:
     arguments = [run, "--prompt", "a", "--max-tokens", "10000000", "--ignore-eos"]
     program = [sys.executable, "-m", "zeco_train.generate", *map(str, arguments)]
     with Command(program, tmp_path) as command:
-        command.wait_until(lambda: len(command.out) > 20, "text", 60)
+        command.wait_until(lambda: len(command.out) > 20, "text")
         command.signal(signal.SIGINT)
-        outcome = command.wait(30)
+        outcome = command.wait()
     assert outcome.code == 130, outcome
     assert outcome.err.count("\n") == 1
     assert outcome.err.endswith("ended 1 by signal\n")
@@ -179,10 +183,11 @@ def test_printer_keeps_the_order() -> None:
     assert out.getvalue() == "== prompt 1\none\n== prompt 2\ntwo\n== prompt 3\n3\n"
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_ends_it(run: Path, tmp_path: Path) -> None:
     program = f"{sys.executable} -m zeco_train.generate {run} --prompt a --max-tokens 10000000 --ignore-eos"
     script = f"set -o pipefail; {program} | head -c 5 >/dev/null; echo code $?"
     with Command(["bash", "-c", script], tmp_path) as command:
-        outcome = command.wait(60)
+        outcome = command.wait()
     assert outcome.out == "code 141\n"
     assert "Traceback" not in outcome.err

@@ -15,6 +15,8 @@ from zeco_train.ops import naive_gla
 from zeco_train.ops.recurrent import recurrent_step
 from zeco_train.sp.segments import LayerStates
 
+pytestmark = pytest.mark.numeric
+
 
 def operands(dtype: torch.dtype, tokens: int = 30, device: str = "cpu") -> tuple[Tensor, ...]:
     """q, k, v, g of two sequences, with strong and weak decays, and a state before them."""

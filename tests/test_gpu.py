@@ -57,8 +57,8 @@ def _on_gpus(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any
 def test_training_on_gpus_equals_one_cpu(tmp_path: Path, world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    expected = run_distributed(_on_cpu, 1, str(tmp_path / "cpu"), timeout=120)[0]["rows"]
-    runs = run_distributed(_on_gpus, world_size, str(tmp_path / "gpu"), timeout=240, backend=BACKEND)[0]
+    expected = run_distributed(_on_cpu, 1, str(tmp_path / "cpu"))[0]["rows"]
+    runs = run_distributed(_on_gpus, world_size, str(tmp_path / "gpu"), backend=BACKEND)[0]
     for name, run in runs.items():
         if name == "bf16":
             # 8 bits in each activation; the mean over 3,072 tokens is closer than one of them.

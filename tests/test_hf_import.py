@@ -34,6 +34,8 @@ from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import find_trained, load_trained
 
+pytestmark = pytest.mark.numeric
+
 __all__ = ["hugging_face"]
 # The file of fla-hub's 1.3B models of 2024, without what later versions added.
 PUBLISHED: dict[str, Any] = {

@@ -32,15 +32,16 @@ def fail_with(error: BaseException, closed: list[str]) -> int:
     return run_job(command, ADVICE)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["evaluate", "generate", "export"])
 def test_interrupted_while_torch_is_imported(name: str, tmp_path: Path) -> None:
     # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path) as command:
         maps = Path(f"/proc/{command.pid}/maps")
-        command.wait_until(lambda: "libtorch" in maps.read_text(), "import", 60)
+        command.wait_until(lambda: "libtorch" in maps.read_text(), "import")
         command.signal(signal.SIGINT)
-        outcome = command.wait(30)
+        outcome = command.wait()
     # A shell calls that 130.
     assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "")
 

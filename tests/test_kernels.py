@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.commands import ENOUGH
 from tests.distributed import run_distributed
 from tests.kernel_cases import KernelCase, both_passes, kernel_errors, relative_error
 from zeco_train import ops
@@ -25,6 +26,8 @@ from zeco_train.recompute import recomputed
 from zeco_train.sp.autograd import gla_at
 from zeco_train.sp.base import Boundary, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
+
+pytestmark = pytest.mark.numeric
 
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
@@ -68,7 +71,7 @@ def _interpreted(rank: int, world_size: int) -> dict[str, dict[str, float]]:
 def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # It is chosen when Triton is imported, so the kernels run in a process of their own.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for name, errors in run_distributed(_interpreted, 1, timeout=300.0)[0].items():
+    for name, errors in run_distributed(_interpreted, 1)[0].items():
         assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
         assert len(errors) == 8
 
@@ -123,7 +126,7 @@ def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 def test_kernels_fit_gpus_that_are_not_here() -> None:
     """The compiler for GPUs runs anywhere; it refuses what the interpreter takes."""
-    found = run_distributed(_compiled, 1, timeout=300.0)[0]
+    found = run_distributed(_compiled, 1)[0]
     assert set(found) == set(COMPILED)
     for name, (capability, *_) in COMPILED.items():
         assert len(found[name]) == 7
@@ -153,7 +156,7 @@ def _saved(rank: int, world_size: int) -> list[str]:
 def test_saved_tensors_are_those_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler plans with the latter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_saved, 1, timeout=300.0) == [[]]
+    assert run_distributed(_saved, 1) == [[]]
 
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
@@ -207,7 +210,7 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
 
 def test_scores_are_kept_or_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_kept_and_made_again, 1, timeout=300.0) == [[]]
+    assert run_distributed(_kept_and_made_again, 1) == [[]]
 
 
 class Recorder:
@@ -285,11 +288,17 @@ for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.gpu
 def test_first_passes_take_seconds(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "-c", FIRST_PASSES], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", FIRST_PASSES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ENOUGH,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     print(result.stdout)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.commands import REPOSITORY, SMALL
+from tests.commands import ENOUGH, REPOSITORY, SMALL
 from zeco_train.metrics import read_metrics
 
 SETTINGS = [s for s in SMALL if not s.startswith(("data.seq_len", "data.global_batch"))]
@@ -19,7 +20,7 @@ SETTINGS = [s for s in SMALL if not s.startswith(("data.seq_len", "data.global_b
 def extend(run_dir: Path, stages: str, *settings: str) -> subprocess.CompletedProcess[str]:
     names = {"STAGES": stages, "RUN_DIR": str(run_dir), "NPROC": "2", "VENV": "none", "PYTHON": sys.executable}
     command = [str(REPOSITORY / "launch" / "length_extension.sh"), *SETTINGS, *settings]
-    return subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, timeout=2 * ENOUGH)
 
 
 def weights(run: Path, whole: Path) -> dict[str, torch.Tensor]:
@@ -27,6 +28,7 @@ def weights(run: Path, whole: Path) -> dict[str, torch.Tensor]:
     return torch.load(whole)["model"]
 
 
+@pytest.mark.processes
 def test_stages(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     first, second = runs / "stage_1_64", runs / "stage_2_256"
@@ -44,6 +46,7 @@ def test_stages(tmp_path: Path) -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.processes
 def test_mistakes(tmp_path: Path) -> None:
     for stages, setting, part in (
         ("64:8", "seed=1", "STAGES: 64:8: must be SEQ_LEN:GLOBAL_BATCH:STEPS"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.commands import check_line, train_here
+from tests.commands import ENOUGH, check_line, train_here
 from tests.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger
@@ -131,9 +131,10 @@ def run_python(command: list[str], home: Path, **variables: str) -> subprocess.C
     """A command without the W&B account of the machine's user, that writes nothing to the home folder."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     environment |= {"NETRC": str(home / "netrc"), "HOME": str(home), "PYTHONPATH": str(REPOSITORY), **variables}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=ENOUGH)
 
 
+@pytest.mark.processes
 def test_wandb_offline(tmp_path: Path) -> None:
     run_dir, home = tmp_path / "a-run", tmp_path / "home"
     run_dir.mkdir()
@@ -171,6 +172,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
         assert {start["name"] for start in server.started} == {run_id}
 
 
+@pytest.mark.processes
 def test_wandb_online_without_an_account(tmp_path: Path) -> None:
     arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
     done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)

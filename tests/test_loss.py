@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
 
+pytestmark = pytest.mark.numeric
+
 VOCAB, WIDTH = 37, 8
 
 

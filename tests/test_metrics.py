@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands import ENOUGH
 from tests.distributed import run_distributed
 from zeco_train.checkpoint_files import Progress
 from zeco_train.config import load_config, to_plain
@@ -105,6 +106,7 @@ def test_extra_may_not_hide_a_column() -> None:
         metrics(1, extra={"step": 3, "lr": 1.0, "mine": 2}).as_dict()
 
 
+@pytest.mark.processes
 def test_a_killed_writer_loses_no_whole_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = (
@@ -113,7 +115,7 @@ def test_a_killed_writer_loses_no_whole_row(tmp_path: Path) -> None:
         "for step in range(1, 101): writer.write(metrics(step))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=REPOSITORY, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=REPOSITORY, timeout=ENOUGH)
     assert done.returncode == -9
     assert [row["step"] for row in read_metrics(path)] == [*range(1, 101)]
 

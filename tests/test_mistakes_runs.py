@@ -211,6 +211,7 @@ def test_a_damaged_checkpoint(name: str, run: Path, store: Path) -> None:
     assert snapshot(run / "checkpoints") == before
 
 
+@pytest.mark.processes
 def test_without_torchrun(store: Path, tmp_path: Path) -> None:
     """`python train.py` is one rank, from any folder; and its mistakes end the process with their code."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]
@@ -218,14 +219,15 @@ def test_without_torchrun(store: Path, tmp_path: Path) -> None:
         Command([*command, "train.steps=1", "name=alone"], tmp_path) as right,
         Command([*command, "train.stepz=1", "name=wrong"], tmp_path) as wrong,
     ):
-        check_line(wrong.wait(60), CONFIG, "did you mean train.steps?")
-        outcome = right.wait(60)
+        check_line(wrong.wait(), CONFIG, "did you mean train.steps?")
+        outcome = right.wait()
     assert outcome.code == 0, outcome.err
     assert outcome.err == ""
     assert len((tmp_path / "runs" / "alone" / "metrics.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "runs" / "wrong").exists()
 
 
+@pytest.mark.processes
 def test_several_ranks_give_one_line(store: Path, tmp_path: Path) -> None:
     """All ranks see the mistake, alone or by agreement once they have joined; one speaks, and nobody waits.
 
@@ -237,9 +239,9 @@ def test_several_ranks_give_one_line(store: Path, tmp_path: Path) -> None:
         torchrun(2, tmp_path, "run_dir=built", *on(store), "checkpoint.load=missing") as built,
     ):
         outcomes = {
-            "sp.size=3: must divide the world size 2": early.wait(60),
-            f"{tmp_path / 'missing'}: no such token store": joined.wait(60),
-            "checkpoint.load=missing: holds no complete checkpoint": built.wait(60),
+            "sp.size=3: must divide the world size 2": early.wait(),
+            f"{tmp_path / 'missing'}: no such token store": joined.wait(),
+            "checkpoint.load=missing: holds no complete checkpoint": built.wait(),
         }
     for part, outcome in outcomes.items():
         assert outcome.code != 0

@@ -27,6 +27,8 @@ from zeco_train.sp.autograd import Crossing
 from zeco_train.sp.base import Boundary, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
 
+pytestmark = pytest.mark.numeric
+
 # Odd sizes on purpose: no dimension equals another, so that a wrong transposition or reshape cannot pass.
 SMALL = GLAConfig(
     vocab_size=29,
@@ -318,4 +320,7 @@ def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: t
         assert ours.grad is not None, name
         assert theirs.grad is not None, name
         assert ours.grad.dtype == master
-        assert torch.equal(ours.grad.full_tensor(), theirs.grad.to(master)), name
+        # Gathered weights lie elsewhere than a model's own, and a math library may add in another order then: some eps
+        # in each product, as in `test_low_precision_follows_fp64`.
+        error = (ours.grad.full_tensor() - theirs.grad.to(master)).norm() / theirs.grad.norm()
+        assert error <= 8 * torch.finfo(dtype).eps, f"{name} is off by {error:.1e}"

@@ -21,6 +21,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
+pytestmark = pytest.mark.numeric
+
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs" / "model"
 PARAMETERS = {"gla_tiny": 932_096, "gla_125m": 127_255_296, "gla_340m": 341_707_776, "gla_1b": 1_159_766_528}
 WIDTH_RULE = "hidden_size (128) times it must be a multiple of num_heads (4)"

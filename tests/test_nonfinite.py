@@ -21,6 +21,8 @@ from zeco_train.forward import SequenceForward
 from zeco_train.nonfinite import skip_limit
 from zeco_train.step import Numbers, TrainingStep
 
+pytestmark = pytest.mark.numeric
+
 SETTINGS = ["sp=zeco", "sched=constant", "data.seq_len=96", "train.eval_sequences=0", "checkpoint.every=1"]
 GRADIENT, ACTIVATION = "model.layers.0.attn.o_proj.weight", "model.layers.1.attn.o_proj"
 

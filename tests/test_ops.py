@@ -17,6 +17,8 @@ from torch import Tensor
 from zeco_train import ops
 from zeco_train.ops import Documents, naive_gla
 
+pytestmark = pytest.mark.numeric
+
 TOLERANCE = 1e-13
 NAMES = ("o", "dq", "dk", "dv", "dg", "incoming_states", "final_state", "initial_grad")
 

@@ -25,6 +25,8 @@ from zeco_train.parallelize import Strategy
 from zeco_train.sp.dp import LocalScan
 from zeco_train.step import TrainingStep
 
+pytestmark = pytest.mark.numeric
+
 
 def _rates(kind: str, steps: int = 100, **fields: float) -> list[float]:
     schedule = ScheduleConfig(ScheduleKind(kind), **{"warmup_steps": 10, "min_ratio": 0.1, **fields})  # type: ignore[arg-type]

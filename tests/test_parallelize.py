@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from tests.distributed import run_distributed
 from zeco_train.mesh import Launch, init_mesh
 from zeco_train.parallelize import Strategy, begin_micro_batch, global_norm, parallelize
+
+pytestmark = pytest.mark.numeric
 
 
 def _gradients(rank: int, world_size: int) -> dict[str, tuple[bool, bool, float]]:
@@ -45,7 +48,7 @@ def _holds_whole_gradients(model: nn.Module) -> bool:
 
 
 def test_what_a_rank_holds_between_micro_batches() -> None:
-    results = run_distributed(_gradients, 4, timeout=60)
+    results = run_distributed(_gradients, 4)
     expected = {"ddp": (True, False), "zero2": (False, True), "zero3": (False, False), "hsdp": (False, False)}
     norms = []
     for rank in results:
@@ -64,4 +67,4 @@ def _timeouts(rank: int, world_size: int) -> set[float]:
 
 
 def test_every_group_of_the_mesh_has_the_timeout() -> None:
-    assert run_distributed(_timeouts, 4, timeout=60) == [{57.0}] * 4
+    assert run_distributed(_timeouts, 4) == [{57.0}] * 4

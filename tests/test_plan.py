@@ -14,6 +14,7 @@ import pytest
 
 from models.gla_config import num_parameters
 from models.hooks import flops_per_token
+from tests.commands import ENOUGH
 from tests.planning import GLA_1B, command, make, make_case, planned
 from zeco_train.collectives.cost_model import MEASURED, Link
 from zeco_train.config import group_options
@@ -292,6 +293,7 @@ def test_as_json_needs_no_file(tmp_path: Path) -> None:
     assert command("+experiment=gla_tiny_1m", f"json={tmp_path}")[0] == 3
 
 
+@pytest.mark.processes
 def test_starts_nothing_and_needs_few_packages() -> None:
     """A laptop has neither GPUs nor their packages."""
     program = (
@@ -303,6 +305,6 @@ def test_starts_nothing_and_needs_few_packages() -> None:
         "assert not dist.is_initialized()\n"
     )
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=ENOUGH)
     assert done.returncode == 0, done.stderr
     assert "gla_1b: 1,159,766,528 parameters" in done.stdout

@@ -147,7 +147,7 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def real_steps() -> list[list[dict[str, Any]]]:
     """By rank and `STEPS`."""
-    return run_distributed(_step, 4, timeout=300)
+    return run_distributed(_step, 4)
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
 
 @pytest.mark.parametrize(("world_size", "heads", "value_dim"), [(3, 5, 10), (4, 2, 16)])
 def test_bytes_of_scans(world_size: int, heads: int, value_dim: int) -> None:
-    ranks = run_distributed(_scans, world_size, heads, value_dim, timeout=120)
+    ranks = run_distributed(_scans, world_size, heads, value_dim)
     model = [f"model.hidden_size={heads * value_dim}", f"model.num_heads={heads}", f"model.expand_k={8 / value_dim}"]
     case = make_case(*model, f"world_size={world_size}", "data.seq_len=768", "gpu=cpu")
     assert (case.state_bytes, case.config.model.head_k_dim) == (4 * heads * 8 * value_dim, 8)

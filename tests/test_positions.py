@@ -17,6 +17,8 @@ from zeco_train.metrics import LineWriter, read_metrics
 from zeco_train.position_chart import VALIDATION_FILE, plot_validations, position_figure
 from zeco_train.positions import PositionLosses, PositionSums, bucket_edges
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
 def test_scores_are_the_losses_and_predictions_of_the_logits(chunk_tokens: int | None) -> None:

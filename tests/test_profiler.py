@@ -166,6 +166,7 @@ def test_a_full_disk_takes_the_profile_only(tmp_path: Path, caplog: pytest.LogCa
     assert files(tmp_path) == []
 
 
+@pytest.mark.processes
 def test_nothing_is_printed(tmp_path: Path) -> None:
     script = (
         "import sys; from tests.test_profiler import *\n"

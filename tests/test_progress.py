@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ENOUGH
 from tests.test_metrics import REPOSITORY, metrics
 from zeco_train.errors import ConfigError
 from zeco_train.logs import close_logging, setup_logging
@@ -68,6 +69,7 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.processes
 def test_a_closed_pipe_does_not_end_a_run() -> None:
     script = (
         "from tests.test_progress import *\n"
@@ -87,6 +89,7 @@ def test_a_closed_pipe_does_not_end_a_run() -> None:
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.processes
 def test_a_real_terminal_gets_warnings_above_the_bar(tmp_path: Path) -> None:
     script = (
         "import sys; from tests.test_progress import *\n"
@@ -109,7 +112,7 @@ def test_a_real_terminal_gets_warnings_above_the_bar(tmp_path: Path) -> None:
     except OSError:
         pass  # how Linux says that the other end of a terminal is closed
     os.close(controller)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=ENOUGH) == 0
     assert b"\rwarning: watch out\r\n" in shown
     assert b"2/2, loss 5.0000" in shown
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.commands import ENOUGH, REPOSITORY
+
 # The first stage of launch/recall.sh, in smaller batches.
 STAGE = ["data.seq_len=16", "data.global_batch=32", "data.micro_batch=32", "train.steps=350"]
 TASK = ["data.synthetic.facts=2", "data.synthetic.keys=2", "data.synthetic.queries=1"]
@@ -20,9 +21,12 @@ QUIET = ["train.eval_every=0", "train.eval_sequences=0", "checkpoint.every=0"]
 def run_on_two_ranks(*command: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, *command], cwd=REPOSITORY, env=environment, check=True, capture_output=True, timeout=400)
+    subprocess.run(
+        [*launcher, *command], cwd=REPOSITORY, env=environment, check=True, capture_output=True, timeout=4 * ENOUGH
+    )
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_keys_and_questions_on_different_ranks(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path}/run"

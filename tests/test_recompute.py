@@ -20,6 +20,8 @@ from zeco_train.sp.base import Boundary, Place
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.handles import handle_of
 
+pytestmark = pytest.mark.numeric
+
 # What is computed again is computed by the same calls: measured 0, for all of them.
 TOLERANCE = 1e-12
 # A chain of one block is lasp1, and auto is one of the others.
@@ -53,7 +55,7 @@ def _suite(rank: int, world_size: int, store: str) -> set[str]:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_backend_and_strategy_trains_alike(world_size: int, tmp_path: Path) -> None:
     store = write_documents(tmp_path / "store")
-    backends = run_distributed(_suite, world_size, str(store), timeout=300)
+    backends = run_distributed(_suite, world_size, str(store))
     assert backends == [{"dp", *(BACKENDS if world_size > 1 else ())}] * world_size
 
 

@@ -16,6 +16,8 @@ from tests.training import largest_difference, train
 from zeco_train.checkpoint_files import complete_checkpoints
 from zeco_train.errors import CheckpointError
 
+pytestmark = pytest.mark.numeric
+
 SIX_STEPS = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=0", "data.global_batch=4"]
 
 
@@ -59,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[dict[str, Any]]:
-    return run_distributed(_resume_on_the_same_split, 4, str(folder), timeout=300)
+    return run_distributed(_resume_on_the_same_split, 4, str(folder))
 
 
 def test_resume_is_bit_identical(runs: list[dict[str, Any]]) -> None:
@@ -95,7 +97,7 @@ def test_resume_on_another_split(
     shutil.copytree(folder / "fp64", run_dir)
     _forget(run_dir, 2)
     unbroken = runs[0]["half-way"]
-    resumed = run_distributed(_resume_on_another_split, world_size, str(run_dir), overrides, timeout=120)[0]
+    resumed = run_distributed(_resume_on_another_split, world_size, str(run_dir), overrides)[0]
     assert len(resumed["sequence_ids"]) == 4
     for key in ("loss", "grad_norm", "val_loss"):
         # The contract.
@@ -137,7 +139,7 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
 
 
 def test_damaged_checkpoints_stay_and_settings_are_the_configurations(tmp_path: Path) -> None:
-    settings = run_distributed(_meddle, 2, str(tmp_path / "run"), timeout=120)[0]
+    settings = run_distributed(_meddle, 2, str(tmp_path / "run"))[0]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000002", "step_00000004", "step_00000004.damaged"]
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
@@ -161,7 +163,7 @@ def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_keep_and_load_weights(tmp_path: Path) -> None:
-    runs = run_distributed(_keep_and_load, 2, str(tmp_path), timeout=120)[0]
+    runs = run_distributed(_keep_and_load, 2, str(tmp_path))[0]
     names = [path.name for path in complete_checkpoints(tmp_path / "first")]
     assert names == ["step_00000005", "step_00000006"]
     assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", *names]

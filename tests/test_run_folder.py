@@ -52,6 +52,7 @@ def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
     return winners, errors
 
 
+@pytest.mark.processes
 def test_one_of_many_starts_at_once_has_the_folder(tmp_path: Path) -> None:
     expected = "another process is training there; end it first"
     for attempt in range(30):

@@ -11,6 +11,7 @@ import pytest
 from tests.commands import REPOSITORY
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["check_export", "compare_backends", "length_extension", "recall"])
 def test_help(name: str, tmp_path: Path) -> None:
     script = REPOSITORY / "launch" / f"{name}.sh"

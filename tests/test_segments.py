@@ -26,6 +26,8 @@ from zeco_train.parallelize import Strategy
 from zeco_train.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
 
+pytestmark = pytest.mark.numeric
+
 # The contract is 1e-9. Sums are regrouped at other places: measured 5e-16 for losses, 6e-15 for norms and for the
 # gradient of each parameter, and 2e-13 for parameters after two steps of AdamW.
 TOLERANCE = 1e-11
@@ -95,7 +97,7 @@ def reference(store: str) -> dict[bool, Result]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_segments_train_as_the_whole_sequence(world_size: int, store: str, reference: dict[bool, Result]) -> None:
-    errors = run_distributed(_suite, world_size, store, pickle.dumps(reference), timeout=400)
+    errors = run_distributed(_suite, world_size, store, pickle.dumps(reference))
     print(f"{world_size} ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in errors[0].items()))
 
 
@@ -164,7 +166,7 @@ def _stop_and_resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def test_stopped_between_segments_and_resumed(tmp_path: Path) -> None:
     """A step that is stopped has not happened; what follows is the same, bit by bit if it is cut in the same way."""
-    results = run_distributed(_stop_and_resume, 2, str(tmp_path), timeout=200)[0]
+    results = run_distributed(_stop_and_resume, 2, str(tmp_path))[0]
     unbroken = results["unbroken"]
     for stop in STOPS:
         stopped = results[f"stopped {stop}"]

@@ -17,7 +17,10 @@ from tests.commands import REPOSITORY, SMALL, torchrun
 from tests.slurm_cluster import SlurmCluster, why_not
 from zeco_train.metrics import METRICS_FILE, read_metrics
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"needs Slurm: {why_not()}")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(why_not() is not None, reason=f"needs Slurm: {why_not()}"),
+]
 
 SCRIPT = REPOSITORY / "launch" / "slurm_256gpu.sh"
 STEPS = 32

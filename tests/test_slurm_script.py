@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch import slurm_node
-from tests.commands import REPOSITORY
+from tests.commands import ENOUGH, REPOSITORY
 
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
@@ -73,7 +73,7 @@ def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         **variables,
     }
     command = ["bash", str(REPOSITORY / "launch" / "slurm_256gpu.sh"), "--", "train.steps=3"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=ENOUGH)
 
 
 def steps(output: str) -> list[tuple[str, str, str | None]]:
@@ -83,6 +83,7 @@ def steps(output: str) -> list[tuple[str, str, str | None]]:
     return [(*line, match and match[1]) for line, match in zip(lines, excluded, strict=True)]
 
 
+@pytest.mark.processes
 def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
     """The ranks meet on the first node that trains, and each start's checks are for all nodes again."""
     job = submit(tmp_path, TRAIN_NODES="2")
@@ -92,11 +93,13 @@ def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
     assert "starting again from the start, 1 of 3 without a new checkpoint" in job.stdout
 
 
+@pytest.mark.processes
 def test_where_ranks_meet_can_be_said(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", HEAD_ADDRESS="10.0.0.1", CHECKS="off")
     assert steps(job.stdout) == [("10.0.0.1", "2", None)] * 2
 
 
+@pytest.mark.processes
 def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
     """Nothing about it follows from the job's number, which is the same in both jobs."""
     for _ in range(2):
@@ -115,6 +118,7 @@ def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
     assert [line.split()[0] for line in (tmp_path / "meetings").read_text().splitlines()[6:]] == ["4000", "4002"]
 
 
+@pytest.mark.processes
 def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: Path) -> None:
     """The step that asks for the address is the real program, on this machine."""
     stub = SRUN.replace("bad=(", 'case "$*" in *slurm_network.py) exec "${@: -2}" ;; esac\nbad=(', 1)
@@ -127,12 +131,14 @@ def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: P
         assert (job.returncode, job.stderr.strip(), steps(job.stdout)) == (2, line, [])
 
 
+@pytest.mark.processes
 def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
     assert job.returncode == 0, job.stderr
     assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("restarts", "ends", "starts", "code"),
     [
@@ -190,6 +196,7 @@ def test_a_cache_that_cannot_be_made_ends_the_job(
     assert capsys.readouterr().err == f"error: CACHE_DIR=/proc/cache: {problem}\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [

@@ -33,6 +33,8 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
 
+pytestmark = pytest.mark.numeric
+
 # Tokens of each rank: one alone, whole chunks, chunks and a remainder; a short rank first, inside and last.
 LENGTHS = {
     1: ((100,), (1,)),
@@ -71,8 +73,11 @@ def determinism(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> 
     runs = [{name: ordinary_pass(case, scan, rank) for name, scan in scans.items()} for _ in range(2)]
     for name in scans:
         assert_same(runs[0][name], runs[1][name], f"two runs of {name}")
-    # One block is the whole state: both fold the same tensors by the same calls.
-    assert_same(runs[0]["chain/1"], runs[0]["lasp1"], "chain of one block, lasp1")
+    # One block is the whole state: both fold the same tensors. Theirs lie elsewhere and may be strided otherwise, and
+    # a vectorised exp differs from that of a loop's remainder by some eps of 2e-16.
+    for name, tensor in runs[0]["chain/1"].items():
+        error = (tensor - runs[0]["lasp1"][name]).norm()
+        assert error <= 1e-14 * tensor.norm(), f"{name} of a chain of one block and lasp1 differ by {error:.1e}"
 
 
 def precision(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:

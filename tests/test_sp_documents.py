@@ -16,6 +16,8 @@ from tests.sp_reference import Case, Reference, build_scans, check_segments, ord
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
+pytestmark = pytest.mark.numeric
+
 # Subgroups whose ranks are not those of the world.
 GROUPS = ((0,), (2, 3), (1, 2, 3), (0, 1, 2, 3))
 LENGTHS = {1: (120,), 2: (70, 65), 3: (40, 64, 33), 4: (40, 64, 20, 33)}

@@ -27,6 +27,8 @@ from zeco_train.config import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.loss import IGNORE_INDEX
 
+pytestmark = pytest.mark.numeric
+
 TOKENIZER = ByteTokenizer()
 LENGTH = 1024
 

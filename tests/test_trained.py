@@ -22,6 +22,8 @@ from zeco_train.parallelize import Strategy
 from zeco_train.trained import find_trained, load_trained
 from zeco_train.weights import load_weights
 
+pytestmark = pytest.mark.numeric
+
 LAYOUTS = [(Strategy.zero3, Dtype.fp64), (Strategy.ddp, Dtype.fp64), (Strategy.zero2, Dtype.bf16)]
 
 

@@ -15,6 +15,8 @@ from data.prepare import PrepareOptions, prepare_store
 from tests.distributed import run_distributed
 from tests.training import largest_difference, train
 
+pytestmark = pytest.mark.numeric
+
 FP64 = ["train.dtype=fp64", "train.steps=5", "checkpoint.every=0"]
 
 # Splits by world size: name → overrides. Every backend at every sp size, every strategy.
@@ -74,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, d
     """All runs, by world size, rank and name; one spawn for each world size."""
     folder = tmp_path_factory.mktemp("splits")
     store = str(short_documents(folder))
-    return {n: run_distributed(_splits, n, str(folder / str(n)), store, timeout=300) for n in (1, 2, 3, 4)}
+    return {n: run_distributed(_splits, n, str(folder / str(n)), store) for n in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

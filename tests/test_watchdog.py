@@ -16,6 +16,8 @@ from zeco_train.errors import CommunicationError
 from zeco_train.mesh import Launch
 from zeco_train.watchdog import Watchdog
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def moments(monkeypatch: pytest.MonkeyPatch) -> None:
