@@ -17,6 +17,7 @@ from tests.stores import write_lines
 from tests.test_data_prepare import hugging_face
 from zeco_train import export as export_command
 from zeco_train.errors import DataError
+from zeco_train.generate import command as generate_command
 
 __all__ = ["hugging_face"]
 SECRET = "-----BEGIN PRIVATE KEY-----"
@@ -67,6 +68,23 @@ def test_code_beside_a_tokenizer_never_runs(own_store: Path, tmp_path: Path, mon
         load_tokenizer(str(folder))
     assert not marker.exists()
     assert questions == []
+
+
+def test_commands_refuse_a_runs_tokenizer_with_code(own_store: Path, tmp_path: Path) -> None:
+    run, marker = tmp_path / "run", tmp_path / "code_ran"
+    assert _train(own_store, run).code == 0
+    (run / "tokenizer" / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine:\n    pass\n")
+    settings = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine", "eos_token": "</s>"}
+    (run / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    for outcome in (
+        run_here(export_command.main, str(run), str(tmp_path / "out")),
+        run_here(generate_command.main, str(run), "--prompt", "w1", "--max-tokens", "2"),
+    ):
+        assert outcome.code == 3
+        assert len(outcome.errors) == 1
+        assert "the tokenizer needs code of its own, which is never run" in outcome.errors[0]
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "id_rsa", "README.md"])
