@@ -18,13 +18,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from tests.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.logs import close_logging
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Seconds that nothing here takes, not even with four busy processes on two cores: it bounds waits for events, and is
-# reached only when a test fails.
-ENOUGH = 240.0
 # A model of one small layer: what a run does matters here, not what it learns.
 SMALL = [
     "model.num_layers=1",

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.commands import ENOUGH, REPOSITORY, Command, is_pending
+from tests.commands import REPOSITORY, Command, is_pending
 from tests.distributed import run_distributed
+from tests.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures
 from zeco_train.bench.check import WrongResultError, check_results, relative_error

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.commands import ENOUGH
 from tests.distributed import run_distributed
+from tests.waiting import ENOUGH
 from zeco_train.collectives import (
     Courier,
     ScanRequest,

@@ -16,7 +16,7 @@ from data.documents import Documents
 from data.permutation import Permutation
 from data.store import TokenStore
 from data.store_writer import StoreWriter
-from tests.commands import ENOUGH
+from tests.waiting import ENOUGH
 from zeco_train.errors import DataError
 
 # Several blocks of 128 places, the last one not full.

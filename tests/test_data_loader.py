@@ -33,8 +33,8 @@ from data.documents import Documents, shard_cu_seqlens
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.permutation import Permutation
 from data.store import PREPARE_HINT, TokenStore, shard_name
-from tests.commands import ENOUGH
 from tests.stores import write_numbered_store
+from tests.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -19,8 +19,8 @@ from pyarrow import parquet
 from data.prepare import PrepareOptions, main, prepare_store
 from data.store import TokenStore, is_store
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from tests.commands import ENOUGH
 from tests.stores import documents, write_lines
+from tests.waiting import ENOUGH
 from zeco_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -20,8 +20,8 @@ from data.prepare import PrepareOptions, main, prepare_store
 from data.sources import Unit
 from data.store import TokenStore, read_meta
 from data.store_writer import StoreWriter
-from tests.commands import ENOUGH
 from tests.stores import documents, write_lines
+from tests.waiting import ENOUGH
 from zeco_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]

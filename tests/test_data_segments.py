@@ -15,8 +15,8 @@ from data.config import check_seq_len
 from data.documents import Documents
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.store import PREPARE_HINT, TokenStore, shard_name
-from tests.commands import ENOUGH
 from tests.stores import write_numbered_store
+from tests.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
 
 SEQ_LEN = 24

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.commands import ENOUGH
 from tests.distributed import run_distributed
 from tests.kernel_cases import KernelCase, both_passes, kernel_errors, relative_error
+from tests.waiting import ENOUGH
 from zeco_train import ops
 from zeco_train.ops import Documents
 from zeco_train.recompute import recomputed

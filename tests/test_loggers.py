@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.commands import ENOUGH, check_line, train_here
+from tests.commands import check_line, train_here
+from tests.waiting import ENOUGH
 from tests.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger

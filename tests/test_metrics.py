@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import ENOUGH
 from tests.distributed import run_distributed
+from tests.waiting import ENOUGH
 from zeco_train.checkpoint_files import Progress
 from zeco_train.config import load_config, to_plain
 from zeco_train.errors import DataError

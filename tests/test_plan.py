@@ -14,8 +14,8 @@ import pytest
 
 from models.gla_config import num_parameters
 from models.hooks import flops_per_token
-from tests.commands import ENOUGH
 from tests.planning import GLA_1B, command, make, make_case, planned
+from tests.waiting import ENOUGH
 from zeco_train.collectives.cost_model import MEASURED, Link
 from zeco_train.config import group_options
 from zeco_train.errors import ConfigError

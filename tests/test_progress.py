@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ENOUGH
 from tests.test_metrics import REPOSITORY, metrics
+from tests.waiting import ENOUGH
 from zeco_train.errors import ConfigError
 from zeco_train.logs import close_logging, setup_logging
 from zeco_train.progress import ProgressDisplay, compact, summary_line

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ENOUGH, REPOSITORY
+from tests.commands import REPOSITORY
+from tests.waiting import ENOUGH
 
 # The first stage of launch/recall.sh, in smaller batches.
 STAGE = ["data.seq_len=16", "data.global_batch=32", "data.micro_batch=32", "train.steps=350"]

@@ -15,7 +15,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launch import slurm_node
-from tests.commands import ENOUGH, REPOSITORY
+from tests.commands import REPOSITORY
+from tests.waiting import ENOUGH
 
 SCONTROL = """#!/bin/bash
 case "$1 $2" in

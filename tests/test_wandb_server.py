@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ENOUGH, REPOSITORY, SMALL
+from tests.commands import REPOSITORY, SMALL
+from tests.waiting import ENOUGH
 from tests.wandb_server import WandbServer, history
 from zeco_train.metrics import read_metrics
 
