@@ -20,8 +20,8 @@ LARGEST_BYTES = 64 << 20
 DEEPEST = 32
 
 _READ_BYTES = 1 << 20
-# Of 64 bits and a sign. Python refuses to print much longer ones, wherever that may be.
-_MOST_DIGITS = 21
+# A tokenizer's model_max_length has 31. Python refuses to print those of more than 4300 digits, wherever that may be.
+_MOST_DIGITS = 400
 
 
 def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
