@@ -287,7 +287,7 @@ def test_recipes_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (json.dumps({**values, "tokenizer": "bytes", "min_tokens": "many"}), "'many'"),
         (json.dumps({**values, "tokenizer": "bytes", "text_feild": "body"}), "text_feild"),
         ("dataset: [a\n b: c: d", "expected ',' or ']', but got ':'"),
-        ("- dataset", "Cannot merge"),
+        ("- dataset", "not a mapping"),
     ]:
         (tmp_path / "bad.yaml").write_text(text)
         capsys.readouterr()
