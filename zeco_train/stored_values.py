@@ -34,7 +34,7 @@ def read_values(path: Path) -> dict[str, Any]:
         _check_structure(text)
         if _INTERPOLATION in text:
             # OmegaConf would refuse some of them without their key.
-            check_values(yaml.safe_load(text))
+            check_values(yaml.safe_load(io.StringIO(text)))
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -79,7 +79,8 @@ def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _check_structure(text: str) -> None:
     """Refuse what makes a short text long or endless, before anything is made of it."""
     depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    # A stream, for an error in a text quotes it, and the file may be a link to another.
+    for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"has an alias (*{event.anchor}); stored configurations have none")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
