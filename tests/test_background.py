@@ -16,6 +16,8 @@ import torch
 from tests.commands import REPOSITORY
 from zeco_train import background
 from zeco_train.collectives.courier import Courier
+from zeco_train.job import Advice, Job
+from zeco_train.mesh import Launch
 
 _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
 
@@ -65,3 +67,12 @@ def test_a_courier_that_was_stopped_starts_again() -> None:
         courier.submit(ran.set, [], torch.device("cpu"))
         assert background.stop_all() == []
         assert ran.is_set()
+
+
+def test_a_thread_that_comes_too_late_to_end_the_process_ends() -> None:
+    """The watchdog's, when the main thread is ending already: it must not be left for the interpreter's end."""
+    ending = Job(Launch(0, 1, 0), Advice("", "", ""))
+    ending._end_alone()
+    late = background.start(ending._abandon, RuntimeError("late"), name="late")
+    late.join(10)
+    assert not late.is_alive()
