@@ -269,10 +269,7 @@ def test_exports_that_are_refused(
     for arguments, problem in {
         (str(run),): "must be: python -m zeco_train.export RUN OUT [KEY=VALUE ...]",
         (str(run), str(taken)): f"OUT={taken}: exists; name a new folder",
-        (
-            str(run),
-            str(tmp_path / "file" / "out"),
-        ): f"OUT={tmp_path / 'file' / 'out'}: cannot be a folder (",
+        (str(run), str(tmp_path / "file" / "out")): f"out: cannot be written ({tmp_path / 'file'} is a file)",
         (str(exported), out): f"RUN={exported}: is an export already",
         (str(broken), out): "damaged: __0_0.distcp is not what was written (SHA-256)",
         (str(run), out, "dtype=fp16"): "dtype=fp16: must be one of bf16, fp32, fp64 or null",

@@ -290,7 +290,7 @@ def test_keys_of_both_kinds_do_not_meet() -> None:
 def test_as_json_needs_no_file(tmp_path: Path) -> None:
     plan = make("+experiment=gla_tiny_1m")
     assert json.loads(json.dumps(as_json(plan)))["case"]["gpu"] == "cpu"
-    assert command("+experiment=gla_tiny_1m", f"json={tmp_path}")[0] == 3
+    assert command("+experiment=gla_tiny_1m", f"json={tmp_path}")[0] == 2
 
 
 @pytest.mark.processes

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Outcome, check_line, run_here, snapshot, train_here
+from tests.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
 from zeco_train import compare, export, trainer
+from zeco_train.bench import __main__ as bench
 from zeco_train.errors import DataError
 from zeco_train.metrics import METRICS_FILE
 from zeco_train.position_chart import VALIDATION_FILE, plot_validations
@@ -191,6 +192,49 @@ def test_other_records(file: str, values: dict[str, object], problem: str, run: 
     else:
         with pytest.raises(DataError, match="line 1"):
             plot_validations(run)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"median_ms": "fast"}, "row 2: median_ms is 'fast', not a number"),
+        ({"p10_ms": [1]}, "row 2: p10_ms is [1], not a number"),
+        ({"tokens": 0}, "row 2: tokens is 0, not a whole number ≥ 1"),
+        ({"heads": 2.5}, "row 2: heads is 2.5, not a whole number ≥ 1"),
+        ({"runs": HUGE}, "row 2: runs is 1000000"),
+        ({"variant": 3}, "row 2: variant is 3, not text"),
+        ({"p90_ms": None}, "row 2: lacks p90_ms"),
+    ],
+)
+def test_results_of_benchmarks(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+    source = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
+    results = json.loads(source.read_text())
+    results["rows"][1] |= values
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results))
+    for main, arguments in (
+        (report.main, [str(path), "--out", str(tmp_path / "report")]),
+        (bench.main, ["plot", str(path)]),
+    ):
+        check_line(run_here(main, *arguments), DATA, f"{path}: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"case": []}, "case is [], not one of collectives, "),
+        ({"rows": 3}, "rows is 3, not a list"),
+        ({"rows": [3]}, "row 1: 3 is not an object"),
+        ({"world_size": "4"}, "world_size is '4', not a whole number"),
+        ({"environment": None}, "environment is None, not an object"),
+        ({"config": {}}, "config has no strategy"),
+    ],
+)
+def test_results_of_another_form(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    base: dict[str, object] = {"case": "model", "rows": [], "world_size": 1, "environment": {}, "config": {}}
+    path.write_text(json.dumps(base | values))
+    check_line(run_here(bench.main, "plot", str(path)), DATA, f"{path}: {problem}")
 
 
 def test_rows_that_lack_columns(run: Path) -> None:

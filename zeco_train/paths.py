@@ -65,8 +65,11 @@ def check_output_file(field: str, path: str | Path) -> None:
             raise ConfigError(field, path, f"cannot be written ({_denied(place)})")
 
 
-def check_output_folder(field: str, path: str | Path) -> None:
+def check_output_folder(field: str, path: str | Path, remedy: str = "name another folder") -> None:
     """Check, without making it, that a folder exists and can be written into, or can be made with its parents.
+
+    Args:
+        remedy: what a user can do where not.
 
     Raises:
         ConfigError: it cannot.
@@ -77,9 +80,9 @@ def check_output_folder(field: str, path: str | Path) -> None:
         place = place.parent
     if not _is_folder(place):
         problem = "is a link to nothing" if _is_folder(place) is None else "is a file"
-        raise ConfigError(field, path, f"cannot be a folder ({place} {problem})")
+        raise ConfigError(field, path, f"cannot be written ({place} {problem}); {remedy}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(field, path, f"cannot be written ({_denied(place)})")
+        raise ConfigError(field, path, f"cannot be written ({_denied(place)}); {remedy}")
 
 
 def check_outputs(field: str, folder: str | Path, names: Sequence[str]) -> None:

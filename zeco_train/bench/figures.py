@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.bench.report import Row
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.bench.stored import load_results
+from zeco_train.errors import ConfigError
 from zeco_train.plot import BACKEND_COLORS, new_figure, save_figure
-from zeco_train.small_files import read_json
 from zeco_train.starts import length_name
 
 if TYPE_CHECKING:
@@ -267,19 +267,3 @@ def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def load_results(path: Path) -> dict[str, Any]:
-    """A benchmark's results.json.
-
-    Raises:
-        DataError: it is none.
-    """
-    try:
-        result = read_json(path)
-        _ = result["case"], result["rows"], result["world_size"], result["environment"]
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(path, "is no results.json of a benchmark") from error
-    return result

@@ -40,7 +40,7 @@ class ResultsFolder:
         self._results: dict[str, Any] = {**facts, "tasks": {}}
         self.path: Path | None = None
         with self._refused():
-            check_output_folder("--out", self._wanted)
+            check_output_folder("--out", self._wanted, "name a folder with --out")
             if self._is_named and self._wanted.exists():
                 _check_empty(self._wanted)
 

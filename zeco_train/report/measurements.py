@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zeco_train.bench.figures import load_results
+from zeco_train.bench.stored import load_results
 from zeco_train.compare import Run, read_runs
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.metrics import METRICS_FILE

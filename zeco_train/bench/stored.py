@@ -1,0 +1,93 @@
+"""results.json of a benchmark, read back: of this machine or another, by this program or by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from zeco_train.errors import DataError
+
+# Columns of measured rows that pictures and reports cannot do without, by case.
+_NEEDED = {
+    "collectives": ("size_mb", "variant", "mode"),
+    "operator": ("heads", "key_dim", "value_dim", "tokens", "pass", "variant", "mode"),
+    "decode": ("model", "context", "batch", "variant"),
+    "model": ("model", "heads", "tokens", "variant", "p10_ms", "p90_ms", "runs"),
+}
+_TEXTS = ("model", "variant", "mode", "pass", "note")
+_COUNTS = ("heads", "key_dim", "value_dim", "tokens", "context", "batch", "runs")
+_NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
+_LARGEST = 1e100
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """A benchmark's results.json.
+
+    Raises:
+        DataError: it is none; names the row and the column.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(path, "is no results.json of a benchmark") from error
+    if not isinstance(result, dict) or not {"case", "rows", "world_size", "environment"} <= result.keys():
+        raise DataError(path, "is no results.json of a benchmark")
+    if problem := _problem_of(result):
+        raise DataError(path, problem, "measure again, or correct the file")
+    return result
+
+
+def _problem_of(result: dict[str, Any]) -> str | None:
+    if not isinstance(result["case"], str) or result["case"] not in _NEEDED:
+        return f"case is {_shown(result['case'])}, not one of {', '.join(_NEEDED)}"
+    if not _is_count(result["world_size"]):
+        return f"world_size is {_shown(result['world_size'])}, not a whole number ≥ 1"
+    if not isinstance(result["environment"], dict):
+        return f"environment is {_shown(result['environment'])}, not an object"
+    if result["case"] == "model":
+        config = result.get("config")
+        for name, kind in (("strategy", str), ("segments", int), ("dtype", str)):
+            if not isinstance(config, dict) or not isinstance(config.get(name), kind):
+                return f"config has no {name}"
+    if not isinstance(result["rows"], list):
+        return f"rows is {_shown(result['rows'])}, not a list"
+    problems = ((number, _problem_of_row(row, result["case"])) for number, row in enumerate(result["rows"], start=1))
+    return next((f"row {number}: {problem}" for number, problem in problems if problem), None)
+
+
+def _problem_of_row(row: object, case: str) -> str | None:
+    if not isinstance(row, dict):
+        return f"{_shown(row)} is not an object"
+    for name, value in row.items():
+        if value is None:
+            continue
+        if name in _TEXTS and not isinstance(value, str):
+            return f"{name} is {_shown(value)}, not text"
+        if name in _COUNTS and not _is_count(value):
+            return f"{name} is {_shown(value)}, not a whole number ≥ 1"
+        if _NUMBERS.fullmatch(name) and not _is_number(value):
+            return f"{name} is {_shown(value)}, not a number"
+    if row.get("median_ms") and (missing := [name for name in _NEEDED[case] if row.get(name) is None]):
+        return f"lacks {', '.join(missing)}"
+    return None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= 1 << 50
+
+
+def _is_number(value: object) -> bool:
+    if type(value) is int:
+        return abs(value) <= _LARGEST
+    # As results were written, NaN and infinities are numbers.
+    return type(value) is float and (abs(value) <= _LARGEST or not math.isfinite(value))
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
