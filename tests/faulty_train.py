@@ -1,5 +1,7 @@
 """train.py with a fault on one rank: `ZECO_FAULT=NAME:RANK:STEP[:STEP…]`, the steps before which it strikes.
 
+Or `ZECO_FAULT=none:0`. The ranks meet after their imports, so that a short `parallel.timeout_seconds` suffices.
+
 For tests and `tests.fault_table`. Each fault is as real as one process can make it: memory ends because the system
 gives no more, a crash is a signal from the kernel. When it strikes, `fault` appears in the working directory.
 """
@@ -18,6 +20,7 @@ from unittest import mock
 
 import torch
 
+from tests.gate import meet
 from zeco_train import cli
 from zeco_train.signals import StopRequest
 from zeco_train.trainer import Trainer
@@ -93,6 +96,7 @@ _FAULTS = {
 
 def main() -> int:
     """Train, with the fault."""
+    meet()
     if os.environ["RANK"] != _RANK:
         return cli.main(sys.argv[1:])
     if _NAME == "setting":

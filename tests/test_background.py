@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.commands import REPOSITORY
@@ -69,6 +70,8 @@ def test_a_courier_that_was_stopped_starts_again() -> None:
         assert ran.is_set()
 
 
+# pytest takes note of the SystemExit that threading ignores.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_comes_too_late_to_end_the_process_ends() -> None:
     """The watchdog's, when the main thread is ending already: it must not be left for the interpreter's end."""
     ending = Job(Launch(0, 1, 0), Advice("", "", ""))

@@ -20,10 +20,12 @@ from zeco_train.errors import NonFiniteError
 from zeco_train.metrics import read_metrics
 from zeco_train.validation import Validation, ValidationLoss
 
-# Bound of a wait for a peer in these runs. Ranks that start on a busy machine come seconds apart.
+# Bound of a wait for a peer in these runs.
 TIMEOUT = 10.0
 # What it takes to act on a loss: to listen to the others, and to hear of it from a neighbour.
 REACTION = 11.0
+# Ranks that meet before they join, see tests/faulty_train.py.
+NONE = "none:0"
 
 UNSTABLE = ["optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
 ENDLESS = ["train.steps=1000000", f"parallel.timeout_seconds={TIMEOUT}", "checkpoint.keep=0", "run_dir=run"]
@@ -66,7 +68,7 @@ def check_gone(job: Command) -> None:
 
 @pytest.mark.processes
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
-    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3") as job:
+    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 7)
         os.kill(job.ranks()[1], signal.SIGKILL)
         last = steps_done(tmp_path)
@@ -82,7 +84,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
-    with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0") as job:
+    with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
         ranks = dict(job.ranks())
         # The one that holds the folder and the progress bar, and speaks where it can.
@@ -98,7 +100,7 @@ def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_path: Path) -> None:
-    with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96") as job:
+    with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
         ranks = dict(job.ranks())
         os.kill(ranks[3], signal.SIGSTOP)
@@ -126,7 +128,7 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
 def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
     before = 0
     for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
-        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0") as job:
+        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
             wait_for_steps(job, tmp_path, before + 3)
             assert (f"from step {before}" if before else "from the start") in job.out
             if number is signal.SIGUSR1:
@@ -179,7 +181,7 @@ def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
 
 @pytest.mark.processes
 def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
-    with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30") as job:
+    with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30", fault=NONE) as job:
         outcome = job.wait()
     step = steps_done(tmp_path) + 1
     check_named(outcome, f"step {step}: the gradient norm is ", "is the gradient of model.layers.0.", ", on rank 0")
@@ -257,7 +259,7 @@ def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> No
 
 @pytest.mark.processes
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
-    with torchrun(2, tmp_path, *ENDLESS) as job:
+    with torchrun(2, tmp_path, *ENDLESS, fault=NONE) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
         deadline = time.monotonic() + wait_for_steps(job, tmp_path, 1)
         job.signal(signal.SIGKILL)

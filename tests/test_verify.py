@@ -194,6 +194,7 @@ def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None
     script = tmp_path / "hangs.py"
     script.write_text(
         "import os, sys, time\n"
+        "from tests.gate import meet\n"
         "from zeco_train.verify import cases, command\n"
         "run = cases.run_backend\n"
         "def stop(*args):\n"
@@ -201,6 +202,7 @@ def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None
         "        time.sleep(600)\n"
         "    return run(*args)\n"
         "cases.run_backend = stop\n"
+        "meet()\n"
         "sys.exit(command.main(sys.argv[1:]))\n"
     )
     with torchrun(2, tmp_path, [str(script)], *SMALL, "tokens=[20]", "timeout=10", "sp_sizes=[2]") as run:

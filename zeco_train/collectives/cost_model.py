@@ -7,8 +7,8 @@ With α seconds a message, β seconds a byte, S bytes of a state, P ranks and b 
     two_shot    T = 2(α' + (P − 1)α'' + β'S(P − 1)/P)
 
 α and β were measured once, for each way over the wire, and stand below: nothing is measured at run time, so a run that
-goes on later, or elsewhere, chooses as before and adds up states in the same order. (Its bits are the same on
-processors of the same kind: math libraries choose the order within a product by the processor.)
+goes on later, or elsewhere, chooses as before and adds up states in the same order. (Bits are the same on processors of
+one kind: within a product, math libraries choose the order by the processor.)
 
 What `Link.symmetric` has is fitted to lone scans of 2 and 4 GPUs, from launch to wait: beyond 4 ranks it extrapolates.
 Scans back to back in a CUDA graph, where ranks may run ahead of each other, take half of that, and a chain, which then
