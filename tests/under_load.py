@@ -32,8 +32,6 @@ PROCESSORS = (
     {"ATEN_CPU_CAPABILITY": "avx2"},
     {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 )
-# Exit codes of pytest: all passed, some failed.
-_RAN = (0, 1)
 _TAIL_CHARACTERS = 20_000
 
 
@@ -85,8 +83,12 @@ def run_tests(arguments: Sequence[str], environment: dict[str, str], tallies: di
         )
         if done.returncode:
             print(done.stdout[-_TAIL_CHARACTERS:], done.stderr[-_TAIL_CHARACTERS:], sep="\n", flush=True)
-        if done.returncode in _RAN:
+        if report.exists():
             read_report(report, tallies)
+        else:
+            # Killed, or stopped before it had begun.
+            print(f"pytest left no report; it ended with {done.returncode}", flush=True)
+            return False
     return done.returncode == 0
 
 
