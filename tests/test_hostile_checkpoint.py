@@ -265,7 +265,7 @@ def _link(name: str, target: str) -> Callable[[Path], None]:
         (_edit(CHECKSUMS_FILE, **{"__0_0.distcp": "REMOVED"}), "checksums.json has no entry for __0_0.distcp"),
         (_edit(CHECKSUMS_FILE, **{"/dev/zero": {"bytes": 0, "sha256": "0" * 64}}), "'/dev/zero', which is no file"),
         (_edit(CHECKSUMS_FILE, **{"..": {"bytes": 0, "sha256": "0" * 64}}), "'..', which is no file"),
-        (_edit(CHECKSUMS_FILE, y={"bytes": -1, "sha256": "0" * 64}), "no size and SHA-256 of x"),
+        (_edit(CHECKSUMS_FILE, y={"bytes": -1, "sha256": "0" * 64}), "no size and SHA-256 of y"),
         (_edit(CHECKSUMS_FILE, x={"bytes": 1e3, "sha256": "0" * 64}), "no size and SHA-256 of x"),
         (_edit(CHECKSUMS_FILE, x={"bytes": 0, "sha256": 7}), "no size and SHA-256 of x"),
         (_edit(CHECKSUMS_FILE, x=3), "no size and SHA-256 of x"),
