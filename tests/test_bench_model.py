@@ -170,12 +170,13 @@ def test_results_are_drawn_by_model(tmp_path: Path) -> None:
     for gpus in (1, 4):
         rows = [
             {"variant": name, "model": "gla_1b", "heads": heads, "tokens": tokens, "median_ms": 200.0}
-            | {"tokens_per_second_per_gpu": 8e4 / gpus, "ratio": ratio}
+            | {"tokens_per_second_per_gpu": 8e4 / gpus, "ratio": ratio, "p10_ms": 199.0, "p90_ms": 201.0, "runs": 3}
             for name, ratio in (("dp", 1.0), ("zeco", 0.99), ("fla", 0.8), ("fla:no_optimizer", None))
             for tokens in (16_384, 65_536)
             for heads in (16, 32)
         ]
         result = {"case": "model", "world_size": gpus, "environment": {"device": "cuda"}, "rows": rows}
+        result["config"] = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
         files.append(tmp_path / f"{gpus}.json")
         files[-1].write_text(json.dumps(result))
     with mock.patch.object(figures, "_draw_paper") as draw_paper:

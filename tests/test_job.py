@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,8 @@ def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: p
     store = dist.HashStore()
     monkeypatch.setattr(job, "launcher_store", lambda launch: store)
     before = signal.getsignal(signal.SIGTERM)
+    # The watchdog acts within two seconds, and would end this process.
+    monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
     running = Job(Launch(0, 2, 0), ADVICE)
     try:
         running.guard(timedelta(seconds=60))
@@ -186,7 +189,9 @@ def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: p
         assert running.watchdog.is_terminated
         child = os.fork()
         if child == 0:
-            signal.pause()
+            # Not signal.pause, which would sleep on if the signal came right before it.
+            for _ in range(1200):
+                time.sleep(0.05)
             os._exit(0)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
+from zeco_train.small_files import read_json
 
 # Columns of measured rows that pictures and reports cannot do without, by case.
 _NEEDED = {
@@ -30,10 +30,10 @@ def load_results(path: Path) -> dict[str, Any]:
         DataError: it is none; names the row and the column.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(path, "is no results.json of a benchmark") from error
     if not isinstance(result, dict) or not {"case", "rows", "world_size", "environment"} <= result.keys():
         raise DataError(path, "is no results.json of a benchmark")
