@@ -28,8 +28,12 @@ for backend in $backends; do
   folders+=("$folder")
   [ ! -e "$folder/checkpoints" ] || [ "${CHECKPOINTS:-}" = keep ] ||
     fail "RUN_DIR: $folder/checkpoints is there already, and is not this script's to delete; CHECKPOINTS=keep keeps it"
+  # Without its checkpoints, an earlier comparison is made anew.
+  anew=()
+  [ "${CHECKPOINTS:-}" = keep ] || anew=(checkpoint.missing=start_anew)
   echo "== $backend"
-  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 "$@" \
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$nproc" train.py train.log_every=1 \
+    ${anew[@]+"${anew[@]}"} "$@" \
     sp="$sp" ${algorithm:+sp.all_scan.algorithm="$algorithm"} ${transport:+sp.all_scan.transport="$transport"} \
     name="$(basename "$folder")" run_dir="'$folder'"
   [ "${CHECKPOINTS:-}" = keep ] || rm -rf "$folder/checkpoints"
