@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.commands import check_line, snapshot, torchrun, train_here
 from tests.distributed import run_distributed
@@ -191,6 +192,21 @@ def test_a_storage_that_fails_for_a_moment(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert outcome.err.count("trying again in") == 3
     assert names(tmp_path / "run") == ["step_00000001", "step_00000002"]
+
+
+def test_stagers_that_torch_empties_after_use(tmp_path: Path) -> None:
+    """As torch 2.11 does: the second asynchronous save of each run ended it with a KeyError."""
+    stage = DefaultStager._stage
+
+    def once(stager: DefaultStager, *args: Any, **kwargs: Any) -> Any:
+        staged = stage(stager, *args, **kwargs)
+        stager._state_dict_stager.close()
+        return staged
+
+    with mock.patch.object(DefaultStager, "_stage", once), mock.patch.object(checkpoint, "_STAGERS_LAST", False):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=0")
+    assert outcome.code == 0, outcome.err
+    assert len(complete_checkpoints(tmp_path / "run")) == 5
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

@@ -49,6 +49,8 @@ from zeco_train.mesh import ProcessMesh, agree, host_group
 from zeco_train.weights import cause_of, damage_of, load_weights, read_state
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# Torch 2.11 empties a stager once it has been used, so that its second use fails.
+_STAGERS_LAST = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +288,10 @@ class Checkpointer:
         return _Save(progress.step, writer.partial, written, staged, began)
 
     def _get_stager(self) -> DefaultStager:
-        """Copies to host memory that is kept from save to save: to make it, and to pin it for GPUs, takes long."""
+        """Copies to host memory, which is kept from save to save where torch can: to make and to pin it takes long."""
+        if self._stager is not None and not _STAGERS_LAST:
+            self._stager.close()
+            self._stager = None
         if self._stager is None:
             cuda = self._mesh.device.type == "cuda"
             self._stager = DefaultStager(
