@@ -121,6 +121,10 @@ def test_packages_that_are_not_installed(tmp_path: Path) -> None:
         if command == ["-m", "zeco_train.compare"] and "argument" in done.stderr:
             # Pictures are drawn last.
             continue
+        if command == ["-m", "zeco_train.code_cache"]:
+            # Needs none of them, for a batch script that asks for a folder's name.
+            assert done.returncode == 0, done.stderr
+            continue
         assert done.returncode == CONFIG, (command, done.stderr)
         assert re.fullmatch(r"error: package=\w+: is not installed in [^\n]+\n", done.stderr), (command, done.stderr)
         assert "activate" in done.stderr or "pip install -e" in done.stderr

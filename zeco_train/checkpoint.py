@@ -50,7 +50,7 @@ from zeco_train.weights import cause_of, damage_of, load_weights, read_state
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Torch 2.11 empties a stager once it has been used, so that its second use fails.
-_STAGERS_LAST = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+_STAGERS_LAST = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 logger = logging.getLogger(__name__)
 

@@ -89,6 +89,8 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
             raise _unreachable(folder) from None
         return []
     except OSError as error:
+        if isinstance(error, NotADirectoryError) and not run_dir.is_dir():
+            return []
         raise CheckpointError(f"{folder}: cannot be listed: {error.strerror or error}") from error
     for path in found:
         if path.is_symlink() and not path.exists():
