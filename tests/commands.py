@@ -74,6 +74,8 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch("os._exit", _exit),
+            # A command sets variables for itself and its children.
+            mock.patch.dict(os.environ),
         ):
             code = main([*arguments])
     except _Exit as end:
