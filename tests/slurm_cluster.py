@@ -79,7 +79,9 @@ class SlurmCluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._cpus, self._gpus = cpus, gpus
         self.environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH", "SRUN", "TORCHINDUCTOR", "TRITON", "CUDA_CACHE"))
         } | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
 
     def __enter__(self) -> SlurmCluster:
