@@ -184,7 +184,7 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zeco, "shape_problem", lambda shape: "too large")
+        patch.setattr(zeco, "request_problem", lambda request: "too large")
         patch.setattr(zeco, "launch_chain", lambda request, courier, blocks: None)
         patch.setattr(zeco.logger, "warning", lambda text, *values: said.append(text % values))
         patch.setattr(zeco.logger, "info", lambda text, *values: said.append(text % values))

@@ -50,12 +50,12 @@ class Lane:
         if key not in self._known:
             pairs = Pairs.make(seed, self.world_size, shape, dtype, with_carry, restarts=seed % 2 == 1)
             expected = pairs.incoming(self.rank, self.reverse), pairs.incoming(self.world_size, self.reverse)
-            on_device = Pairs(pairs.states.cuda(), pairs.log_decays.cuda(), _cuda(pairs.carry_in))
+            on_device = Pairs(pairs.states.cuda(), pairs.transitions.cuda(), _cuda(pairs.carry_in))
             self._known[key] = on_device, expected[0].cuda(), expected[1].cuda()
         return self._known[key]
 
     def launch(self, algorithm: str, pairs: Pairs, want_carry: bool = False, blocks: int | None = None) -> PendingScan:
-        state, log_decay = pairs.states[self.rank], pairs.log_decays[self.rank]
+        state, log_decay = pairs.states[self.rank], pairs.transitions[self.rank]
         request = ScanRequest(state, log_decay, self.reverse, pairs.carry_in, want_carry)
         return self.scans.launch(request, algorithm, blocks)
 
@@ -172,7 +172,7 @@ def beyond_capacity(lane: Lane) -> None:
 
 def in_graphs(lanes: list[Lane], replays: int) -> None:
     """Both directions and algorithms captured; the inputs change between replays, and eager scans run between them."""
-    static = [[x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].log_decays)] for lane in lanes]
+    static = [[x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].transitions)] for lane in lanes]
 
     def body() -> list[Tensor]:
         results = []
@@ -196,7 +196,7 @@ def in_graphs(lanes: list[Lane], replays: int) -> None:
         for lane, tensors in zip(lanes, static, strict=True):
             pairs = lane.known(number % 4, EVEN)[0]
             tensors[0].copy_(pairs.states)
-            tensors[1].copy_(pairs.log_decays)
+            tensors[1].copy_(pairs.transitions)
         graph.replay()
         for index, result in enumerate(results):
             lane = lanes[index // 2]

@@ -29,7 +29,7 @@ from zeco_train.collectives import (
     launch_serial,
     launch_two_shot,
 )
-from zeco_train.collectives.transition import fold
+from zeco_train.collectives.transition import adjoint, compose, fold
 from zeco_train.errors import CommunicationError
 from zeco_train.sp.base import PendingScan
 
@@ -74,33 +74,52 @@ class Pairs:
     """What all ranks of a group contribute, by rank; every rank can make them all."""
 
     states: Tensor  # [P, B, H, K, V]
-    log_decays: Tensor  # [P, B, H, K]
+    transitions: Tensor  # [P, B, H, K], or [P, B, H, K, K]
     carry_in: Tensor | None  # [B, H, K, V]
 
     @classmethod
     def make(
-        cls, seed: int, size: int, shape: tuple[int, ...], dtype: torch.dtype, with_carry: bool, restarts: bool
+        cls,
+        seed: int,
+        size: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        with_carry: bool,
+        restarts: bool,
+        matrices: bool = False,
     ) -> Pairs:
         generator = torch.Generator().manual_seed(seed)
         states = torch.randn(size, *shape, generator=generator, dtype=dtype)
-        log_decays = -3 * torch.rand(size, *shape[:-1], generator=generator, dtype=dtype)
+        transitions = -3 * torch.rand(size, *shape[:-1], generator=generator, dtype=dtype)
+        cut_off = -torch.inf
+        if matrices:
+            # Contractions, as products of the delta rule's are.
+            transitions = torch.randn(*transitions.shape, shape[2], generator=generator, dtype=torch.float64)
+            transitions /= 1.1 * torch.linalg.matrix_norm(transitions, ord=2, keepdim=True)
+            transitions, cut_off = transitions.to(dtype), 0.0
         if restarts:
-            log_decays[torch.rand(log_decays.shape, generator=generator) < 0.2] = -torch.inf
-            log_decays[seed % size] = -torch.inf
+            rows = transitions if not matrices else transitions[..., 0, 0]
+            transitions[torch.rand(rows.shape, generator=generator) < 0.2] = cut_off
+            transitions[seed % size] = cut_off
         carry_in = torch.randn(shape, generator=generator, dtype=dtype) if with_carry else None
-        return cls(states, log_decays, carry_in)
+        return cls(states, transitions, carry_in)
 
     def incoming(self, rank: int, reverse: bool) -> Tensor:
         """R of a rank, or the carry for the rank past the last, as a sum of explicit products in fp64."""
         order = list(range(len(self.states)))[:: -1 if reverse else 1]
         before = order[: order.index(rank)] if rank in order else order
-        states, log_decays = self.states.double(), self.log_decays.double()
+        states, transitions = self.states.double(), self.transitions.double()
         result = torch.zeros_like(states[0])
-        terms = [(None, self.carry_in), *((j, states[j]) for j in before)]
-        for i, (_, term) in enumerate(terms):
-            if term is not None:
-                weight = log_decays[before[i:]].sum(0).exp()
-                result += weight[..., None] * term.double()
+        for i, term in enumerate([self.carry_in, *(states[j] for j in before)]):
+            if term is None:
+                continue
+            if transitions.ndim == 4:
+                result += transitions[before[i:]].sum(0).exp()[..., None] * term.double()
+            else:
+                weight = torch.eye(transitions.shape[-1], dtype=torch.float64).expand(transitions.shape[1:])
+                for j in before[i:]:
+                    weight = transitions[j] @ weight
+                result += weight @ term.double()
         return result
 
     def launch(self, lane: Lane, variant: str, rank: int, device: str, want_carry: bool = False) -> PendingScan:
@@ -111,7 +130,7 @@ class Pairs:
         return lane.launch(
             variant,
             self.states[rank].to(device),
-            self.log_decays[rank].to(device),
+            self.transitions[rank].to(device),
             carry_in=None if carry_in is None else carry_in.to(device),
             want_carry=want_carry,
         )
@@ -132,18 +151,20 @@ def finish(pairs: Pairs, scan: PendingScan, lane: Lane, rank: int, want_carry: b
     return results
 
 
-def cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool, bool, bool]]:
+def cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool, bool, bool, bool]]:
     flags = (False, True)
-    return itertools.product(VARIANTS, SHAPES, (torch.float64, torch.float32), flags, flags, flags)
+    kinds = ((torch.float64, False), (torch.float32, False), (torch.float64, True))
+    for variant, shape, (dtype, matrices), *rest in itertools.product(VARIANTS, SHAPES, kinds, flags, flags, flags):
+        yield variant, shape, dtype, matrices, *rest
 
 
 def reference_suite(rank: int, world_size: int, device_type: str) -> None:
     device = f"{device_type}:{rank}" if device_type == "cuda" else device_type
     lanes = new_lanes(world_size)
     for lane in lanes:
-        for seed, (variant, shape, dtype, with_carry, restarts, want_carry) in enumerate(cases()):
-            case = f"{variant} reverse={lane.reverse} {shape} {dtype} {with_carry=} {restarts=} {want_carry=}"
-            pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts)
+        for seed, (variant, shape, dtype, matrices, with_carry, restarts, want_carry) in enumerate(cases()):
+            case = f"{variant} reverse={lane.reverse} {shape} {dtype} {matrices=} {with_carry=} {restarts=} {want_carry=}"
+            pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts, matrices)
             scan = pairs.launch(lane, variant, rank, device, want_carry)
             results = finish(pairs, scan, lane, rank, want_carry, case)
             if seed % 7 == 0:
@@ -182,8 +203,9 @@ def misuse(rank: int, world_size: int, lane: Lane, variant: str, device: str) ->
     wrong: tuple[tuple[str, tuple[Tensor, Tensor, Tensor | None]], ...] = (
         ("state", (state[0], log_decay, None)),
         ("state", (state.half(), log_decay.half(), None)),
-        ("log_decay", (state, log_decay[..., 1:], None)),
-        ("log_decay", (state, log_decay.double(), None)),
+        ("transition", (state, log_decay[..., 1:], None)),
+        ("transition", (state, log_decay.double(), None)),
+        ("transition", (state, log_decay[..., None].expand(1, 2, 5, 3), None)),
         ("carry_in", (state, log_decay, state[..., 1:])),
     )
     for name, (s, g, c) in wrong:
@@ -220,7 +242,7 @@ def subgroup_suite(rank: int, world_size: int) -> None:
             if variant != "serial":
                 lane.courier.drain()
         with pytest.raises(ValueError, match="not a member"):
-            Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.log_decays[0])
+            Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
 
 
 def pace_suite(rank: int, world_size: int) -> None:
@@ -261,7 +283,7 @@ def cpu_suite(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_every_scan_equals_the_reference(world_size: int) -> None:
     """Also with busy ranks (3 ranks), in subgroups (4), two at a time, and misused."""
     run_distributed(cpu_suite, world_size)
@@ -364,16 +386,27 @@ def test_pending_scan_does_not_keep_the_process_alive(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_two_shards_fold_as_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(3, 1, 2, 5, 3, generator=generator, dtype=torch.float64)
-    log_decays = -torch.rand(3, 1, 2, 5, generator=generator, dtype=torch.float64)
-    log_decays[1, 0, 0] = -torch.inf
-    (incoming, s1, s2), (_, g1, g2) = states, log_decays
-    one_by_one = fold(s2, g2, fold(s1, g1, incoming))
-    torch.testing.assert_close(fold(fold(s2, g2, s1), g1 + g2, incoming), one_by_one, rtol=0, atol=1e-14)
+@pytest.mark.parametrize("matrices", [False, True])
+def test_two_shards_compose_to_one(matrices: bool) -> None:
+    pairs = Pairs.make(0, 3, (1, 2, 5, 3), torch.float64, False, False, matrices)
+    pairs.transitions[1, 0, 0] = 0.0 if matrices else -torch.inf
+    (incoming, s1, s2), (_, t1, t2) = pairs.states, pairs.transitions
+    one_by_one = fold(s2, t2, fold(s1, t1, incoming))
+    torch.testing.assert_close(fold(*compose((s2, t2), (s1, t1)), incoming), one_by_one, rtol=0, atol=1e-14)
     # No tokens change nothing, a zero start leaves the shard's own state, and a decay of 0 cuts the incoming state off.
-    zero = torch.zeros_like(incoming)
-    assert torch.equal(fold(zero, torch.zeros_like(g1), incoming), incoming)
-    assert torch.equal(fold(s1, g1, zero), s1)
-    assert torch.equal(fold(s1, g1, incoming)[0, 0], s1[0, 0])
+    zero, nothing = torch.zeros_like(incoming), torch.zeros_like(t1)
+    if matrices:
+        nothing.diagonal(dim1=-2, dim2=-1).fill_(1)
+    assert torch.equal(fold(zero, nothing, incoming), incoming)
+    assert torch.equal(fold(s1, t1, zero), s1)
+    assert torch.equal(fold(s1, t1, incoming)[0, 0], s1[0, 0])
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_the_adjoint_is_that_of_fold(matrices: bool) -> None:
+    pairs = Pairs.make(1, 2, (1, 2, 5, 3), torch.float64, False, True, matrices)
+    state, transition, incoming, grad = pairs.states[0], pairs.transitions[1], pairs.states[1].requires_grad_(), 0.5
+    out = fold(state, transition, incoming)
+    (expected,) = torch.autograd.grad(out, incoming, torch.full_like(out, grad))
+    found = fold(torch.zeros_like(state), adjoint(transition), torch.full_like(out, grad))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)

@@ -38,7 +38,7 @@ class SwitchedScan(ScanBackend):
     def start(self, request: ScanRequest) -> PendingScan:
         return self.current.launch(
             request.state,
-            request.log_decay,
+            request.transition,
             reverse=request.reverse,
             carry_in=request.carry_in,
             want_carry=request.want_carry,

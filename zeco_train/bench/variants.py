@@ -103,9 +103,9 @@ class GatheredScan(ScanBackend):
 
     def start(self, request: ScanRequest) -> PendingScan:
         ranks = range(dist.get_world_size())
-        states, log_decays = ([torch.empty_like(own) for _ in ranks] for own in (request.state, request.log_decay))
+        states, log_decays = ([torch.empty_like(own) for _ in ranks] for own in (request.state, request.transition))
         dist.all_gather(states, request.state)
-        dist.all_gather(log_decays, request.log_decay)
+        dist.all_gather(log_decays, request.transition)
         scan, dtype = PendingScan(request.want_carry), request.state.dtype
         running = request.first_incoming().double()
         for rank in reversed(ranks) if request.reverse else ranks:

@@ -1,8 +1,8 @@
-"""Exclusive scans of `(state, log_decay)` over the ranks of a process group, one file for each way over the wire.
+"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file for each way over the wire.
 
 All take a pair of this rank's tokens, from a zero start, and give the state that precedes them (DESIGN, section 5):
 
-    R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p        (in reverse: from the last rank down)
+    R_0 = carry_in,    R_{p+1} = A_p R_p + state_p        (in reverse: from the last rank down)
 
 A collective takes a `ScanRequest`, which holds this rank's tensors, and the `Courier` of a process group. All but
 `symmetric.py` use the public API of `torch.distributed` alone, over gloo or NCCL; that one runs a kernel over memory

@@ -1,13 +1,14 @@
 """All-gather with a weighted prefix: every rank gets every pair and folds those before its own (LASP-2, for GLA).
 
-    all-gather:  (S_p, G_p) of all ranks, as one message [B, H, K, V + 1]
-    locally:     R ← 0;  for each rank before this one, in scan order:  R ← exp(G) ⊙_K R + S
+    all-gather:  (S_p, A_p) of all ranks, as one message: [B, H, K, V + 1], with matrices [B, H, K, V + K]
+    locally:     R ← 0;  for each rank before this one, in scan order:  R ← A R + S
 
 LASP-2's paper sends states alone, which is right without decays only. The prefix is folded from the first rank on and
 never made by subtraction or division. The first rank in scan order folds `carry_in` into its message, so nobody else's
 `carry_in` is read; `carry_out` is the fold over all ranks, the same on each, and costs no message.
 
-On the wire, per rank: S (V + 1)/V bytes sent to each of P − 1 others, as many received. Rounds: 1.
+On the wire, per rank: S (V + 1)/V bytes, with matrices S (V + K)/V, sent to each of P − 1 others, as many received.
+Rounds: 1.
 Time = (P − 1)(α' + βS); P pairs are held in memory meanwhile.
 """
 
@@ -19,7 +20,7 @@ import torch
 
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.scan import PendingScan, ScanRequest
-from zeco_train.collectives.transition import fold
+from zeco_train.collectives.transition import as_columns, fold, from_columns
 from zeco_train.collectives.wire import Wire
 
 
@@ -33,10 +34,10 @@ def _gather(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
     if wire.is_first:
         scan.incoming.deliver(request.first_incoming())
         if request.carry_in is not None:
-            state = fold(state, request.log_decay, request.carry_in)
-    message = torch.cat((state, request.log_decay.unsqueeze(-1)), dim=-1)
+            state = fold(state, request.transition, request.carry_in)
+    message = torch.cat((state, as_columns(request.transition)), dim=-1)
     pairs = message.new_empty((wire.size, *message.shape))
-    wire.all_gather(pairs, message, "states and log-decays").wait()
+    wire.all_gather(pairs, message, "states and transitions").wait()
 
     running = torch.zeros_like(state)
     for position in range(wire.size):
@@ -44,7 +45,8 @@ def _gather(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
             scan.incoming.deliver(running)
         if position >= wire.position and scan.carry is None:
             break
-        pair = pairs[wire.group_rank(position)]
-        running = fold(pair[..., :-1], pair[..., -1], running)
+        columns = pairs[wire.group_rank(position)]
+        part, transition = columns.split((state.shape[-1], columns.shape[-1] - state.shape[-1]), dim=-1)
+        running = fold(part, from_columns(transition, request.transition), running)
     if scan.carry is not None:
         scan.carry.deliver(running)

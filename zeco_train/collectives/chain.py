@@ -1,9 +1,10 @@
 """All-Scan `chain`: blocks of the state flow from rank to rank, each folded as it passes (ZeCO, Algorithm 2).
 
-    rank p, for each block:  receive R_p from p−1  →  R_{p+1} = exp(G_p) ⊙_K R_p + S_p  →  send R_{p+1} to p+1
+    rank p, for each block:  receive R_p from p−1  →  R_{p+1} = A_p R_p + S_p  →  send R_{p+1} to p+1
 
-On the wire: each rank but the last sends one state of S bytes, no decays, in `blocks` messages cut along K; `carry_out`
-adds a broadcast of S from the last rank. Rounds: P − 2 + b. With α seconds a message and β seconds a byte,
+On the wire: each rank but the last sends one state of S bytes, no transitions, in `blocks` messages cut along H, then V
+(never along K, whose elements a transition may mix); `carry_out` adds a broadcast of S from the last rank. Rounds:
+P − 2 + b. With α seconds a message and β seconds a byte,
 
     T(b) = (P − 2 + b)(α + βS/b),    least at b = √((P − 2)βS/α)
 """
@@ -29,7 +30,8 @@ def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> Pend
     Args:
         request: this rank's part.
         courier: that of the group and of the request's direction.
-        blocks: pieces along K, ≥ 1; more than K are taken as K. They need not divide K.
+        blocks: pieces of heads, ≥ 1, which need not divide H; where they are more than H, each head has as many pieces
+            along V as that takes, V at most.
 
     Raises:
         ValueError: `blocks` < 1, or the group is without this process.
@@ -37,41 +39,61 @@ def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> Pend
     """
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")
-    tags = courier.take_tags(min(blocks, request.state.shape[2]))
-    return courier.launch(request, "all_scan_chain", lambda wire, scan: _post(request, tags, wire, scan))
+    tags = courier.take_tags(len(_split(request.state, blocks)))
+    return courier.launch(request, "all_scan_chain", lambda wire, scan: _post(request, blocks, tags, wire, scan))
 
 
 @dataclass
 class _Block:
-    """A piece along K, [B, H, K / b, V], on this rank; `incoming` is its piece of R_p, `receive` what brings it."""
+    """A piece of some heads, or of some columns of one, [B, h, K, v], on this rank; `incoming` is its piece of R_p,
+    `receive` what brings it."""
 
     name: str
     tag: int
     state: Tensor
-    log_decay: Tensor
+    transition: Tensor
     incoming: Tensor
     receive: Transfer | None = None
 
 
-def _post(request: ScanRequest, tags: range, wire: Wire, scan: PendingScan) -> Callable[[], None]:
+def _pieces(shape: tuple[int, ...], blocks: int) -> tuple[int, int]:
+    """The numbers of pieces along H, and along V of each of these."""
+    _, heads, _, value_dim = shape
+    return (blocks, 1) if blocks <= heads else (heads, min(value_dim, -(-blocks // heads)))
+
+
+def _split(state: Tensor, blocks: int) -> list[Tensor]:
+    """A state in pieces, as views, heads first."""
+    along_heads, along_values = _pieces(state.shape, blocks)
+    return [part for some in state.tensor_split(along_heads, dim=1) for part in some.tensor_split(along_values, dim=3)]
+
+
+def _join(parts: list[Tensor], along_values: int) -> Tensor:
+    """The pieces of `_split` as one state again."""
+    rows = [torch.cat(parts[i : i + along_values], dim=3) for i in range(0, len(parts), along_values)]
+    return torch.cat(rows if along_values > 1 else parts, dim=1)
+
+
+def _post(request: ScanRequest, count: int, tags: range, wire: Wire, scan: PendingScan) -> Callable[[], None]:
     """Cut the request into blocks and post their receives; the rest is `_flow`."""
     if wire.is_first:
         incoming = request.first_incoming()
         scan.incoming.deliver(incoming)
-        parts = incoming.tensor_split(len(tags), dim=2)
+        parts = _split(incoming, count)
     else:
-        like = request.state.tensor_split(len(tags), dim=2)
-        parts = tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in like)
-    states, log_decays = (x.tensor_split(len(tags), dim=2) for x in (request.state, request.log_decay))
-    names = (f"block {i}" for i in range(len(tags)))
-    blocks = [_Block(*fields) for fields in zip(names, tags, states, log_decays, parts, strict=True)]
+        like = _split(request.state, count)
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in like]
+    along_heads, along_values = _pieces(request.state.shape, count)
+    states, names = _split(request.state, count), (f"block {i}" for i in range(len(tags)))
+    transitions = [t for t in request.transition.tensor_split(along_heads, dim=1) for _ in range(along_values)]
+    blocks = [_Block(*fields) for fields in zip(names, tags, states, transitions, parts, strict=True)]
     if not wire.is_first:
         for block in blocks:
             block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
-    return partial(_flow, blocks, wire, scan)
+    return partial(_flow, blocks, along_values, wire, scan)
 
 
-def _flow(blocks: list[_Block], wire: Wire, scan: PendingScan) -> None:
+def _flow(blocks: list[_Block], along_values: int, wire: Wire, scan: PendingScan) -> None:
     """Receive, fold and send on, block by block."""
     folded: list[Tensor] = []
     sends: list[Transfer] = []
@@ -80,15 +102,15 @@ def _flow(blocks: list[_Block], wire: Wire, scan: PendingScan) -> None:
             block.receive.wait()
         if wire.is_last and scan.carry is None:
             continue
-        folded.append(fold(block.state, block.log_decay, block.incoming).contiguous())
+        folded.append(fold(block.state, block.transition, block.incoming).contiguous())
         if not wire.is_last:
             sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
     if not wire.is_first:
-        scan.incoming.deliver(torch.cat([block.incoming for block in blocks], dim=2))
+        scan.incoming.deliver(_join([block.incoming for block in blocks], along_values))
     # What follows concerns this rank's successors: its own `wait` has all that it needs.
     for send in sends:
         send.wait()
     if scan.carry is not None:
-        carry = torch.cat(folded, dim=2)
+        carry = _join(folded, along_values)
         wire.broadcast(carry, wire.size - 1, "carry_out").wait()
         scan.carry.deliver(carry)

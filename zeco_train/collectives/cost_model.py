@@ -72,10 +72,10 @@ class Choice:
     seconds: float
 
 
-def best_blocks(ranks: int, state_bytes: int, key_dim: int, costs: Costs) -> int:
-    """b = √((P − 2)βS/α), a whole number from 1 to K."""
+def best_blocks(ranks: int, state_bytes: int, columns: int, costs: Costs) -> int:
+    """b = √((P − 2)βS/α), a whole number from 1 to the H · V columns of a state."""
     exact = math.sqrt(max(ranks - 2, 0) * costs.byte * state_bytes / costs.message)
-    return max(1, min(key_dim, round(exact)))
+    return max(1, min(columns, round(exact)))
 
 
 def chain_seconds(link: Link, ranks: int, state_bytes: int, blocks: int | None = None) -> float:
@@ -94,7 +94,7 @@ def two_shot_seconds(link: Link, ranks: int, state_bytes: int) -> float:
 
 
 def choose(
-    link: Link, ranks: int, state_bytes: int, key_dim: int, algorithm: str | None = None, blocks: int | None = None
+    link: Link, ranks: int, state_bytes: int, columns: int, algorithm: str | None = None, blocks: int | None = None
 ) -> Choice:
     """The faster algorithm, or what is left to choose of a given one.
 
@@ -102,12 +102,12 @@ def choose(
         link: the way over the wire.
         ranks: P ≥ 2.
         state_bytes: S.
-        key_dim: K, which bounds the blocks.
+        columns: H · V, which bounds the blocks.
         algorithm: `chain`, `two_shot`, or None for the faster one; at equal times it is `chain`.
         blocks: of `chain`; None is the best number over p2p, and 16,384 elements each in one kernel.
     """
     if link is not Link.symmetric and blocks is None:
-        blocks = best_blocks(ranks, state_bytes, key_dim, MEASURED[link])
+        blocks = best_blocks(ranks, state_bytes, columns, MEASURED[link])
     chain = Choice("chain", blocks, chain_seconds(link, ranks, state_bytes, blocks))
     two_shot = Choice("two_shot", None, two_shot_seconds(link, ranks, state_bytes))
     match algorithm:

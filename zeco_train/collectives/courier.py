@@ -112,7 +112,7 @@ class Courier:
     def _launching(self, request: ScanRequest) -> Iterator[None]:
         """Surrounds all that a launch does with its inputs: on CUDA it runs on the courier's stream."""
         self.check()
-        tensors = [x for x in (request.state, request.log_decay, request.carry_in) if x is not None]
+        tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
         with torch.no_grad(), self._side_stream(tensors) if tensors[0].is_cuda else contextlib.nullcontext():
             try:
                 yield

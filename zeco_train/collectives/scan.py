@@ -17,7 +17,8 @@ class ScanRequest:
 
     Attributes:
         state: [B, H, K, V], fp32 or fp64, this rank's contribution from a zero start.
-        log_decay: [B, H, K], same dtype, ≤ 0, may be −inf.
+        transition: same dtype: log-decays [B, H, K], ≤ 0, may be −inf; or matrices [B, H, K, K]. All ranks' are of one
+            kind. A reverse scan takes the `adjoint` of what the forward one took.
         reverse: scan from the last rank to the first.
         carry_in: [B, H, K, V], read by the first rank in scan direction only; None is zero.
         want_carry: `carry_out` will be asked for. All ranks must agree.
@@ -27,19 +28,20 @@ class ScanRequest:
     """
 
     state: Tensor
-    log_decay: Tensor
+    transition: Tensor
     reverse: bool = False
     carry_in: Tensor | None = None
     want_carry: bool = False
 
     def __post_init__(self) -> None:
-        state, log_decay, carry_in = self.state, self.log_decay, self.carry_in
+        state, transition, carry_in = self.state, self.transition, self.carry_in
         if state.ndim != 4 or state.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"state must be [B, H, K, V] in float32 or float64, not {_describe(state)}")
         wanted = (state.dtype, state.device)
-        if log_decay.shape != state.shape[:3] or (log_decay.dtype, log_decay.device) != wanted:
-            problem = f"like the state, {_describe(state)}, not {_describe(log_decay)}"
-            raise ValueError(f"log_decay must be [B, H, K] {problem}")
+        shapes = state.shape[:3], (*state.shape[:3], state.shape[2])
+        if transition.shape not in shapes or (transition.dtype, transition.device) != wanted:
+            problem = f"like the state, {_describe(state)}, not {_describe(transition)}"
+            raise ValueError(f"transition must be [B, H, K] or [B, H, K, K] {problem}")
         if carry_in is not None and (carry_in.shape != state.shape or (carry_in.dtype, carry_in.device) != wanted):
             raise ValueError(f"carry_in must be like the state, {_describe(state)}, not {_describe(carry_in)}")
 
@@ -139,5 +141,5 @@ def scan_alone(request: ScanRequest) -> PendingScan:
     incoming = request.first_incoming()
     scan.incoming.deliver(incoming)
     if scan.carry is not None:
-        scan.carry.deliver(fold(request.state, request.log_decay, incoming))
+        scan.carry.deliver(fold(request.state, request.transition, incoming))
     return scan

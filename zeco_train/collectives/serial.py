@@ -2,7 +2,7 @@
 
 Receiving and sending are two calls, with the caller's outputs between them, so the ranks' compute lies in the chain:
 
-    rank p:  receive R_p from p−1  →  (outputs that use R_p)  →  R_{p+1} = exp(G_p) ⊙_K R_p + S_p  →  send to p+1
+    rank p:  receive R_p from p−1  →  (outputs that use R_p)  →  R_{p+1} = A_p R_p + S_p  →  send to p+1
 
 On the wire: S bytes from each rank but the last, in one message; `carry_out` adds a broadcast of S from the last rank.
 Rounds: P. Time = P(α + βS + compute between receive and send). No courier runs any of it: each step runs in its caller.
@@ -54,7 +54,7 @@ def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | 
     """
     if wire.is_last and not request.want_carry:
         return None
-    folded = fold(request.state, request.log_decay, incoming).contiguous()
+    folded = fold(request.state, request.transition, incoming).contiguous()
     if not wire.is_last:
         wire.send(folded, wire.position + 1, _TAG, "the state").wait()
     if not request.want_carry:

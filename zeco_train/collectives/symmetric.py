@@ -37,6 +37,7 @@ from zeco_train.collectives.arena import (
 )
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives.transition import is_matrix
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 
@@ -75,9 +76,11 @@ TUNING = {
 }
 
 
-def shape_problem(shape: tuple[int, ...]) -> str | None:
-    """Why a state's shape is beyond the kernels, whose tiles hold all of K, or of V; None if it is not."""
-    batch, heads, key_dim, value_dim = shape
+def request_problem(request: ScanRequest) -> str | None:
+    """Why a scan is beyond the kernels, whose tiles hold all of K, or of V; None if it is not."""
+    if is_matrix(request.transition):
+        return "matrix transitions: not yet"
+    batch, heads, key_dim, value_dim = request.state.shape
     if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
     elements = batch * heads * _power_of_2(key_dim) * _power_of_2(value_dim)
@@ -180,7 +183,7 @@ class SymmetricScans:
             output = torch.empty_like(state)
         if scan.carry is not None:
             carry_out = torch.empty_like(state)
-        plan(state, request.log_decay.contiguous(), carry_in, output, carry_out)
+        plan(state, request.transition.contiguous(), carry_in, output, carry_out)
         if not wire.is_first:
             scan.incoming.deliver(output)
         if scan.carry is not None:
@@ -299,7 +302,7 @@ def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int 
 def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> _Cut:
     """Blocks are runs of rows of [B·H·K, V]."""
     value_dim = request.state.shape[3]
-    rows = request.log_decay.numel()
+    rows = request.transition.numel()
     block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
     count = -(-rows // block_rows)
     columns = _power_of_2(value_dim)

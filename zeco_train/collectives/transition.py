@@ -1,7 +1,11 @@
-"""How the tokens of a shard change a state: the map that every scan over ranks applies.
+"""How the tokens of a shard change a state: the affine map `R ↦ A R + S` that every scan over ranks applies.
 
-A shard is the affine map `R ↦ exp(log_decay) ⊙_K R + state`. Backends and collectives know this function only and
-contain no arithmetic on decays of their own, so that other transitions (matrices) can take its place.
+`S` is the shard's state from a zero start. `A` is its *transition*, and the number of dimensions is its kind:
+
+    [B, H, K]      log-decays: A = Diag(exp(transition)); −inf is a decay of 0. Gated linear attention and its kin.
+    [B, H, K, K]   matrices: A = transition; a zero matrix cuts the incoming state off. The delta rule and its kin.
+
+Backends and collectives know these functions only, and contain no arithmetic on transitions of their own.
 """
 
 from __future__ import annotations
@@ -10,15 +14,70 @@ import torch
 from torch import Tensor
 
 
-def fold(state: Tensor, log_decay: Tensor, incoming: Tensor) -> Tensor:
-    """The state after a shard: `exp(log_decay) ⊙_K incoming + state`.
+def is_matrix(transition: Tensor) -> bool:
+    """Whether a transition is of matrices, [B, H, K, K], and not of log-decays, [B, H, K]."""
+    return transition.ndim == 4
+
+
+def fold(state: Tensor, transition: Tensor, incoming: Tensor) -> Tensor:
+    """The state after a shard: `A incoming + state`.
 
     Args:
         state: [B, H, K, V], what the shard's tokens make of a zero start.
-        log_decay: [B, H, K], ≤ 0, same dtype; −inf is a decay of 0, which cuts `incoming` off.
+        transition: [B, H, K], log-decays ≤ 0, or [B, H, K, K], matrices; same dtype.
         incoming: [B, H, K, V], same dtype, finite: the state before the shard.
 
     Returns:
-        [B, H, K, V], a new tensor; never NaN, since 0 multiplies finite values only.
+        [B, H, K, V], a new tensor; never NaN, since a 0 multiplies finite values only.
     """
-    return torch.addcmul(state, log_decay.exp().unsqueeze(-1), incoming)
+    if not is_matrix(transition):
+        return torch.addcmul(state, transition.exp().unsqueeze(-1), incoming)
+    return torch.baddbmm(*(x.flatten(0, 1) for x in (state, transition, incoming))).view(state.shape)
+
+
+def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The pair of two neighbouring shards taken as one.
+
+    Args:
+        later, earlier: (state, transition) of each, as in `fold`.
+
+    Returns:
+        (state, transition); its `fold` is that of the earlier one followed by that of the later one.
+    """
+    (state, transition), (earlier_state, earlier_transition) = later, earlier
+    joined = transition @ earlier_transition if is_matrix(transition) else transition + earlier_transition
+    return fold(state, transition, earlier_state), joined
+
+
+def adjoint(transition: Tensor) -> Tensor:
+    """Aᵀ: what a reverse scan, over gradients with respect to states, is launched with. A view."""
+    return transition.mT if is_matrix(transition) else transition
+
+
+def cut(transition: Tensor, heads: Tensor) -> Tensor:
+    """The transitions of some heads as rows of K numbers, to travel beside columns of states.
+
+    Args:
+        transition: [B, H, K] or [B, H, K, K].
+        heads: […, N] indices.
+
+    Returns:
+        [B, …, N, K] or [B, …, N · K, K]; `join` is the way back.
+    """
+    rows = transition[:, heads]
+    return rows.flatten(-3, -2) if is_matrix(transition) else rows
+
+
+def join(rows: Tensor, like: Tensor) -> Tensor:
+    """What `cut` made, as transitions of the kind of `like` again: [B, N, K] or [B, N, K, K]."""
+    return rows.unflatten(-2, (-1, rows.shape[-1])) if is_matrix(like) else rows
+
+
+def as_columns(transition: Tensor) -> Tensor:
+    """A transition as columns of K numbers, to travel beside those of a state: [B, H, K, 1] or [B, H, K, K]."""
+    return transition if is_matrix(transition) else transition.unsqueeze(-1)
+
+
+def from_columns(columns: Tensor, like: Tensor) -> Tensor:
+    """What `as_columns` made, as a transition of the kind of `like` again."""
+    return columns if is_matrix(like) else columns.squeeze(-1)

@@ -1,14 +1,15 @@
 """All-Scan `two_shot`: every rank owns a slice of all states and scans it alone, between two all-to-alls.
 
 A state is taken as H·V *columns* of K elements, ordered by head, then V: owner j folds columns [j·w, (j+1)·w),
-w = ⌈H·V / P⌉, over all ranks in scan order. K is never cut, so a transition may mix a column's elements.
+w = ⌈H·V / P⌉, over all ranks in scan order. K is never cut, since a transition may mix a column's elements, and an owner
+has few heads, since each of them needs its transition.
 
-    all-to-all:  rank p → owner j:  the columns that j owns, and the log-decays of their heads
-    owner:       R_0 = 0,  R_{p+1} = exp(G_p) ⊙_K R_p + S_p     for its columns
+    all-to-all:  rank p → owner j:  the columns that j owns, and the transitions of their heads
+    owner:       R_0 = 0,  R_{p+1} = A_p R_p + S_p     for its columns
     all-to-all:  owner j → rank p:  its columns of R_p (and of the carry)
 
 The first rank in scan order folds `carry_in` into what it sends and keeps it as its own incoming state, so nobody
-else's `carry_in` is read. On the wire, per rank: S + (w's heads) log-decays out, S back, of S bytes each ((P−1)/P of
+else's `carry_in` is read. On the wire, per rank: S + (w's heads) transitions out, S back, of S bytes each ((P−1)/P of
 that leaves the rank); `carry_out` adds S. Rounds: 2. Time ≈ 2(α' + βS), α' being an all-to-all's latency.
 """
 
@@ -22,7 +23,8 @@ from torch.nn import functional
 
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.scan import PendingScan, ScanRequest
-from zeco_train.collectives.transition import fold
+from zeco_train.collectives.transition import cut as transition_rows
+from zeco_train.collectives.transition import fold, join
 from zeco_train.collectives.wire import Wire
 
 
@@ -38,12 +40,12 @@ def _exchange(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
     if wire.is_first:
         scan.incoming.deliver(request.first_incoming())
         if request.carry_in is not None:
-            state = fold(state, request.log_decay, request.carry_in)
+            state = fold(state, request.transition, request.carry_in)
 
-    message = cut.pack(state, request.log_decay)
+    message = cut.pack(state, request.transition)
     received = torch.empty_like(message)
     wire.all_to_all(received, message, "slices").wait()
-    results = _fold_slices(received, wire, cut, with_carry=scan.carry is not None)
+    results = _fold_slices(received, request.transition, wire, cut, with_carry=scan.carry is not None)
     returned = torch.empty_like(results)
     wire.all_to_all(returned, results, "results").wait()
 
@@ -79,37 +81,55 @@ class _Cut:
             (min(start + self.width, columns) - 1) // value_dim - start // value_dim + 1 for start in starts
         )
 
-    def pack(self, state: Tensor, log_decay: Tensor) -> Tensor:
-        """The messages to the owners: [B, H, K, V] and [B, H, K] → [P, B, w + rows, K]."""
+    def pack(self, state: Tensor, transition: Tensor) -> Tensor:
+        """The messages to the owners, [P, B, w + rows, K], or [P, B, w + rows · K, K] with matrices."""
         columns = state.transpose(2, 3).flatten(1, 2)
         padding = self._owners * self.width - columns.shape[1]
         slices = functional.pad(columns, (0, 0, 0, padding)).unflatten(1, (self._owners, self.width))
         # Indices are computed on the device: a list from the host would synchronise with it.
         first_head = torch.arange(self._owners, device=state.device) * self.width // self._value_dim
         touched = first_head[:, None] + torch.arange(self.rows, device=state.device)
-        decays = log_decay[:, touched.clamp(max=self._heads - 1)]
-        return torch.cat((slices, decays), dim=2).transpose(0, 1).contiguous()
+        transitions = transition_rows(transition, touched.clamp(max=self._heads - 1))
+        return torch.cat((slices, transitions), dim=2).transpose(0, 1).contiguous()
 
-    def row_of_column(self, owner: int, device: torch.device) -> Tensor:
-        """For each of an owner's columns, [w], the row of its message's decays that belongs to it."""
-        start = owner * self.width
-        rows = (start + torch.arange(self.width, device=device)) // self._value_dim - start // self._value_dim
-        return rows.clamp(max=self.rows - 1)  # padding may lie beyond the last head
+    def as_heads(self, columns: Tensor, owner: int) -> Tensor:
+        """An owner's columns as states of the heads that they touch: [B, w, K] → [B, rows, K, C].
+
+        One head has C = w columns; several have C = V each, those of other owners being zero.
+        """
+        columns = functional.pad(columns, (0, 0, *self._padding(owner)))
+        return columns.unflatten(1, (self.rows, -1)).transpose(2, 3)
+
+    def as_columns(self, states: Tensor, owner: int) -> Tensor:
+        """The way back: [B, rows, K, C] → [B, w, K]."""
+        before, after = self._padding(owner)
+        columns = states.transpose(2, 3).flatten(1, 2)
+        return functional.pad(columns, (0, 0, -before, -after))
+
+    def _padding(self, owner: int) -> tuple[int, int]:
+        """Columns of other owners before and after those of one, among the heads that it touches; negative where the
+        owner's own are padding."""
+        if self.rows == 1:
+            return 0, 0
+        before = owner * self.width % self._value_dim
+        return before, self.rows * self._value_dim - before - self.width
 
 
-def _fold_slices(received: Tensor, wire: Wire, cut: _Cut, with_carry: bool) -> Tensor:
-    """The exclusive scan of this rank's columns: [P, B, w + rows, K] → [P, 1 or 2, B, w, K], for each rank its R
-    (and the carry)."""
-    slices, decays = received[:, :, : cut.width], received[:, :, cut.width :]
-    decays = decays[:, :, cut.row_of_column(wire.rank, received.device)]
-    results = slices.new_empty((wire.size, 2 if with_carry else 1, *slices.shape[1:]))
-    running = torch.zeros_like(slices[0])
+def _fold_slices(received: Tensor, transition: Tensor, wire: Wire, cut: _Cut, with_carry: bool) -> Tensor:
+    """The exclusive scan of this rank's columns: [P, B, w + …, K] → [P, 1 or 2, B, w, K], for each rank its R (and the
+    carry).
+
+    Args:
+        transition: of this rank; all are of its kind.
+    """
+    columns, rows = received.split((cut.width, received.shape[2] - cut.width), dim=2)
+    results = columns.new_empty((wire.size, 2 if with_carry else 1, *columns.shape[1:]))
+    running = torch.zeros_like(cut.as_heads(columns[0], wire.rank))
     for position in range(wire.size):
         rank = wire.group_rank(position)
-        results[rank, 0] = running
+        results[rank, 0] = cut.as_columns(running, wire.rank)
         if position < wire.size - 1 or with_carry:
-            # Each column is folded as a head with V = 1.
-            running = fold(slices[rank].unsqueeze(-1), decays[rank], running.unsqueeze(-1)).squeeze(-1)
+            running = fold(cut.as_heads(columns[rank], wire.rank), join(rows[rank], transition), running)
     if with_carry:
-        results[:, 1] = running
+        results[:, 1] = cut.as_columns(running, wire.rank)
     return results

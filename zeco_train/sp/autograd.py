@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.library import custom_op, register_autograd
 
 from zeco_train import ops
+from zeco_train.collectives.transition import adjoint
 from zeco_train.ops import Documents
 from zeco_train.sp.base import Boundary, Place, SequenceShard
 from zeco_train.sp.handles import scan_of
@@ -171,7 +172,7 @@ def _gla_backward(
             saved = g, incoming_state
         local = passes.backward(q, k, v, do, saved, _documents(restarts, pieces), _scale(q))
         pending = scan_of(scan).launch(
-            local.state_grad, log_decay, reverse=True, carry_in=dcarry_out, want_carry=want_dcarry
+            local.state_grad, adjoint(log_decay), reverse=True, carry_in=dcarry_out, want_carry=want_dcarry
         )
         local.overlap()
         dq, dk, dv, dg = (grad.contiguous() for grad in local.input_grads(pending.wait()))

@@ -33,7 +33,7 @@ class ScanBackend(ABC):
     def launch(
         self,
         state: Tensor,
-        log_decay: Tensor,
+        transition: Tensor,
         *,
         reverse: bool = False,
         carry_in: Tensor | None = None,
@@ -45,7 +45,7 @@ class ScanBackend(ABC):
             ValueError: shapes, dtypes or devices that do not fit.
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
-        scan = self.start(ScanRequest(state, log_decay, reverse, carry_in, want_carry))
+        scan = self.start(ScanRequest(state, transition, reverse, carry_in, want_carry))
         return self.exposed.metered(scan, state.device) if self._crosses_ranks else scan
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """The seam between models and communication (DESIGN, section 4).
 
 A sequence-parallel backend is one exclusive scan over the ranks that share a sequence. Each rank contributes the pair
-`(state, log_decay)` of its own tokens, from a zero start, and receives the state that precedes them:
+`(state, transition)` of its own tokens, from a zero start, and receives the state that precedes them:
 
-    R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p
+    R_0 = carry_in,    R_{p+1} = A_p R_p + state_p
 
 In reverse the scan runs from the last rank to the first, over gradients with respect to the states. `launch` and `wait`
 are apart, so that communication overlaps whatever a caller does between them. Backends hold no autograd.
@@ -43,12 +43,12 @@ class PendingScan(Protocol):
 
 
 class StateScan(Protocol):
-    """An exclusive scan of `(state, log_decay)` over the ranks of one sequence-parallel group."""
+    """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group."""
 
     def launch(
         self,
         state: Tensor,
-        log_decay: Tensor,
+        transition: Tensor,
         *,
         reverse: bool = False,
         carry_in: Tensor | None = None,
@@ -58,7 +58,9 @@ class StateScan(Protocol):
 
         Args:
             state: [B, H, K, V], fp32 (fp64 for fp64 inputs): this rank's contribution from a zero start.
-            log_decay: [B, H, K], same dtype: summed log-decay of this rank's tokens; −inf where a document restarts.
+            transition: same dtype, how this rank's tokens change an incoming state (`collectives.transition`):
+                log-decays [B, H, K], −inf where a document restarts, or matrices [B, H, K, K], zero there. In reverse
+                its `adjoint`.
             reverse: scan from the last rank to the first.
             carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
             want_carry: `carry_out` will be asked for. All ranks must agree.

@@ -2,9 +2,9 @@
 
 What a rank's tokens need of all tokens before them is one state R_p, [B, H, K, V], whatever the sequence's length:
 
-    R_{p+1} = exp(G_p) ⊙_K R_p + S_p        S_p, G_p: state and log-decay of rank p's tokens, from a zero start
+    R_{p+1} = A_p R_p + S_p        S_p, A_p: state and transition (decays, or a matrix) of rank p's tokens
 
-So each rank (1) computes (S_p, G_p), (2) starts the All-Scan, an exclusive scan of these pairs over the ranks,
+So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan of these pairs over the ranks,
 (3) computes its intra-chunk scores, which need no other rank, while the scan runs, (4) waits for R_p, adds its decayed
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
 last rank to the first. Steps 1, 3 and 4 are `zeco_train/sp/autograd.py`; step 2 is here.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from zeco_train.collectives import Courier, PendingScan, ScanRequest, launch_chain, launch_two_shot
 from zeco_train.collectives.cost_model import Choice, Link, choose, eligible
-from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, shape_problem, transport_problem
+from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, request_problem, transport_problem
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import ScanBackend
 
@@ -94,7 +94,7 @@ class AllScan(ScanBackend):
         courier = self.courier(request)
         if self._ranks == 1:
             return launch_chain(request, courier, blocks=1)  # which has nothing to do
-        key = (courier, algorithm, request.state.shape, request.state.dtype)
+        key = (courier, algorithm, request.state.shape, request.state.dtype, request.transition.ndim)
         if key not in self._choices:
             self._choices[key] = self._choose(courier, request, algorithm)
         link, choice = self._choices[key]
@@ -108,14 +108,15 @@ class AllScan(ScanBackend):
         """How scans of a shape go over the wire: decided once, by what all ranks know alike, and logged."""
         state, ranks = request.state, self._ranks
         link = self._find_link(state.device)
-        problem = shape_problem(state.shape) if link is Link.symmetric else None
+        problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
             link = Link.nccl
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)
         state_bytes = state.numel() * state.element_size()
-        choice = choose(link, ranks, state_bytes, state.shape[2], algorithm, self._blocks)
+        columns = state.shape[1] * state.shape[3]
+        choice = choose(link, ranks, state_bytes, columns, algorithm, self._blocks)
         if _is_main():
             blocks = "" if choice.blocks is None or choice.algorithm != "chain" else f" of {choice.blocks} blocks"
             logger.info(
