@@ -172,7 +172,9 @@ def beyond_capacity(lane: Lane) -> None:
 
 def in_graphs(lanes: list[Lane], replays: int) -> None:
     """Both directions and algorithms captured; the inputs change between replays, and eager scans run between them."""
-    static = [[x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].transitions)] for lane in lanes]
+    static = [
+        [x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].transitions)] for lane in lanes
+    ]
 
     def body() -> list[Tensor]:
         results = []

@@ -163,7 +163,9 @@ def reference_suite(rank: int, world_size: int, device_type: str) -> None:
     lanes = new_lanes(world_size)
     for lane in lanes:
         for seed, (variant, shape, dtype, matrices, with_carry, restarts, want_carry) in enumerate(cases()):
-            case = f"{variant} reverse={lane.reverse} {shape} {dtype} {matrices=} {with_carry=} {restarts=} {want_carry=}"
+            case = (
+                f"{variant} reverse={lane.reverse} {shape} {dtype} {matrices=} {with_carry=} {restarts=} {want_carry=}"
+            )
             pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts, matrices)
             scan = pairs.launch(lane, variant, rank, device, want_carry)
             results = finish(pairs, scan, lane, rank, want_carry, case)
@@ -293,7 +295,7 @@ def test_every_scan_equals_the_reference(world_size: int) -> None:
 EXPECTED = {
     "chain/2": (1, "all_scan_chain forward: receive of block 0"),
     "two_shot": (None, "all_scan_two_shot forward: all-to-all of slices"),
-    "all_gather": (None, "all_gather_scan forward: all-gather of states and log-decays"),
+    "all_gather": (None, "all_gather_scan forward: all-gather of states and transitions"),
     "serial": (1, "serial_scan forward: receive of the state"),
 }
 

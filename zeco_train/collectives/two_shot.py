@@ -1,8 +1,8 @@
 """All-Scan `two_shot`: every rank owns a slice of all states and scans it alone, between two all-to-alls.
 
 A state is taken as H·V *columns* of K elements, ordered by head, then V: owner j folds columns [j·w, (j+1)·w),
-w = ⌈H·V / P⌉, over all ranks in scan order. K is never cut, since a transition may mix a column's elements, and an owner
-has few heads, since each of them needs its transition.
+w = ⌈H·V / P⌉, over all ranks in scan order. K is never cut, since a transition may mix a column's elements; and an
+owner's columns are of few heads, since each head needs its transition.
 
     all-to-all:  rank p → owner j:  the columns that j owns, and the transitions of their heads
     owner:       R_0 = 0,  R_{p+1} = A_p R_p + S_p     for its columns

@@ -47,8 +47,8 @@ class RecordingScan:
         self._scan = scan
         self.received: dict[str, Tensor] = {}
 
-    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> _Received:
-        pending = self._scan.launch(state, log_decay, reverse=reverse, **options)
+    def launch(self, state: Tensor, transition: Tensor, *, reverse: bool = False, **options: Any) -> _Received:
+        pending = self._scan.launch(state, transition, reverse=reverse, **options)
         return _Received(pending, "D_in" if reverse else "R", self.received)
 
 
