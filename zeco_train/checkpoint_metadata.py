@@ -8,6 +8,7 @@ tensor, files inside the folder.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
@@ -64,9 +65,15 @@ def read_metadata(folder: Path) -> Metadata:
     """
     content = read_small(folder / METADATA_FILE, _LARGEST_BYTES)
     try:
-        return _Checked(content).metadata()
+        return _parse(content)
     except _Refused as error:
         raise CheckpointError(f"{folder / METADATA_FILE}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(content: bytes) -> Metadata:
+    """Kept for the next call, since a checkpoint is first checked and then loaded."""
+    return _Checked(content).metadata()
 
 
 def files_of(metadata: Metadata) -> dict[str, int]:
