@@ -30,7 +30,7 @@ from zeco_train import background
 from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.mesh import Launch, OwnRankError
 from zeco_train.postmortem import Postmortem
-from zeco_train.signals import die_with_launcher
+from zeco_train.signals import catch_in_this_process, die_with_launcher
 from zeco_train.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,7 @@ class Job:
         those that have not yet run by then could not name the rank that is lost.
         """
         if self._store is not None:
-            self._process = os.getpid()
-            signal.signal(signal.SIGTERM, self._remember_termination)
+            catch_in_this_process(signal.SIGTERM, self._remember_termination)
         self.watchdog.guard(timeout, self._abandon, self._hear_of_loss)
 
     def keep_evidence(self, log: Path) -> None:
@@ -152,13 +151,8 @@ class Job:
         return 128 + number
 
     def _remember_termination(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
-            # A plain attribute: what interrupts the main thread must not take locks.
-            self.watchdog.is_terminated = True
-        else:
-            # A forked child of this rank, such as a worker of a pool.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        # A plain attribute: what interrupts the main thread must not take locks.
+        self.watchdog.is_terminated = True
 
     def _hear_of_loss(self) -> None:
         """Another rank has given up: write down what this one is doing, unless it ends for a reason of its own."""

@@ -12,6 +12,8 @@ import importlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -26,6 +28,10 @@ REQUEUE_EXIT_CODE = 75
 _PR_SET_PDEATHSIG = 1
 
 _early: list[signal.Signals] = []
+
+# What `catch_in_this_process` has installed, by signal.
+_caught: dict[int, Callable[[int, FrameType | None], None]] = {}
+_before_fork = threading.local()
 
 
 def remember_warning() -> None:
@@ -71,6 +77,35 @@ def die_with_launcher() -> None:
     if os.getppid() != launcher:
         # It died before the call; nobody will tell.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def catch_in_this_process(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
+    """Set a signal's handler for this process; children that it forks get the default action back.
+
+    The signal is blocked while a child is forked. Python forgets in a new child which signals have just come (their
+    handlers run later), so one that arrives before the child has the default action would be lost.
+    """
+    if not _caught:
+        os.register_at_fork(
+            before=_block_caught, after_in_parent=_unblock_caught, after_in_child=_drop_handlers_in_child
+        )
+    _caught[number] = handler
+    signal.signal(number, handler)
+
+
+def _block_caught() -> None:
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _caught)
+
+
+def _unblock_caught() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
+def _drop_handlers_in_child() -> None:
+    for number, handler in _caught.items():
+        if signal.getsignal(number) == handler:
+            signal.signal(number, signal.SIG_DFL)
+    _unblock_caught()
 
 
 class StopRequest:
