@@ -3,9 +3,9 @@
 import signal
 import sys
 
-from zeco_train.packages import explained_if_missing
-from zeco_train.signals import remember_warning
-from zeco_train.terminal import show_any_text
+from zeco_train.system.packages import explained_if_missing
+from zeco_train.system.signals import remember_warning
+from zeco_train.system.terminal import show_any_text
 
 # Ctrl-C while torch is being imported ends the process without a traceback; the trainer sets handlers of its own.
 signal.signal(signal.SIGINT, signal.SIG_DFL)

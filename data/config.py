@@ -11,7 +11,7 @@ from data.corpora import prepare_embedded
 from data.store import PREPARE_HINT, VALIDATION_FOLDER
 from data.synthetic.config import SyntheticConfig
 from zeco_train.errors import ConfigError
-from zeco_train.paths import check_path
+from zeco_train.system.paths import check_path
 
 # Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
 LARGEST_COUNT = 10**9

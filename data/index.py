@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from data.npy import map_array
 from data.permutation import Permutation
 from zeco_train.errors import DataError
-from zeco_train.small_files import check_regular
+from zeco_train.system.small_files import check_regular
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ them with their digests, and says how fast that went. Where something is wrong i
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from data.display import clock, short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
-from zeco_train.arguments import Parser, user_path
-from zeco_train.drawing import import_matplotlib
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.paths import check_output_file, warn_of_replacing
-from zeco_train.terminal import visible
+from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.drawing import import_matplotlib
+from zeco_train.system.paths import check_output_file, warn_of_replacing
+from zeco_train.system.terminal import visible
 
 _BLOCK_BYTES = 1 << 24
 _REMEDY = "copy the store again or prepare it again"

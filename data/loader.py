@@ -28,7 +28,7 @@ from data.documents import Documents, DocumentStream, shard_cu_seqlens
 from data.mixture import Mixture
 from data.permutation import Permutation
 from data.reader import Batch, DataSplit, Reader, SequenceSource, Shard
-from zeco_train import background
+from zeco_train.system import background
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from tokenize import TokenError
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from zeco_train.small_files import check_regular
+from zeco_train.system.small_files import check_regular
 
 
 def map_array(path: Path) -> NDArray:

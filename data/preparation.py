@@ -31,7 +31,7 @@ from data.store_writer import SHARD_TOKENS, StoreWriter
 from data.tokenizer import BYTES, Tokenizer
 from data.work_folder import MOVING, READ, READING, SPLIT, State, WorkFolder, meta_sha256, start_anew, work_folder
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.paths import check_path
+from zeco_train.system.paths import check_path
 
 _SMALL_CORPUS_BYTES = 1 << 23
 _BLOCK_BYTES = 1 << 22

@@ -7,7 +7,7 @@ goes on where it was.
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
@@ -29,9 +29,9 @@ from data.recipes import Recipe, dataset_of, load_recipe, recipe_names
 from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
-from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.terminal import visible
+from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.terminal import visible
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from data.hugging_face import DatasetSpec
 from zeco_train.errors import ConfigError
-from zeco_train.paths import check_path
+from zeco_train.system.paths import check_path
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
 
@@ -62,7 +62,7 @@ def load_recipe(name: str) -> Recipe:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from zeco_train.stored_values import read_values
+    from zeco_train.system.stored_values import read_values
 
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     check_path("--recipe", path)

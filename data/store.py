@@ -37,7 +37,7 @@ from data.npy import map_array
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.small_files import read_json
+from zeco_train.system.small_files import read_json
 
 FORMAT = "zeco-train token store"
 VERSION = 2

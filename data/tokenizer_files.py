@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.small_files import LARGEST_BYTES, read_json, read_small
+from zeco_train.system.small_files import LARGEST_BYTES, read_json, read_small
 
 # In which a token store, and a run, keep the tokenizer's own files.
 TOKENIZER_FOLDER = "tokenizer"

@@ -28,7 +28,7 @@ from data.pipeline import Part
 from data.store import META_FILE
 from data.store_writer import WriterState
 from zeco_train.errors import DataError
-from zeco_train.small_files import read_json
+from zeco_train.system.small_files import read_json
 
 _VERSION = 1
 _SUFFIX = ".preparing"

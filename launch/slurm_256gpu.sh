@@ -89,7 +89,7 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HEAD_ADDRESS HEAD_PORT RENDEZVOUS_ID RENDEZVOUS_KEY
 # Not in a TMPDIR that this node or job alone has.
-CACHE_DIR="${CACHE_DIR:-$(cd "$root" && env -u TMPDIR "$PYTHON" -m zeco_train.code_cache)}" || exit 2
+CACHE_DIR="${CACHE_DIR:-$(cd "$root" && env -u TMPDIR "$PYTHON" -m zeco_train.system.code_cache)}" || exit 2
 export CACHE_DIR
 # How long a launcher waits for its ranks to save after SIGTERM. Slurm's own patience (KillWait, GraceTime) comes on top.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"

@@ -26,8 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.slurm_network import own_address, token
-from zeco_train.environment import installation
-from zeco_train.small_files import parse_json
+from zeco_train.system.environment import installation
+from zeco_train.system.small_files import parse_json
 
 Facts = dict[str, Any]
 

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.slurm_network import no_interface, own_address
 from launch.slurm_rendezvous import BACKEND, create_handler
-from zeco_train.code_cache import use_private_caches
 from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
+from zeco_train.system.code_cache import use_private_caches
 
 FAILED, SAVED, FINAL = 70, 75, 100
 _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}

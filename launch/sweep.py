@@ -30,7 +30,7 @@ from zeco_train.config import Config, load_config
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.mesh import resolve_sp_size
 from zeco_train.metrics import METRICS_FILE, read_metrics
-from zeco_train.terminal import show_any_text
+from zeco_train.system.terminal import show_any_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"

@@ -1,7 +1,7 @@
 """Ends of a command while a thread of it is inside a call of torch: `python -m tests.ends` prints the exit codes.
 
 Each end is that of an interpreter of its own, which takes so long that the call returns meanwhile. Python ends a thread
-that comes back then, and C++ code ends the whole process for that, see `zeco_train.background`.
+that comes back then, and C++ code ends the whole process for that, see `zeco_train.system.background`.
 """
 
 from __future__ import annotations

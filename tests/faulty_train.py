@@ -22,7 +22,7 @@ import torch
 
 from tests.gate import meet
 from zeco_train import cli
-from zeco_train.signals import StopRequest
+from zeco_train.system.signals import StopRequest
 from zeco_train.trainer import Trainer
 
 _NAME, _RANK, *_STEPS = os.environ["ZECO_FAULT"].split(":")

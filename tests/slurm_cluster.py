@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zeco_train.signals import die_with_launcher
+from zeco_train.system.signals import die_with_launcher
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 # Debian keeps daemons out of a user's path.

@@ -30,7 +30,7 @@ from zeco_train.checkpoint_files import PROGRESS_FILE, Progress, complete_checkp
 from zeco_train.checkpoint_writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
 from zeco_train.metrics import read_metrics
-from zeco_train.signals import REQUEUE_EXIT_CODE
+from zeco_train.system.signals import REQUEUE_EXIT_CODE
 
 pytestmark = pytest.mark.numeric
 

@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(
 
 def test_a_place_without_the_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another user's folder is; whoever runs the tests may be allowed everything."""
-    monkeypatch.setattr("zeco_train.paths.os.access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr("zeco_train.system.paths.os.access", lambda path, mode: Path(path) != tmp_path)
     for main, argument in (
         (plan.main, f"json={tmp_path / 'plan.json'}"),
         (verify.main, f"out={tmp_path / 'out.json'}"),

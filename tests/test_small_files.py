@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zeco_train.small_files import parse_json, read_json, read_small
+from zeco_train.system.small_files import parse_json, read_json, read_small
 
 
 def test_a_small_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:

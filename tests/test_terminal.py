@@ -10,7 +10,7 @@ import pytest
 
 from tests.commands import REPOSITORY
 from zeco_train.plan.config import describe
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

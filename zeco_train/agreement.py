@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeco_train.environment import version
 from zeco_train.errors import ConfigError
+from zeco_train.system.environment import version
 
 # A node may have its own copy of the data, or mount the run's folder elsewhere: what lies there is compared, not where.
 _PATHS = ("run_dir", "path", "validation_path", "cache_dir", "load")

@@ -23,10 +23,8 @@ from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per
 from zeco_train.agreement import check_same, setup
 from zeco_train.checkpoint import Checkpointer
 from zeco_train.checkpoint_files import Progress, complete_checkpoints, find_weights
-from zeco_train.code_cache import use_private_caches
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.device import find_device
-from zeco_train.environment import environment
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.folder import is_hf_folder
@@ -44,6 +42,8 @@ from zeco_train.seen_data import SeenData, check_alike, check_seen
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.step import TrainingStep
+from zeco_train.system.code_cache import use_private_caches
+from zeco_train.system.environment import environment
 from zeco_train.validation import Validation
 from zeco_train.watchdog import Watchdog
 

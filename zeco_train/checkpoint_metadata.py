@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from zeco_train.checkpoint_files import METADATA_FILE, PROGRESS_FILE, is_plain_name, named_step, parse_progress
 from zeco_train.errors import CheckpointError
-from zeco_train.small_files import read_json, read_small
+from zeco_train.system.small_files import read_json, read_small
 
 # 1,024 ranks that share the tensors of 20 layers, and their optimizer's, take about 90 MB.
 _LARGEST_BYTES = 1 << 30

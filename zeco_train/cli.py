@@ -10,7 +10,7 @@ from zeco_train.config import Config, describe, load_config
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import ProcessMesh
 from zeco_train.progress import compact
-from zeco_train.signals import exit_code
+from zeco_train.system.signals import exit_code
 from zeco_train.trainer import Trainer
 
 _ADVICE = Advice(

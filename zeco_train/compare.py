@@ -6,7 +6,7 @@ table, and leaves `compare.png` and `compare.json` beside the first run's folder
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
@@ -22,14 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.jsonable import jsonable
 from zeco_train.metrics import METRICS_FILE, read_metrics
-from zeco_train.paths import check_outputs
 from zeco_train.plot import new_figure, plain, save_figure, smoothed
 from zeco_train.progress import compact
-from zeco_train.terminal import visible
+from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.jsonable import jsonable
+from zeco_train.system.paths import check_outputs
+from zeco_train.system.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

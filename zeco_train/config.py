@@ -32,12 +32,12 @@ from zeco_train.nonfinite import skip_limit
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
 from zeco_train.parallelize import ParallelConfig
-from zeco_train.paths import check_path, path_problem, shown
 from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
-from zeco_train.stored_values import check_values, find_interpolation, read_values
+from zeco_train.system.paths import check_path, path_problem, shown
+from zeco_train.system.stored_values import check_values, find_interpolation, read_values
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zeco_train.code_cache import use_private_caches
 from zeco_train.config import Device
 from zeco_train.errors import ConfigError
 from zeco_train.mesh import Launch
+from zeco_train.system.code_cache import use_private_caches
 
 
 def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zeco_train.terminal import visible
+from zeco_train.system.terminal import visible
 
 
 class ZecoError(Exception):

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from zeco_train import background
 from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.mesh import Launch, OwnRankError
 from zeco_train.postmortem import Postmortem
-from zeco_train.signals import catch_in_this_process, die_with_launcher
+from zeco_train.system import background
+from zeco_train.system.signals import catch_in_this_process, die_with_launcher
 from zeco_train.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
 
 logger = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _end_threads(code: int) -> None:
-    """Before the interpreter ends, see `zeco_train.background`: with a thread that does not, leave without that."""
+    """Before the interpreter ends, see `background`: with a thread that does not, leave without that."""
     if running := background.stop_all():
         logger.info("still running: %s", ", ".join(running))
         if isinstance(error := sys.exception(), Exception):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zeco_train.errors import ConfigError
-from zeco_train.terminal import visible
+from zeco_train.system.terminal import visible
 
 # The packages of this repository; modules log to `logging.getLogger(__name__)`.
 _OWN_LOGGERS = ("zeco_train", "models", "data")

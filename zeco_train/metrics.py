@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from zeco_train.errors import DataError
-from zeco_train.jsonable import jsonable
-from zeco_train.small_files import parse_json, read_small
+from zeco_train.system.jsonable import jsonable
+from zeco_train.system.small_files import parse_json, read_small
 
 METRICS_FILE = "metrics.jsonl"
 # A million rows are about 0.4 GB.

@@ -21,7 +21,7 @@ from typing import IO
 
 from torch._C import _distributed_c10d
 
-from zeco_train import background
+from zeco_train.system import background
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from zeco_train.terminal import visible
+from zeco_train.system.terminal import visible
 
 logger = logging.getLogger(__name__)
 

@@ -115,7 +115,7 @@ class Recorder:
         Args:
             progress: what an earlier start of this run has done.
             config: the resolved configuration as plain values.
-            facts: machine, versions and commit (`zeco_train.environment`), on rank 0.
+            facts: machine, versions and commit (`zeco_train.system.environment`), on rank 0.
 
         Returns:
             The tracker's run id.

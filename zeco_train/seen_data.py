@@ -43,7 +43,7 @@ from zeco_train.agreement import check_same
 from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.mesh import ProcessMesh, agree
-from zeco_train.small_files import read_json
+from zeco_train.system.small_files import read_json
 
 RECORD_FILE = "data_seen.json"
 _SKIP = "data.verify_changed=false"

@@ -14,7 +14,7 @@ from typing import Any
 
 from zeco_train.errors import DataError
 from zeco_train.metrics import LARGEST_STEP, LineWriter, read_lines, step_of_row, wrong_value
-from zeco_train.stored_values import read_values
+from zeco_train.system.stored_values import read_values
 
 STARTS_FILE = "starts.jsonl"
 
@@ -108,7 +108,7 @@ class Start:
     Attributes:
         step: optimizer steps that had been done before it.
         layout: of the steps after it.
-        environment: machine, versions and commit (`zeco_train.environment`).
+        environment: machine, versions and commit (`zeco_train.system.environment`).
     """
 
     step: int

@@ -21,8 +21,8 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, r
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.mesh import ProcessMesh, host_group
 from zeco_train.parallelize import Strategy, parallelize
-from zeco_train.paths import check_path
 from zeco_train.run_folder import read_identity
+from zeco_train.system.paths import check_path
 from zeco_train.weights import load_weights
 
 

@@ -19,7 +19,7 @@ from zeco_train.nonfinite import explain, skip_limit
 from zeco_train.optim import learning_rate, set_learning_rate
 from zeco_train.parallelize import reshard
 from zeco_train.recorder import StepResult
-from zeco_train.signals import StopRequest
+from zeco_train.system.signals import StopRequest
 from zeco_train.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)

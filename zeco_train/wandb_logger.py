@@ -17,9 +17,9 @@ from typing import Any
 from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerMode
-from zeco_train.signals import REQUEUE_EXIT_CODE
-from zeco_train.small_files import read_small
 from zeco_train.starts import Start
+from zeco_train.system.signals import REQUEUE_EXIT_CODE
+from zeco_train.system.small_files import read_small
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ processor time too, is told apart. Exits with 1 if the median stall is not below
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
@@ -36,7 +36,7 @@ from zeco_train.checkpoint_files import complete_checkpoints
 from zeco_train.config import Config, load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.job import Advice, Job, run_job
-from zeco_train.signals import StopRequest
+from zeco_train.system.signals import StopRequest
 from zeco_train.trainer import Trainer
 
 LARGEST_RATIO = 0.25

@@ -18,8 +18,8 @@ from zeco_train.config import Compile, Config, Device, Dtype, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.overrides import describe_attributes, describe_settings, load_settings
 from zeco_train.parallelize import Strategy
-from zeco_train.paths import check_path
 from zeco_train.recompute import Recompute
+from zeco_train.system.paths import check_path
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20

@@ -7,7 +7,7 @@ Each rank reads in a process of its own. Exits with 1 if a slice is wrong or a r
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.

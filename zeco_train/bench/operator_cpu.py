@@ -11,7 +11,7 @@ Runs of all of them alternate, so that a machine that slows down slows all; medi
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
@@ -32,12 +32,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeco_train.arguments import Parser, user_path
 from zeco_train.collectives.transition import fold
-from zeco_train.environment import processor
 from zeco_train.errors import ZecoError
 from zeco_train.ops import chunked, naive_gla
-from zeco_train.paths import check_output_file, warn_of_replacing
+from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.environment import processor
+from zeco_train.system.paths import check_output_file, warn_of_replacing
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")

@@ -13,9 +13,9 @@ from typing import Any
 from zeco_train.bench.runner import Timing
 from zeco_train.bench.session import Session
 from zeco_train.config import to_plain
-from zeco_train.environment import environment
 from zeco_train.errors import DataError
-from zeco_train.paths import check_outputs
+from zeco_train.system.environment import environment
+from zeco_train.system.paths import check_outputs
 
 Row = dict[str, Any]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.small_files import read_json
+from zeco_train.system.small_files import read_json
 
 # Columns of measured rows that pictures and reports cannot do without, by case.
 _NEEDED = {

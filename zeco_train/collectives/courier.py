@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeco_train import background
 from zeco_train.collectives.scan import PendingScan, Promise, ScanRequest, scan_alone
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
+from zeco_train.system import background
 
 
 @dataclass

@@ -15,7 +15,7 @@ from zeco_train.mesh import ProcessMesh
 from zeco_train.overrides import as_override, check_overrides
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
-from zeco_train.terminal import visible
+from zeco_train.system.terminal import visible
 from zeco_train.trained import Trained, load_trained
 
 # Of a run's configuration, what an evaluation reads; all else would be set in vain.

@@ -13,7 +13,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import LM_EVAL, TASKS, TaskResult
 from zeco_train.mesh import agree
-from zeco_train.paths import check_path
+from zeco_train.system.paths import check_path
 
 
 @dataclass

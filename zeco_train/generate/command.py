@@ -21,9 +21,9 @@ from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
-from zeco_train.paths import warn_of_replacing
-from zeco_train.signals import StopRequest
 from zeco_train.sp.registry import build_scan
+from zeco_train.system.paths import warn_of_replacing
+from zeco_train.system.signals import StopRequest
 from zeco_train.trained import Trained, find_trained, load_trained
 
 _ADVICE = Advice(

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeco_train.arguments import Parser, user_path
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.paths import check_output_file
+from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.paths import check_output_file
 
 _STDIN = "-"
 # Settings of train.py that decide how a model generates; with all below them.

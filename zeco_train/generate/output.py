@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from zeco_train.errors import DataError
 from zeco_train.generate.generator import Completion
-from zeco_train.jsonable import jsonable
-from zeco_train.terminal import visible
+from zeco_train.system.jsonable import jsonable
+from zeco_train.system.terminal import visible
 
 
 class Printer:

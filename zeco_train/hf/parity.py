@@ -7,7 +7,7 @@ products in fp32 are those of tf32 unless TRITON_F32_DEFAULT=ieee is set, which 
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.

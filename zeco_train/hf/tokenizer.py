@@ -12,7 +12,7 @@ from pathlib import Path
 from data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 from data.tokenizer_files import TOKENIZER_CONFIG, VOCABULARIES, copy_tokenizer
 from zeco_train.checkpoint_files import write_durably
-from zeco_train.small_files import read_json
+from zeco_train.system.small_files import read_json
 
 _OF_BYTES = {
     "tokenizer_class": "ByT5Tokenizer",

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train.errors import DataError, ZecoError
-from zeco_train.jsonable import jsonable
-from zeco_train.paths import warn_of_replacing
 from zeco_train.plan.advice import evaluate, more_ranks, options
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
 from zeco_train.plan.report import Plan, as_json, as_text
 from zeco_train.plan.step_time import assumed_costs
+from zeco_train.system.jsonable import jsonable
+from zeco_train.system.paths import warn_of_replacing
 
 
 def main(arguments: list[str]) -> int:

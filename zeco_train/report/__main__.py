@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeco_train.signals import run_command
+from zeco_train.system.signals import run_command
 
 if __name__ == "__main__":
     # Before the other imports, which take seconds.
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train import report as package
-from zeco_train.arguments import Parser, user_path
 from zeco_train.bench.figures import plot
 from zeco_train.errors import DataError, ZecoError
-from zeco_train.jsonable import jsonable
-from zeco_train.paths import check_outputs
 from zeco_train.plot import save_figure
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
-from zeco_train.terminal import visible
+from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.jsonable import jsonable
+from zeco_train.system.paths import check_outputs
+from zeco_train.system.terminal import visible
 
 PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
 

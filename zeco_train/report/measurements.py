@@ -18,8 +18,8 @@ from zeco_train.compare import Run, read_runs
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.metrics import METRICS_FILE
 from zeco_train.run_folder import IDENTITY_FILE
-from zeco_train.small_files import read_json
 from zeco_train.starts import Layout, read_starts
+from zeco_train.system.small_files import read_json
 
 Row = dict[str, Any]
 _MOST_DEVICES = 10**9

@@ -13,12 +13,12 @@ import torch
 
 from zeco_train.config import to_plain
 from zeco_train.device import find_device
-from zeco_train.environment import environment
 from zeco_train.errors import DataError
 from zeco_train.job import Advice, Job, run_job
-from zeco_train.jsonable import jsonable
 from zeco_train.overrides import load_settings
-from zeco_train.paths import warn_of_replacing
+from zeco_train.system.environment import environment
+from zeco_train.system.jsonable import jsonable
+from zeco_train.system.paths import warn_of_replacing
 from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
 from zeco_train.verify.config import VerifyConfig, describe

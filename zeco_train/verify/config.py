@@ -10,9 +10,9 @@ import torch
 from zeco_train.config import Device
 from zeco_train.errors import ConfigError
 from zeco_train.overrides import describe_settings
-from zeco_train.paths import check_output_file
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+from zeco_train.system.paths import check_output_file
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # What may lie between a result and float64: norm of the difference over norm.

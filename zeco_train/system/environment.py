@@ -74,7 +74,7 @@ def version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The commit of this source tree, with `+` where it has changes; None without git."""
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parents[1]
     answers = []
     for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from zeco_train.packages import explained_if_missing
-from zeco_train.terminal import show_any_text
+from zeco_train.system.packages import explained_if_missing
+from zeco_train.system.terminal import show_any_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

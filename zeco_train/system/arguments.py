@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zeco_train.errors import ConfigError
-from zeco_train.paths import path_problem, shown
+from zeco_train.system.paths import path_problem, shown
 
 
 class Parser(argparse.ArgumentParser):

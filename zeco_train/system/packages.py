@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeco_train.errors import ConfigError
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("zeco_train", "data", "models")
 
 

@@ -3,7 +3,7 @@
 torch's own default for `torch.compile`, /tmp/torchinductor_USER, has a name that everybody knows: another user of the
 machine who makes it first has the code of others run. The default here has a random name on a disk of the node. It is
 kept in the user's home, so that the next process finds the kernels that were compiled before.
-`python -m zeco_train.code_cache` prints it. Whatever folder is used, it is checked.
+`python -m zeco_train.system.code_cache` prints it. Whatever folder is used, it is checked.
 """
 
 from __future__ import annotations

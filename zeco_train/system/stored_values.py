@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zeco_train.small_files import DEEPEST, read_small
+from zeco_train.system.small_files import DEEPEST, read_small
 
 # A run of a mixture of 10,000 stores; YAML takes 10 s for a megabyte.
 _LARGEST_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""What a process has of its machine: users' files and paths, small files of strangers, signals, threads, terminals."""
