@@ -24,9 +24,9 @@ from tests.sp_reference import RecordingScan
 from tests.training import full
 from zeco_train.build import build_model
 from zeco_train.config import Dtype, TrainConfig
-from zeco_train.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.optim import OptimConfig, build_optimizer
-from zeco_train.parallelize import Strategy
 from zeco_train.recompute import Recompute
 from zeco_train.step import TrainingStep
 

@@ -27,7 +27,7 @@ from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import GatheredScan, LocalCopyScan
-from zeco_train.mesh import Launch
+from zeco_train.distributed.mesh import Launch
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric

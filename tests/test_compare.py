@@ -16,7 +16,7 @@ from tests.commands import REPOSITORY, SMALL, Outcome, check_line
 from tests.waiting import ENOUGH
 from zeco_train.compare import main
 from zeco_train.config import load_config
-from zeco_train.mesh import resolve_sp_size
+from zeco_train.distributed.mesh import resolve_sp_size
 
 
 def write(folder: Path, losses: dict[int, float | None], rate: float = 100.0) -> Path:

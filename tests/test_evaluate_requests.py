@@ -14,9 +14,9 @@ from models.hooks import sharding_units
 from tests.distributed import run_distributed
 from tests.steps import TINY, make_mesh
 from tests.test_model import build, whole
+from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
 from zeco_train.forward import SequenceForward
-from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 
 # Lengths of all kinds: one token scored, nothing before it but one, longer than what a rank takes at once, equal ones.

@@ -19,12 +19,12 @@ from tests.distributed import run_distributed
 from tests.steps import TINY
 from zeco_train.build import build_model
 from zeco_train.config import Dtype, TrainConfig
+from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
 from zeco_train.forward import SequenceForward
-from zeco_train.mesh import Launch, init_mesh
-from zeco_train.parallelize import Strategy
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan

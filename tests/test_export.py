@@ -19,13 +19,13 @@ from tests.test_data_prepare import hugging_face
 from tests.training import full, train
 from zeco_train.build import init
 from zeco_train.config import Dtype
+from zeco_train.distributed.mesh import Launch
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.parity import HEADER, ParitySettings, compare, line
 from zeco_train.hf.writer import write_weights
-from zeco_train.mesh import Launch
-from zeco_train.parallelize import Strategy
 from zeco_train.trained import find_trained, load_trained
 
 pytestmark = pytest.mark.numeric

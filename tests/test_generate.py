@@ -15,11 +15,11 @@ from data.tokenizer import ByteTokenizer
 from models.gla import GLAConfig, GLAForCausalLM
 from tests.distributed import run_distributed
 from tests.test_model import build, whole
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampling
-from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 

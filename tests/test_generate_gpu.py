@@ -15,11 +15,11 @@ from models.gla import GLAForCausalLM
 from models.gla_config import GLAConfig
 from tests.test_generate_step import steps
 from zeco_train.bench.check import relative_error
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.ops import naive_gla
 from zeco_train.ops import recurrent as recurrent_module
 from zeco_train.sp.dp import LocalScan

@@ -22,14 +22,14 @@ from tests.test_data_prepare import hugging_face
 from tests.test_model import reference_logits
 from zeco_train.build import init
 from zeco_train.config import Dtype
+from zeco_train.distributed.mesh import Launch
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import ExportSettings, export, main
 from zeco_train.hf import parity
 from zeco_train.hf.continuing import other_tokenizer
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
-from zeco_train.mesh import Launch
-from zeco_train.parallelize import Strategy
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import find_trained, load_trained

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from tests.commands import Command
 from zeco_train import job, watchdog
+from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
 from zeco_train.job import Advice, Job, run_job
-from zeco_train.mesh import Launch
 
 ADVICE = Advice("the rest is lost", "less needs less", "patience")
 

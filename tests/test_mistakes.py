@@ -12,6 +12,7 @@ import pytest
 from tests.commands import SMALL, check_line, train_here
 from zeco_train import build, config
 from zeco_train.config import group_options, load_config
+from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import (
     CheckpointError,
     CommunicationError,
@@ -21,7 +22,6 @@ from zeco_train.errors import (
     OutOfMemoryError,
     ZecoError,
 )
-from zeco_train.mesh import Launch
 
 CONFIG = ConfigError.exit_code
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.commands import REPOSITORY, check_line, train_here
 from zeco_train import job
+from zeco_train.distributed.mesh import Launch, await_listener
 from zeco_train.errors import CommunicationError, ConfigError
-from zeco_train.mesh import Launch, await_listener
 
 CONFIG, COMMUNICATION = ConfigError.exit_code, CommunicationError.exit_code
 TWO_RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -87,7 +87,7 @@ def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         server.bind(("127.0.0.1", 0))
         host, port = server.getsockname()
         assert await_listener(host, port, timedelta(0)) is not None
-        monkeypatch.setattr("zeco_train.mesh.time.sleep", lambda seconds: server.listen())
+        monkeypatch.setattr("zeco_train.distributed.mesh.time.sleep", lambda seconds: server.listen())
         assert await_listener(host, port, timedelta(seconds=60)) is None
 
 

@@ -18,10 +18,10 @@ from models.hooks import has_weight_decay
 from tests.distributed import run_distributed
 from tests.steps import Case, make_mesh, make_step
 from tests.training import full
+from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.mesh import ProcessMesh
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind, build_optimizer, learning_rate
-from zeco_train.parallelize import Strategy
 from zeco_train.sp.dp import LocalScan
 from zeco_train.step import TrainingStep
 

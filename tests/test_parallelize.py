@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed import run_distributed
-from zeco_train.mesh import Launch, init_mesh
-from zeco_train.parallelize import Strategy, begin_micro_batch, global_norm, parallelize
+from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, parallelize
 
 pytestmark = pytest.mark.numeric
 

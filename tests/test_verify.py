@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.commands import Command, Outcome, check_line
 from tests.distributed import run_distributed
-from zeco_train.mesh import Launch
+from zeco_train.distributed.mesh import Launch
 from zeco_train.overrides import load_settings
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.jsonable import jsonable

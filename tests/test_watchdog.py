@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from zeco_train import watchdog
+from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CommunicationError
-from zeco_train.mesh import Launch
 from zeco_train.watchdog import Watchdog
 
 pytestmark = pytest.mark.processes

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from zeco_train.build import build, init, open_run
 from zeco_train.config import load_config
+from zeco_train.distributed.mesh import Launch
 from zeco_train.logs import close_logging
-from zeco_train.mesh import Launch
 from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.trainer import Trainer
 from zeco_train.watchdog import Watchdog

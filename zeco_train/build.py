@@ -20,11 +20,13 @@ from data.reader import OpenedData
 from models.gla import GLAConfig, GLAForCausalLM
 from models.gla_config import num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
-from zeco_train.agreement import check_same, setup
 from zeco_train.checkpoint import Checkpointer
 from zeco_train.checkpoint_files import Progress, complete_checkpoints, find_weights
 from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
-from zeco_train.device import find_device
+from zeco_train.distributed.agreement import check_same, setup
+from zeco_train.distributed.device import find_device
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
+from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.folder import is_hf_folder
@@ -32,9 +34,7 @@ from zeco_train.hf.writer import stored_dtype
 from zeco_train.loggers import build_logger
 from zeco_train.logs import setup_logging
 from zeco_train.loss import IGNORE_INDEX
-from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
 from zeco_train.optim import build_optimizer
-from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.profiler import StepProfiler, check_profile_ranks
 from zeco_train.recorder import Recorder, check_records
 from zeco_train.run_folder import RunFolder, check_shared, other_model

@@ -44,8 +44,8 @@ from zeco_train.checkpoint_files import (
     step_of,
 )
 from zeco_train.checkpoint_writer import CheckpointWriter
+from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.mesh import ProcessMesh, agree, host_group
 from zeco_train.weights import cause_of, damage_of, load_weights, read_state
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -26,12 +26,12 @@ from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
 from models.gla import GLAConfig
 from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.checkpoint_files import HF_PREFIX
+from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.loggers import LoggerConfig, LoggerKind
 from zeco_train.nonfinite import skip_limit
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
-from zeco_train.parallelize import ParallelConfig
 from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig

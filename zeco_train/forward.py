@@ -9,8 +9,8 @@ from torch import Tensor
 
 from data.reader import Batch
 from models.gla import GLAForCausalLM
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.loss import TokenScores
-from zeco_train.mesh import ProcessMesh
 from zeco_train.sp.base import SequenceShard, StateScan
 from zeco_train.sp.segments import LayerStates
 
@@ -19,7 +19,7 @@ class SequenceForward:
     """What training and evaluation do with a batch. All methods are collective.
 
     Args:
-        model: parallelised (`zeco_train.parallelize`).
+        model: parallelised (`zeco_train.distributed.parallelize`).
         scan: joins the shards of a sequence.
         mesh: the ranks.
     """

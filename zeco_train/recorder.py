@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from zeco_train.checkpoint_files import Progress
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.loggers import ExperimentLogger
-from zeco_train.mesh import ProcessMesh, agree
 from zeco_train.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics
 from zeco_train.plot import plot_run
 from zeco_train.position_chart import VALIDATION_FILE, plot_validations, read_validations

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from data.reader import Batch
 from models.gla import GLAForCausalLM
+from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm
 from zeco_train.forward import SequenceForward
-from zeco_train.mesh import ProcessMesh
-from zeco_train.parallelize import Strategy, begin_micro_batch, global_norm
 from zeco_train.sp.base import StateScan
 from zeco_train.sp.segments import LayerStates
 
@@ -46,7 +46,7 @@ class TrainingStep:
     """The work of one optimizer step. All methods are collective.
 
     Args:
-        model: parallelised (`zeco_train.parallelize`).
+        model: parallelised (`zeco_train.distributed.parallelize`).
         optimizer: fused AdamW.
         scan: joins the shards of a sequence.
         mesh: the ranks.

@@ -16,11 +16,11 @@ from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
 from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, read_progress
 from zeco_train.config import Config, Device, Dtype, config_of, load_config, read_config
+from zeco_train.distributed.mesh import ProcessMesh, host_group
+from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, read_json
 from zeco_train.hf.tokenizer import tokenizer_info
-from zeco_train.mesh import ProcessMesh, host_group
-from zeco_train.parallelize import Strategy, parallelize
 from zeco_train.run_folder import read_identity
 from zeco_train.system.paths import check_path
 from zeco_train.weights import load_weights

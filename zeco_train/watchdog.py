@@ -24,10 +24,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeco_train.agreement import name_ranks
+from zeco_train.distributed.agreement import name_ranks
+from zeco_train.distributed.mesh import Launch, await_listener, has_launcher_store
+from zeco_train.distributed.postmortem import last_communication
 from zeco_train.errors import CommunicationError
-from zeco_train.mesh import Launch, await_listener, has_launcher_store
-from zeco_train.postmortem import last_communication
 from zeco_train.system import background
 
 _PERIOD_SECONDS = 0.5

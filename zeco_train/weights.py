@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from zeco_train.agreement import check_same
 from zeco_train.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, find_damage, read_checksums
 from zeco_train.checkpoint_metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint_writer import retried
+from zeco_train.distributed.agreement import check_same
+from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, parameter_shapes, read_json
-from zeco_train.mesh import ProcessMesh, agree
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:

@@ -16,9 +16,9 @@ from zeco_train.bench.steps import Contender
 from zeco_train.build import build_model
 from zeco_train.collectives import ScanRequest
 from zeco_train.config import Config
-from zeco_train.mesh import ProcessMesh, device_mesh
+from zeco_train.distributed.mesh import ProcessMesh, device_mesh
+from zeco_train.distributed.parallelize import reshard
 from zeco_train.optim import build_optimizer, set_learning_rate
-from zeco_train.parallelize import reshard
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from zeco_train.bench.config import BenchConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.device import find_device
+from zeco_train.distributed.device import find_device
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh
 from zeco_train.errors import ConfigError
-from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.sp.zeco import AllScanTransport

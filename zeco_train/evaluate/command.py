@@ -10,13 +10,13 @@ from typing import Any
 
 from zeco_train.build import join_ranks
 from zeco_train.config import Config, Device, to_plain
-from zeco_train.device import find_device
+from zeco_train.distributed.device import find_device
+from zeco_train.distributed.mesh import Launch, agree, resolve_sp_size
 from zeco_train.evaluate.arguments import Request, describe, parse
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
 from zeco_train.job import Advice, Job, run_job
-from zeco_train.mesh import Launch, agree, resolve_sp_size
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
 from zeco_train.trained import find_trained

@@ -11,11 +11,11 @@ from data.config import DataKind, check_seq_len
 from data.loader import Source
 from data.opening import open_held_out
 from data.tokenizer import BYTES
-from zeco_train.agreement import check_same
+from zeco_train.distributed.agreement import check_same
+from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
-from zeco_train.mesh import main_first
 from zeco_train.position_chart import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.positions import PositionLosses
 from zeco_train.starts import length_name

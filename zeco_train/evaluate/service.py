@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from zeco_train.distributed.mesh import host_group
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.requests import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.mesh import host_group
 from zeco_train.trained import load_trained
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeco_train.distributed.mesh import agree
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import LM_EVAL, TASKS, TaskResult
-from zeco_train.mesh import agree
 from zeco_train.system.paths import check_path
 
 

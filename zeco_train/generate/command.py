@@ -12,15 +12,15 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.agreement import check_same, setup
 from zeco_train.config import Config, to_plain
-from zeco_train.device import find_device
+from zeco_train.distributed.agreement import check_same, setup
+from zeco_train.distributed.device import find_device
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
 from zeco_train.errors import DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.job import Advice, Job, run_job
-from zeco_train.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from models.gla import GLAForCausalLM
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.generate.text import CONTEXT, StopTexts, TextStream
-from zeco_train.mesh import ProcessMesh
 from zeco_train.sp.base import StateScan
 
 _STEPS_BETWEEN_MEETINGS = 16

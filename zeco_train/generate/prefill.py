@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.gla import GLAForCausalLM
-from zeco_train.mesh import ProcessMesh
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
 from zeco_train.sp.base import SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan

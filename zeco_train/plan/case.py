@@ -15,9 +15,9 @@ from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
 from zeco_train.collectives.cost_model import Link
 from zeco_train.config import Compile, Config, Device
-from zeco_train.mesh import resolve_sp_size
+from zeco_train.distributed.mesh import resolve_sp_size
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK, accumulation_dtype
-from zeco_train.parallelize import Strategy
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.recompute import Recompute

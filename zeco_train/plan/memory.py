@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zeco_train.parallelize import Strategy
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan import calibration
 from zeco_train.plan.calibration import KEPT_PARTS, Part, TokenTensor
 from zeco_train.plan.case import Case, Shape

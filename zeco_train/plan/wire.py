@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeco_train.parallelize import Strategy
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 

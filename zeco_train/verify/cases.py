@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
-from zeco_train.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanTransport

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zeco_train.config import to_plain
-from zeco_train.device import find_device
+from zeco_train.distributed.device import find_device
 from zeco_train.errors import DataError
 from zeco_train.job import Advice, Job, run_job
 from zeco_train.overrides import load_settings

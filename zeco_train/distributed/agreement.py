@@ -114,7 +114,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _code_version() -> str:
     """A digest of this project's sources, whether git knows them or not."""
-    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
 from zeco_train.errors import ConfigError
-from zeco_train.mesh import ProcessMesh, device_mesh, world_mesh
 
 
 class Strategy(Enum):

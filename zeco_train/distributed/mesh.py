@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.reader import DataSplit
+from zeco_train.distributed.postmortem import record_communication
 from zeco_train.errors import CommunicationError, ConfigError, ZecoError
-from zeco_train.postmortem import record_communication
 
 T = TypeVar("T")
 
