@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.waiting import ENOUGH
 from zeco_train import cli
-from zeco_train.logs import close_logging
+from zeco_train.lifecycle.logs import close_logging
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # A model of one small layer: what a run does matters here, not what it learns.

@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeco_train import job
 from zeco_train.collectives.courier import Courier
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
-from zeco_train.job import Advice, Job, run_job
+from zeco_train.lifecycle import job
+from zeco_train.lifecycle.job import Advice, Job, run_job
 
 _CALL_SECONDS = 1.0
 _END_SECONDS = 2.5

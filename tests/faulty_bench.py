@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import collectives
 from zeco_train.distributed.mesh import Launch
-from zeco_train.watchdog import launcher_store
+from zeco_train.lifecycle.watchdog import launcher_store
 
 _RANK = os.environ["RANK"]
 

@@ -17,7 +17,7 @@ import torch
 from tests.commands import REPOSITORY
 from zeco_train.collectives.courier import Courier
 from zeco_train.distributed.mesh import Launch
-from zeco_train.job import Advice, Job
+from zeco_train.lifecycle.job import Advice, Job
 from zeco_train.system import background
 
 _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import Command
-from zeco_train import job, watchdog
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
-from zeco_train.job import Advice, Job, run_job
+from zeco_train.lifecycle import job, watchdog
+from zeco_train.lifecycle.job import Advice, Job, run_job
 
 ADVICE = Advice("the rest is lost", "less needs less", "patience")
 

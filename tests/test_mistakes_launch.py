@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 
 from tests.commands import REPOSITORY, check_line, train_here
-from zeco_train import job
 from zeco_train.distributed.mesh import Launch, await_listener
 from zeco_train.errors import CommunicationError, ConfigError
+from zeco_train.lifecycle import job
 
 CONFIG, COMMUNICATION = ConfigError.exit_code, CommunicationError.exit_code
 TWO_RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

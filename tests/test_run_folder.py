@@ -20,7 +20,7 @@ from zeco_train.build import init, open_run
 from zeco_train.config import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CheckpointError, ConfigError, ZecoError
-from zeco_train.logs import close_logging
+from zeco_train.lifecycle.logs import close_logging
 from zeco_train.run_folder import RunFolder
 
 IDENTITY = {**run_folder._ALWAYS_BEFORE, "seed": 0}

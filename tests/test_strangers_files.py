@@ -25,7 +25,7 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.generate.generator import Completion
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import read_json, stored_weights
-from zeco_train.logs import close_logging, setup_logging
+from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.metrics import read_metrics
 from zeco_train.run_folder import read_identity
 from zeco_train.system.terminal import visible

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from zeco_train import watchdog
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CommunicationError
-from zeco_train.watchdog import Watchdog
+from zeco_train.lifecycle import watchdog
+from zeco_train.lifecycle.watchdog import Watchdog
 
 pytestmark = pytest.mark.processes
 

@@ -31,8 +31,9 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.folder import is_hf_folder
 from zeco_train.hf.writer import stored_dtype
+from zeco_train.lifecycle.logs import setup_logging
+from zeco_train.lifecycle.watchdog import Watchdog
 from zeco_train.loggers import build_logger
-from zeco_train.logs import setup_logging
 from zeco_train.loss import IGNORE_INDEX
 from zeco_train.optim import build_optimizer
 from zeco_train.profiler import StepProfiler, check_profile_ranks
@@ -45,7 +46,6 @@ from zeco_train.step import TrainingStep
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
 from zeco_train.validation import Validation
-from zeco_train.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

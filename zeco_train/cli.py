@@ -8,7 +8,7 @@ from models.gla_config import num_parameters
 from zeco_train.build import Parts, build, init, open_run
 from zeco_train.config import Config, describe, load_config
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.job import Advice, Job, run_job
+from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.progress import compact
 from zeco_train.system.signals import exit_code
 from zeco_train.trainer import Trainer

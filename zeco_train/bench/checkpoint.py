@@ -35,7 +35,7 @@ from zeco_train.checkpoint import CheckpointMode
 from zeco_train.checkpoint_files import complete_checkpoints
 from zeco_train.config import Config, load_config
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.job import Advice, Job, run_job
+from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.signals import StopRequest
 from zeco_train.trainer import Trainer
 

@@ -4,8 +4,8 @@ Once Python 3.11 has begun to finalise, a thread that asks for the interpreter l
 comes back from a call of torch (a request to a store, the release of a tensor), that unwinds through a C++ destructor,
 which must not throw, and the process dies of SIGABRT: "terminate called without an active exception", whatever its exit
 code was to be. So each thread is started here, and asked to end and joined at the end of a command, see
-`zeco_train.job`, or of any other process that uses these modules. Threads are daemons besides: one that waits for a
-peer that is gone must not keep the process from ending.
+`zeco_train.lifecycle.job`, or of any other process that uses these modules. Threads are daemons besides: one that waits
+for a peer that is gone must not keep the process from ending.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from tqdm import tqdm
 from zeco_train.distributed.mesh import Launch, OwnRankError
 from zeco_train.distributed.postmortem import Postmortem
 from zeco_train.errors import OutOfMemoryError, ZecoError
+from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
 from zeco_train.system import background
 from zeco_train.system.signals import catch_in_this_process, die_with_launcher
-from zeco_train.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
 
 logger = logging.getLogger(__name__)
 
