@@ -29,8 +29,8 @@ from zeco_train.checkpoint_files import write_durably
 from zeco_train.config import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.system.terminal import show_any_text
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"

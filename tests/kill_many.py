@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.commands import is_running, torchrun
 from zeco_train.checkpoint_files import complete_checkpoints, step_of
-from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 EVERY = 2
 # One in so many kills comes before the first step: while the run starts, or reads its checkpoint.

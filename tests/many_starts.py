@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.commands import torchrun, train_here
-from zeco_train.metrics import METRICS_FILE, read_metrics
 from zeco_train.recompute import Recompute
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 KINDS = ("segments", "random")
 TOLERANCE = 1e-9

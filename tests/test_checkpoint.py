@@ -29,8 +29,8 @@ from zeco_train.checkpoint import Checkpointer
 from zeco_train.checkpoint_files import PROGRESS_FILE, Progress, complete_checkpoints, find_weights, set_aside
 from zeco_train.checkpoint_writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
-from zeco_train.metrics import read_metrics
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
+from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.numeric
 

@@ -16,10 +16,10 @@ from tests.test_loggers import run_python
 from tests.wandb_server import WandbServer, history, run_record
 from zeco_train.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.loggers import LoggerConfig
-from zeco_train.metrics import StepMetrics
-from zeco_train.starts import Layout
-from zeco_train.wandb_logger import WandbLogger
+from zeco_train.tracking.loggers import LoggerConfig
+from zeco_train.tracking.metrics import StepMetrics
+from zeco_train.tracking.starts import Layout
+from zeco_train.tracking.wandb_logger import WandbLogger
 
 COMMAND = str(REPOSITORY / "launch" / "wandb_dashboard.py")
 MODEL_RESULTS = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"

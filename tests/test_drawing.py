@@ -15,7 +15,8 @@ from tests.stores import write_store
 _DRAW = """
 import os, sys
 from data import inspect
-from zeco_train import compare, plot
+from zeco_train import compare
+from zeco_train.tracking import plot
 from zeco_train.bench import figures
 from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.report import panels

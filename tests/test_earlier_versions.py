@@ -14,7 +14,7 @@ import pytest
 
 from tests.commands import Outcome, run_here
 from zeco_train import cli
-from zeco_train.metrics import read_metrics
+from zeco_train.tracking.metrics import read_metrics
 
 FIXTURE = Path(__file__).parent / "fixtures" / "commit_4117173.tar.gz"
 SETTINGS = [

@@ -19,7 +19,7 @@ from tests.stores import write_lines, write_store
 from tests.test_data_prepare import hugging_face
 from zeco_train import export
 from zeco_train.evaluate.command import main
-from zeco_train.metrics import read_metrics
+from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.numeric
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.commands import REPOSITORY, SMALL
 from tests.waiting import ENOUGH
-from zeco_train.metrics import read_metrics
+from zeco_train.tracking.metrics import read_metrics
 
 SETTINGS = [s for s in SMALL if not s.startswith(("data.seq_len", "data.global_batch"))]
 

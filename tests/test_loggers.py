@@ -16,11 +16,11 @@ from tests.commands import check_line, train_here
 from tests.waiting import ENOUGH
 from tests.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
-from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger
-from zeco_train.metrics import read_metrics
-from zeco_train.starts import Layout, Start, length_name, read_starts
-from zeco_train.tensorboard_logger import TensorBoardLogger
-from zeco_train.wandb_logger import WandbLogger
+from zeco_train.tracking.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger
+from zeco_train.tracking.metrics import read_metrics
+from zeco_train.tracking.starts import Layout, Start, length_name, read_starts
+from zeco_train.tracking.tensorboard_logger import TensorBoardLogger
+from zeco_train.tracking.wandb_logger import WandbLogger
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
@@ -95,7 +95,7 @@ def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptu
             tracker.log(step, {"loss": 1.0})
     board.finish()
     first, second = caplog.records
-    assert (first.name, second.name) == ("zeco_train.wandb_logger", "zeco_train.tensorboard_logger")
+    assert (first.name, second.name) == ("zeco_train.tracking.wandb_logger", "zeco_train.tracking.tensorboard_logger")
     assert "step 1: RuntimeError: server on fire" in first.getMessage()
     assert "step 1: TypeError" in second.getMessage()
 
@@ -113,7 +113,7 @@ def test_tags_and_group() -> None:
 # W&B starts a process and keeps state in the interpreter: this runs in one of its own. The second start knows the
 # run's id only from its folder, as after a kill before the first checkpoint.
 _OFFLINE = """
-import sys; from zeco_train.loggers import *; from zeco_train.starts import *
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
 layout = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 ids = []
 for first, last in ((1, 5), (3, 6)):

@@ -18,10 +18,10 @@ from tests.waiting import ENOUGH
 from zeco_train.checkpoint_files import Progress
 from zeco_train.config import load_config, to_plain
 from zeco_train.errors import DataError
-from zeco_train.loggers import NoLogger
-from zeco_train.metrics import MetricsWriter, StepMetrics, read_metrics
-from zeco_train.plot import plot_run
-from zeco_train.recorder import Recorder, StepResult, peak_flops
+from zeco_train.tracking.loggers import NoLogger
+from zeco_train.tracking.metrics import MetricsWriter, StepMetrics, read_metrics
+from zeco_train.tracking.plot import plot_run
+from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

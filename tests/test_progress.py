@@ -18,7 +18,7 @@ from tests.test_metrics import REPOSITORY, metrics
 from tests.waiting import ENOUGH
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.logs import close_logging, setup_logging
-from zeco_train.progress import ProgressDisplay, compact, summary_line
+from zeco_train.tracking.progress import ProgressDisplay, compact, summary_line
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from tests.commands import Outcome, check_line
 from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import Spread, read
-from zeco_train.starts import Layout, Start, append_start
+from zeco_train.tracking.starts import Layout, Start, append_start
 
 RESULTS = Path(__file__).resolve().parents[1] / "zeco_train" / "bench" / "results"
 DP = Layout("dp", "gla_tiny", 2048, 1, 2, "zero2", 1, "fp32", "a CPU")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.commands import REPOSITORY, SMALL, torchrun
 from tests.slurm_cluster import SlurmCluster, why_not
-from zeco_train.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 pytestmark = [
     pytest.mark.processes,

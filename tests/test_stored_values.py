@@ -16,8 +16,8 @@ from zeco_train import export
 from zeco_train.config import load_config, read_config
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate import command as evaluate
-from zeco_train.starts import read_starts
 from zeco_train.system.stored_values import read_values
+from zeco_train.tracking.starts import read_starts
 
 SECRET = "hunter2"
 

@@ -26,9 +26,9 @@ from zeco_train.generate.generator import Completion
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import read_json, stored_weights
 from zeco_train.lifecycle.logs import close_logging, setup_logging
-from zeco_train.metrics import read_metrics
-from zeco_train.run_folder import read_identity
 from zeco_train.system.terminal import visible
+from zeco_train.tracking.metrics import read_metrics
+from zeco_train.tracking.run_folder import read_identity
 
 # Sets the window's title, and, where terminals answer, types into the shell.
 ESCAPE = "\x1b]0;title\x07\x9b2J\u202e"

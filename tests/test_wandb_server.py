@@ -14,7 +14,7 @@ import pytest
 from tests.commands import REPOSITORY, SMALL
 from tests.waiting import ENOUGH
 from tests.wandb_server import WandbServer, history
-from zeco_train.metrics import read_metrics
+from zeco_train.tracking.metrics import read_metrics
 
 # How long W&B may take to start and to finish: its service is a process of its own. And where nobody answers.
 _PATIENCE, _SHORT = 100.0, 10.0

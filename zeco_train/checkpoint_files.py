@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.metrics import METRICS_FILE
 from zeco_train.system.small_files import read_json
+from zeco_train.tracking.metrics import METRICS_FILE
 
 METADATA_FILE = ".metadata"
 PROGRESS_FILE = "run.json"

@@ -9,8 +9,8 @@ from zeco_train.build import Parts, build, init, open_run
 from zeco_train.config import Config, describe, load_config
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.progress import compact
 from zeco_train.system.signals import exit_code
+from zeco_train.tracking.progress import compact
 from zeco_train.trainer import Trainer
 
 _ADVICE = Advice(

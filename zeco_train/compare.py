@@ -23,13 +23,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.metrics import METRICS_FILE, read_metrics
-from zeco_train.plot import new_figure, plain, save_figure, smoothed
-from zeco_train.progress import compact
 from zeco_train.system.arguments import Parser, user_path
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.plot import new_figure, plain, save_figure, smoothed
+from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from zeco_train.plot import BACKEND_COLORS
+from zeco_train.tracking.plot import BACKEND_COLORS
 
 # As `length_name` says it, in Vega's expressions.
 _LENGTH = (

@@ -28,7 +28,6 @@ from zeco_train.checkpoint import CheckpointConfig
 from zeco_train.checkpoint_files import HF_PREFIX
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.loggers import LoggerConfig, LoggerKind
 from zeco_train.nonfinite import skip_limit
 from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
@@ -38,6 +37,7 @@ from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
+from zeco_train.tracking.loggers import LoggerConfig, LoggerKind
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 

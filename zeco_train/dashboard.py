@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.comparison_chart import chart_name, chart_spec
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
+from zeco_train.tracking.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
@@ -308,10 +308,10 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
         DataError: a file is no result, or not of `bench model`.
         ConfigError: W&B refuses.
     """
-    from zeco_train.loggers import LoggerConfig, LoggerKind, LoggerMode
     from zeco_train.report.measurements import read
-    from zeco_train.starts import Start
-    from zeco_train.wandb_logger import WandbLogger
+    from zeco_train.tracking.loggers import LoggerConfig, LoggerKind, LoggerMode
+    from zeco_train.tracking.starts import Start
+    from zeco_train.tracking.wandb_logger import WandbLogger
 
     mode = LoggerMode.online if online else LoggerMode.offline
     config = LoggerConfig(LoggerKind.wandb, project, entity, job_type="bench", tags=["bench"], mode=mode)

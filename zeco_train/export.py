@@ -44,9 +44,9 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.overrides import describe_settings, load_settings
-from zeco_train.progress import compact
 from zeco_train.system.paths import check_output_folder
 from zeco_train.system.terminal import visible
+from zeco_train.tracking.progress import compact
 from zeco_train.trained import Trained, find_trained
 from zeco_train.weights import problem_of
 

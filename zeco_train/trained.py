@@ -21,8 +21,8 @@ from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, read_json
 from zeco_train.hf.tokenizer import tokenizer_info
-from zeco_train.run_folder import read_identity
 from zeco_train.system.paths import check_path
+from zeco_train.tracking.run_folder import read_identity
 from zeco_train.weights import load_weights
 
 

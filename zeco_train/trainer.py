@@ -18,8 +18,8 @@ from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
 from zeco_train.nonfinite import explain, skip_limit
 from zeco_train.optim import learning_rate, set_learning_rate
-from zeco_train.recorder import StepResult
 from zeco_train.system.signals import StopRequest
+from zeco_train.tracking.recorder import StepResult
 from zeco_train.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)

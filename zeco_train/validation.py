@@ -13,7 +13,7 @@ import torch
 from data.loader import validation_batches
 from data.reader import DataSplit, Reader, SequenceSource
 from zeco_train.forward import SequenceForward
-from zeco_train.positions import PositionLosses, PositionSums, weighted
+from zeco_train.tracking.positions import PositionLosses, PositionSums, weighted
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from zeco_train.bench.report import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.errors import ConfigError
-from zeco_train.plot import BACKEND_COLORS, new_figure, save_figure
-from zeco_train.starts import length_name
+from zeco_train.tracking.plot import BACKEND_COLORS, new_figure, save_figure
+from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

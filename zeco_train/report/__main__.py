@@ -18,7 +18,6 @@ from pathlib import Path
 from zeco_train import report as package
 from zeco_train.bench.figures import plot
 from zeco_train.errors import DataError, ZecoError
-from zeco_train.plot import save_figure
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
@@ -26,6 +25,7 @@ from zeco_train.system.arguments import Parser, user_path
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible
+from zeco_train.tracking.plot import save_figure
 
 PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
 

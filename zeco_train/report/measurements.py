@@ -16,10 +16,10 @@ import numpy as np
 from zeco_train.bench.stored import load_results
 from zeco_train.compare import Run, read_runs
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.metrics import METRICS_FILE
-from zeco_train.run_folder import IDENTITY_FILE
-from zeco_train.starts import Layout, read_starts
 from zeco_train.system.small_files import read_json
+from zeco_train.tracking.metrics import METRICS_FILE
+from zeco_train.tracking.run_folder import IDENTITY_FILE
+from zeco_train.tracking.starts import Layout, read_starts
 
 Row = dict[str, Any]
 _MOST_DEVICES = 10**9

@@ -12,11 +12,11 @@ from typing import Any
 
 from zeco_train.compare import COMPARED, describe
 from zeco_train.errors import DataError
-from zeco_train.progress import compact
 from zeco_train.report.assets import SCRIPT, STYLE
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import Panel, panel_png
-from zeco_train.starts import length_name
+from zeco_train.tracking.progress import compact
+from zeco_train.tracking.starts import length_name
 
 
 @dataclass(frozen=True)

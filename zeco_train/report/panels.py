@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.compare import Run, draw_differences, draw_losses
-from zeco_train.plot import BACKEND_COLORS, new_figure, plain
 from zeco_train.report.measurements import Comparison, Measurement, Spread
-from zeco_train.starts import length_name
 from zeco_train.system.drawing import import_matplotlib
+from zeco_train.tracking.plot import BACKEND_COLORS, new_figure, plain
+from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

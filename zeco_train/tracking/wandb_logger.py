@@ -16,10 +16,10 @@ from typing import Any
 
 from zeco_train.checkpoint_files import write_durably
 from zeco_train.errors import ConfigError
-from zeco_train.loggers import LoggerConfig, LoggerMode
-from zeco_train.starts import Start
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
 from zeco_train.system.small_files import read_small
+from zeco_train.tracking.loggers import LoggerConfig, LoggerMode
+from zeco_train.tracking.starts import Start
 
 logger = logging.getLogger(__name__)
 

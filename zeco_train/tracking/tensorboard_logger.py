@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.starts import Start
+from zeco_train.tracking.starts import Start
 
 logger = logging.getLogger(__name__)
 

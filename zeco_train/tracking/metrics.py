@@ -42,7 +42,7 @@ class StepMetrics:
         memory_gb: the most device memory that PyTorch has allocated at any time since this process started, in 10^9
             bytes, on the rank that needed most. It never falls: what a run needs is its last row. GPUs only.
         mfu: model FLOPs over the device's peak; hfu: the same with what was computed a second time. GPUs only, and for
-            dtypes and devices whose peak is known (`zeco_train.recorder.peak_flops`).
+            dtypes and devices whose peak is known (`zeco_train.tracking.recorder.peak_flops`).
         comm_exposed_seconds: for how long the compute of a step waited for scans over ranks, on the rank that waited
             longest (`zeco_train.sp.exposed`); absent where no scan crosses ranks, as with sp=dp. What gathering
             parameters and reducing gradients expose is not in it.

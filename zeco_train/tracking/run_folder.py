@@ -20,8 +20,8 @@ from data.tokenizer import comparable
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 from zeco_train.checkpoint_files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.metrics import METRICS_FILE
 from zeco_train.system.small_files import read_json, read_small
+from zeco_train.tracking.metrics import METRICS_FILE
 
 IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.

@@ -10,9 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import DataError
-from zeco_train.metrics import METRICS_FILE, read_metrics
-from zeco_train.progress import compact
 from zeco_train.system.drawing import import_matplotlib
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

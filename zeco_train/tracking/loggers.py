@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from zeco_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zeco_train.starts import Start
+    from zeco_train.tracking.starts import Start
 
 
 class LoggerKind(Enum):
@@ -114,11 +114,11 @@ def build_logger(config: LoggerConfig, run_dir: str | Path, rank: int) -> Experi
         return NoLogger()
     match config.kind:
         case LoggerKind.wandb:
-            from zeco_train.wandb_logger import WandbLogger
+            from zeco_train.tracking.wandb_logger import WandbLogger
 
             return WandbLogger(config, Path(run_dir))
         case LoggerKind.tensorboard:
-            from zeco_train.tensorboard_logger import TensorBoardLogger
+            from zeco_train.tracking.tensorboard_logger import TensorBoardLogger
 
             return TensorBoardLogger(Path(run_dir))
         case LoggerKind.none:

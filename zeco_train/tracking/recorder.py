@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from zeco_train.checkpoint_files import Progress
 from zeco_train.distributed.mesh import ProcessMesh, agree
-from zeco_train.loggers import ExperimentLogger
-from zeco_train.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics
-from zeco_train.plot import plot_run
-from zeco_train.position_chart import VALIDATION_FILE, plot_validations, read_validations
-from zeco_train.progress import ProgressDisplay, summary_line
-from zeco_train.starts import Start, append_start, layout_of, written_starts
+from zeco_train.tracking.loggers import ExperimentLogger
+from zeco_train.tracking.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics
+from zeco_train.tracking.plot import plot_run
+from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, read_validations
+from zeco_train.tracking.progress import ProgressDisplay, summary_line
+from zeco_train.tracking.starts import Start, append_start, layout_of, written_starts
 from zeco_train.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, metrics, starts, pictures, and what goes to W&B and TensorBoard."""
