@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_batch, check_seq_len
-from zeco_train.checkpoint_files import write_durably
+from zeco_train.checkpoint.files import write_durably
 from zeco_train.config import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, ZecoError

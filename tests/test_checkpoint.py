@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from tests.commands import check_line, snapshot, torchrun, train_here
 from tests.distributed import run_distributed
 from tests.training import train
-from zeco_train import checkpoint, checkpoint_writer
-from zeco_train.checkpoint import Checkpointer
-from zeco_train.checkpoint_files import PROGRESS_FILE, Progress, complete_checkpoints, find_weights, set_aside
-from zeco_train.checkpoint_writer import CheckpointWriter
+from zeco_train.checkpoint.checkpointer import Checkpointer
+from zeco_train.checkpoint.checkpointer import checkpointer as checkpoint
+from zeco_train.checkpoint.checkpointer import writer as checkpoint_writer
+from zeco_train.checkpoint.files import PROGRESS_FILE, Progress, complete_checkpoints, find_weights, set_aside
+from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
 from zeco_train.tracking.metrics import read_metrics

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tests.commands import Outcome, check_line, run_here, snapshot, train_here
 from zeco_train import export
-from zeco_train.checkpoint_files import CHECKSUMS_FILE, RECORD_FILE, complete_checkpoints
-from zeco_train.checkpoint_metadata import read_metadata
-from zeco_train.checkpoint_writer import CheckpointWriter
+from zeco_train.checkpoint.files import CHECKSUMS_FILE, RECORD_FILE, complete_checkpoints
+from zeco_train.checkpoint.metadata import read_metadata
+from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.errors import CheckpointError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
@@ -297,7 +297,9 @@ def test_a_copy_under_a_higher_number_deletes_nothing(finished: Path, tmp_path: 
     assert names == {"step_00000006", "step_00000099.damaged", "latest"}
     # And one that comes while a run goes on: its steps are below that number.
     shutil.copytree(folder / "step_00000006", folder / "step_00000098")
-    with mock.patch("zeco_train.checkpoint.damage_of", lambda path, mesh: None if path.name[-1] == "6" else "copy"):
+    with mock.patch(
+        "zeco_train.checkpoint.checkpointer.damage_of", lambda path, mesh: None if path.name[-1] == "6" else "copy"
+    ):
         assert train_here(*DATA, f"run_dir={run}", "train.steps=7", *keep[1:]).code == 0
     assert [path.name for path in complete_checkpoints(run)] == ["step_00000007"]
 

@@ -13,7 +13,7 @@ import torch
 from tests.commands import snapshot
 from tests.distributed import run_distributed
 from tests.training import largest_difference, train
-from zeco_train.checkpoint_files import complete_checkpoints
+from zeco_train.checkpoint.files import complete_checkpoints
 from zeco_train.errors import CheckpointError
 
 pytestmark = pytest.mark.numeric

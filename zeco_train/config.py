@@ -24,8 +24,8 @@ from yaml import YAMLError
 
 from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
 from models.gla import GLAConfig
-from zeco_train.checkpoint import CheckpointConfig
-from zeco_train.checkpoint_files import HF_PREFIX
+from zeco_train.checkpoint.checkpointer import CheckpointConfig
+from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.nonfinite import skip_limit

@@ -30,12 +30,13 @@ from data.tokenizer import ByteTokenizer
 from data.tokenizer_files import tokenizer_files
 from models.gla_config import num_parameters
 from zeco_train import __version__
-from zeco_train.checkpoint_files import (
+from zeco_train.checkpoint.files import (
     CHECKSUMS_FILE,
     HF_CONFIG_FILE,
     read_progress,
     write_durably,
 )
+from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config import Config, Dtype, to_plain
 from zeco_train.errors import CheckpointError, ConfigError, ZecoError
 from zeco_train.hf.card import last_losses, model_card
@@ -48,7 +49,6 @@ from zeco_train.system.paths import check_output_folder
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.progress import compact
 from zeco_train.trained import Trained, find_trained
-from zeco_train.weights import problem_of
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"
 _PAD_OF_BYTES = 0

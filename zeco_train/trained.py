@@ -14,7 +14,8 @@ from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
-from zeco_train.checkpoint_files import PROGRESS_FILE, complete_checkpoints, read_progress
+from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, read_progress
+from zeco_train.checkpoint.weights import load_weights
 from zeco_train.config import Config, Device, Dtype, config_of, load_config, read_config
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
@@ -23,7 +24,6 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, r
 from zeco_train.hf.tokenizer import tokenizer_info
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
-from zeco_train.weights import load_weights
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from zeco_train.checkpoint_files import PROGRESS_FILE, write_durably
+from zeco_train.checkpoint.files import PROGRESS_FILE, write_durably
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.system.jsonable import jsonable

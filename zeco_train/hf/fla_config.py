@@ -13,7 +13,7 @@ from typing import Any
 
 from data.tokenizer import Tokenizer
 from models.gla_config import FeatureMap, GLAConfig
-from zeco_train.checkpoint_files import HF_CONFIG_FILE as CONFIG_FILE
+from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import ConfigError
 
 MODEL_TYPE, ARCHITECTURE = "gla", "GLAForCausalLM"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.gla import GLAForCausalLM
 from models.gla_config import GLAConfig
-from zeco_train.checkpoint_files import HF_CONFIG_FILE as CONFIG_FILE
+from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.fla_config import FlaModel, from_fla
 from zeco_train.system import small_files

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeco_train.checkpoint_files import Progress
+from zeco_train.checkpoint.files import Progress
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.tracking.loggers import ExperimentLogger
 from zeco_train.tracking.metrics import METRICS_FILE, LineWriter, MetricsWriter, StepMetrics, read_metrics

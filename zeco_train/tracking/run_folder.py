@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from data.tokenizer import comparable
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
-from zeco_train.checkpoint_files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
+from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.system.small_files import read_json, read_small
 from zeco_train.tracking.metrics import METRICS_FILE

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from zeco_train.checkpoint_files import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, find_damage, read_checksums
-from zeco_train.checkpoint_metadata import find_contradiction, read_metadata
-from zeco_train.checkpoint_writer import retried
+from zeco_train.checkpoint.files import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, find_damage, read_checksums
+from zeco_train.checkpoint.metadata import find_contradiction, read_metadata
+from zeco_train.checkpoint.writer import retried
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError

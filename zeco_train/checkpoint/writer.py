@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zeco_train.checkpoint_files import (
+from zeco_train.checkpoint.files import (
     CHECKSUMS_FILE,
     METADATA_FILE,
     PROGRESS_FILE,

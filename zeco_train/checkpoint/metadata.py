@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zeco_train.checkpoint_files import METADATA_FILE, PROGRESS_FILE, is_plain_name, named_step, parse_progress
+from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, is_plain_name, named_step, parse_progress
 from zeco_train.errors import CheckpointError
 from zeco_train.system.small_files import read_json, read_small
 

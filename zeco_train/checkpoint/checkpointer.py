@@ -2,7 +2,7 @@
 
 An asynchronous save copies the state to host memory beside the next step's passes, which do not change it, and writes
 it from a thread of `torch.distributed.checkpoint`, over a process group of its own. What is written, and when it
-counts, is in `zeco_train.checkpoint_files`.
+counts, is in `zeco_train.checkpoint.files`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from zeco_train.checkpoint_files import (
+from zeco_train.checkpoint.files import (
     LATEST,
     Progress,
     check_nothing_is_missing,
@@ -43,10 +43,10 @@ from zeco_train.checkpoint_files import (
     set_aside,
     step_of,
 )
-from zeco_train.checkpoint_writer import CheckpointWriter
+from zeco_train.checkpoint.weights import cause_of, damage_of, load_weights, read_state
+from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.weights import cause_of, damage_of, load_weights, read_state
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Torch 2.11 empties a stager once it has been used, so that its second use fails.
