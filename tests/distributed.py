@@ -22,8 +22,8 @@ _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "zeco_train.build",
-    "zeco_train.trainer",
+    "zeco_train.training.build",
+    "zeco_train.training.trainer",
 ]
 
 

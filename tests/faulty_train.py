@@ -23,7 +23,7 @@ import torch
 from tests.gate import meet
 from zeco_train import cli
 from zeco_train.system.signals import StopRequest
-from zeco_train.trainer import Trainer
+from zeco_train.training.trainer import Trainer
 
 _NAME, _RANK, *_STEPS = os.environ["ZECO_FAULT"].split(":")
 _BAD_TENSOR = "model.layers.0.attn.o_proj"

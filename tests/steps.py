@@ -22,13 +22,13 @@ from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import has_weight_decay
 from tests.sp_reference import RecordingScan
 from tests.training import full
-from zeco_train.build import build_model
 from zeco_train.config import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.optim import OptimConfig, build_optimizer
 from zeco_train.recompute import Recompute
-from zeco_train.step import TrainingStep
+from zeco_train.training.build import build_model
+from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.step import TrainingStep
 
 # No dimension equals another. The matrices are ten times larger than usual, so that every path matters; states live
 # long enough to cross several segments.

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from models.gla import GLAForCausalLM
 from tests.steps import TINY, make_mesh
-from zeco_train.build import build_model
 from zeco_train.config import Compile, TrainConfig
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.system import code_cache
 from zeco_train.system.code_cache import default_folder, private_folder, use_private_caches
+from zeco_train.training.build import build_model
 
 VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 

@@ -21,16 +21,16 @@ from models.gla import GLAForCausalLM
 from tests.distributed import run_distributed
 from tests.sp_reference import RecordingScan, build_scans
 from tests.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
-from zeco_train.build import build_model
 from zeco_train.config import Compile, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.nonfinite import explain
 from zeco_train.ops import Documents
 from zeco_train.recompute import Recompute
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.handles import handle_of
+from zeco_train.training.build import build_model
+from zeco_train.training.nonfinite import explain
 
 pytestmark = pytest.mark.numeric
 

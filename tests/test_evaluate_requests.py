@@ -16,8 +16,8 @@ from tests.steps import TINY, make_mesh
 from tests.test_model import build, whole
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
-from zeco_train.forward import SequenceForward
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.training.forward import SequenceForward
 
 # Lengths of all kinds: one token scored, nothing before it but one, longer than what a rank takes at once, equal ones.
 LENGTHS = [(2, 1), (3, 1), (9, 8), (9, 4), (40, 1), (131, 1), (131, 130), (64, 10), (65, 64), (1, 1), (300, 200)]

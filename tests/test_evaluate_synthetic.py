@@ -17,17 +17,17 @@ from models.gla import GLAForCausalLM
 from tests.commands import check_line, run_here, train_here
 from tests.distributed import run_distributed
 from tests.steps import TINY
-from zeco_train.build import build_model
 from zeco_train.config import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
-from zeco_train.forward import SequenceForward
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.training.build import build_model
+from zeco_train.training.forward import SequenceForward
 
 pytestmark = pytest.mark.numeric
 

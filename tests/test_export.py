@@ -17,7 +17,6 @@ from tests.distributed import run_distributed
 from tests.fla_reference import use_references
 from tests.test_data_prepare import hugging_face
 from tests.training import full, train
-from zeco_train.build import init
 from zeco_train.config import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
@@ -27,6 +26,7 @@ from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.parity import HEADER, ParitySettings, compare, line
 from zeco_train.hf.writer import write_weights
 from zeco_train.trained import find_trained, load_trained
+from zeco_train.training.build import init
 
 pytestmark = pytest.mark.numeric
 

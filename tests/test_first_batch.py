@@ -16,10 +16,10 @@ from data.store import OFFSETS_FILE, shard_name
 from data.store_writer import StoreWriter
 from tests.distributed import run_distributed
 from tests.training import train
-from zeco_train import build
 from zeco_train.distributed import agreement
 from zeco_train.distributed.agreement import _difference, flat
 from zeco_train.errors import ZecoError
+from zeco_train.training import build
 
 # A store's token t is t modulo 250, so any shift of it shows in every token.
 TOKENS = np.arange(9000) % 250

@@ -16,13 +16,13 @@ from models import gla as gla_module
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import TokenFLOPs, flops_per_token, recomputed_flops_per_token
 from tests.test_model import SMALL
-from zeco_train import step as step_module
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK, CHUNKED
 from zeco_train.ops.chunked import intra_scores, local_states
 from zeco_train.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
-from zeco_train.step import TrainingStep
+from zeco_train.training import step as step_module
+from zeco_train.training.step import TrainingStep
 
 TOKENS = 30
 # Of linear layers without and with a bias; the operator's own products are batched, and are counted apart.

@@ -20,7 +20,6 @@ from tests.commands import train_here
 from tests.stores import write_lines
 from tests.test_data_prepare import hugging_face
 from tests.test_model import reference_logits
-from zeco_train.build import init
 from zeco_train.config import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
@@ -33,6 +32,7 @@ from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import find_trained, load_trained
+from zeco_train.training.build import init
 
 pytestmark = pytest.mark.numeric
 

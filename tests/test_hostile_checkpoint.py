@@ -373,7 +373,7 @@ def test_rows_without_a_checkpoint(run: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     settings = [*DATA, f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]
-    with mock.patch("zeco_train.trainer.Trainer.save", side_effect=KeyboardInterrupt):
+    with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
         assert train_here(*settings).code == 130
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "run" / "checkpoints").exists()

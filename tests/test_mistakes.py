@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL, check_line, train_here
-from zeco_train import build, config
+from zeco_train import config
 from zeco_train.config import group_options, load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import (
@@ -22,6 +22,7 @@ from zeco_train.errors import (
     OutOfMemoryError,
     ZecoError,
 )
+from zeco_train.training import build
 
 CONFIG = ConfigError.exit_code
 

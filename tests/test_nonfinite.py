@@ -17,9 +17,9 @@ from data.loader import Batch
 from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train.errors import ConfigError, NonFiniteError
-from zeco_train.forward import SequenceForward
-from zeco_train.nonfinite import skip_limit
-from zeco_train.step import Numbers, TrainingStep
+from zeco_train.training.forward import SequenceForward
+from zeco_train.training.nonfinite import skip_limit
+from zeco_train.training.step import Numbers, TrainingStep
 
 pytestmark = pytest.mark.numeric
 

@@ -21,9 +21,9 @@ from tests.training import full
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind, build_optimizer, learning_rate
 from zeco_train.sp.dp import LocalScan
-from zeco_train.step import TrainingStep
+from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind, build_optimizer, learning_rate
+from zeco_train.training.step import TrainingStep
 
 pytestmark = pytest.mark.numeric
 

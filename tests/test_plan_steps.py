@@ -22,13 +22,11 @@ from models.hooks import has_weight_decay
 from tests.distributed import run_distributed
 from tests.planning import GLA_1B, SMALL, make_case
 from zeco_train import loss
-from zeco_train.build import build_model
 from zeco_train.collectives import Courier, ScanRequest, launch_all_gather, launch_chain, launch_serial, launch_two_shot
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.config import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.optim import OptimConfig, build_optimizer
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
@@ -36,7 +34,9 @@ from zeco_train.recompute import Recompute
 from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
-from zeco_train.step import TrainingStep
+from zeco_train.training.build import build_model
+from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.step import TrainingStep
 
 # --- what ranks hold and send, in a real step ---
 

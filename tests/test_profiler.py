@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from zeco_train import profiler as profiler_module
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.profiler import StepProfiler, check_profile, check_profile_ranks, parse_profile
+from zeco_train.training import profiler as profiler_module
+from zeco_train.training.profiler import StepProfiler, check_profile, check_profile_ranks, parse_profile
 
 CPU = torch.device("cpu")
 SIZES = {step: 100 + step for step in range(1, 10)}

@@ -15,13 +15,13 @@ from omegaconf import OmegaConf
 
 from tests.commands import SMALL, snapshot, train_here
 from tests.distributed import run_distributed
-from zeco_train.build import init, open_run
 from zeco_train.config import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CheckpointError, ConfigError, ZecoError
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.tracking import run_folder
 from zeco_train.tracking.run_folder import RunFolder
+from zeco_train.training.build import init, open_run
 
 IDENTITY = {**run_folder._ALWAYS_BEFORE, "seed": 0}
 STARTS = 10

@@ -20,9 +20,9 @@ from data.store_writer import StoreWriter
 from tests.commands import Outcome, check_line, snapshot, train_here
 from tests.distributed import run_distributed
 from tests.training import train
-from zeco_train import seen_data
 from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.seen_data import RECORD_FILE, DataRecord
+from zeco_train.training import seen_data
+from zeco_train.training.seen_data import RECORD_FILE, DataRecord
 
 DATA = DataError.exit_code
 LENGTHS = [150, 250, 600, 40, 960, 500, 500]

@@ -18,13 +18,13 @@ from tests.distributed import run_distributed
 from tests.sp_reference import RecordingScan, build_scans
 from tests.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from tests.training import largest_difference, train
-from zeco_train import trainer
-from zeco_train.build import build_model
 from zeco_train.config import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
+from zeco_train.training import trainer
+from zeco_train.training.build import build_model
 
 pytestmark = pytest.mark.numeric
 

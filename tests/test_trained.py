@@ -13,7 +13,6 @@ import torch
 from tests.commands import train_here
 from tests.distributed import run_distributed
 from tests.training import full, train
-from zeco_train.build import build_model, init
 from zeco_train.checkpoint.weights import load_weights
 from zeco_train.config import Device, Dtype
 from zeco_train.distributed.mesh import Launch, host_group
@@ -21,6 +20,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.export import ExportSettings, export
 from zeco_train.trained import find_trained, load_trained
+from zeco_train.training.build import build_model, init
 
 pytestmark = pytest.mark.numeric
 

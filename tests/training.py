@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zeco_train.build import build, init, open_run
 from zeco_train.config import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.lifecycle.watchdog import Watchdog
 from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
-from zeco_train.trainer import Trainer
+from zeco_train.training.build import build, init, open_run
+from zeco_train.training.trainer import Trainer
 
 # A model of two small layers on real text; 768 divides by 1, 2, 3, 4 and is no multiple of 64 for 4 ranks' chunks × 3.
 SMALL = [

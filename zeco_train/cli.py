@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from models.gla_config import num_parameters
-from zeco_train.build import Parts, build, init, open_run
 from zeco_train.config import Config, describe, load_config
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.signals import exit_code
 from zeco_train.tracking.progress import compact
-from zeco_train.trainer import Trainer
+from zeco_train.training.build import Parts, build, init, open_run
+from zeco_train.training.trainer import Trainer
 
 _ADVICE = Advice(
     lost_peer="nothing more was saved, the same command goes on from the last checkpoint",

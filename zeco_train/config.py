@@ -28,16 +28,16 @@ from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.nonfinite import skip_limit
-from zeco_train.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.overrides import check_overrides
-from zeco_train.profiler import check_profile
 from zeco_train.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
 from zeco_train.tracking.loggers import LoggerConfig, LoggerKind
+from zeco_train.training.nonfinite import skip_limit
+from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind
+from zeco_train.training.profiler import check_profile
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 

@@ -13,16 +13,16 @@ from models.gla import GLAConfig
 from models.hooks import has_weight_decay
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
-from zeco_train.build import build_model
 from zeco_train.collectives import ScanRequest
 from zeco_train.config import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
-from zeco_train.optim import build_optimizer, set_learning_rate
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
-from zeco_train.step import TrainingStep
+from zeco_train.training.build import build_model
+from zeco_train.training.optim import build_optimizer, set_learning_rate
+from zeco_train.training.step import TrainingStep
 
 # Random tokens cannot be learned: small enough for weights to stay what they are, and as fast as any other.
 LEARNING_RATE = 1e-6

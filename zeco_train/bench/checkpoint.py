@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 
 from zeco_train.bench.samples import slowest_rank
-from zeco_train.build import Parts, build, init, open_run
 from zeco_train.checkpoint.checkpointer import CheckpointMode
 from zeco_train.checkpoint.files import complete_checkpoints
 from zeco_train.config import Config, load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.signals import StopRequest
-from zeco_train.trainer import Trainer
+from zeco_train.training.build import Parts, build, init, open_run
+from zeco_train.training.trainer import Trainer
 
 LARGEST_RATIO = 0.25
 _PLAIN_STEPS = 2

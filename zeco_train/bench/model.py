@@ -1,8 +1,8 @@
 """Case `model`: the whole training step of a GLA model, by backend.
 
-A step is the trainer's (`zeco_train.step`): forward, backward, sum of the gradients, clipping, AdamW over master
-weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks, with
-`dp` its own sequence. Tokens are random, and others in each step.
+A step is the trainer's (`zeco_train.training.step`): forward, backward, sum of the gradients, clipping, AdamW over
+master weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks,
+with `dp` its own sequence. Tokens are random, and others in each step.
 
 All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each:
 only the scan changes, so they differ in nothing but what they are compared for. `products` takes its turns with them:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zeco_train.build import join_ranks
 from zeco_train.config import Config, Device, to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.mesh import Launch, agree, resolve_sp_size
@@ -20,6 +19,7 @@ from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
 from zeco_train.trained import find_trained
+from zeco_train.training.build import join_ranks
 
 _ADVICE = Advice(
     lost_peer="the results so far stand, the tasks after them are to be run again",

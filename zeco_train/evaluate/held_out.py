@@ -20,7 +20,7 @@ from zeco_train.tracking.position_chart import POSITIONS_PLOT_FILE, position_fig
 from zeco_train.tracking.positions import PositionLosses
 from zeco_train.tracking.starts import length_name
 from zeco_train.trained import Trained
-from zeco_train.validation import Validation, ValidationLoss
+from zeco_train.training.validation import Validation, ValidationLoss
 
 _ALL = 1 << 62
 

@@ -22,7 +22,7 @@ from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, read_validations
 from zeco_train.tracking.progress import ProgressDisplay, summary_line
 from zeco_train.tracking.starts import Start, append_start, layout_of, written_starts
-from zeco_train.validation import ValidationLoss
+from zeco_train.training.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
 

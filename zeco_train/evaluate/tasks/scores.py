@@ -15,8 +15,8 @@ from torch import Tensor
 from data.synthetic.example import Example
 from data.synthetic.source import ExampleReader
 from zeco_train.evaluate.cut import Cut
-from zeco_train.forward import SequenceForward
 from zeco_train.loss import IGNORE_INDEX
+from zeco_train.training.forward import SequenceForward
 
 
 @dataclass(frozen=True)

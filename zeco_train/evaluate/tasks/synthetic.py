@@ -22,8 +22,8 @@ from zeco_train.evaluate.registry import TaskResult
 from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.evaluate.tasks.scores import Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
-from zeco_train.forward import SequenceForward
 from zeco_train.tracking.starts import length_name
+from zeco_train.training.forward import SequenceForward
 
 Table = dict[int, Scores]
 

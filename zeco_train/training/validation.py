@@ -12,8 +12,8 @@ import torch
 
 from data.loader import validation_batches
 from data.reader import DataSplit, Reader, SequenceSource
-from zeco_train.forward import SequenceForward
 from zeco_train.tracking.positions import PositionLosses, PositionSums, weighted
+from zeco_train.training.forward import SequenceForward
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The training loop. Everything that it puts together is built in `zeco_train.build`."""
+"""The training loop. Everything that it puts together is built in `zeco_train.training.build`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.build import Parts
 from zeco_train.config import Config
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
-from zeco_train.nonfinite import explain, skip_limit
-from zeco_train.optim import learning_rate, set_learning_rate
 from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.recorder import StepResult
-from zeco_train.validation import ValidationLoss
+from zeco_train.training.build import Parts
+from zeco_train.training.nonfinite import explain, skip_limit
+from zeco_train.training.optim import learning_rate, set_learning_rate
+from zeco_train.training.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
 

@@ -34,18 +34,18 @@ from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
 from zeco_train.loss import IGNORE_INDEX
-from zeco_train.optim import build_optimizer
-from zeco_train.profiler import StepProfiler, check_profile_ranks
-from zeco_train.seen_data import SeenData, check_alike, check_seen
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
-from zeco_train.step import TrainingStep
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
-from zeco_train.validation import Validation
+from zeco_train.training.optim import build_optimizer
+from zeco_train.training.profiler import StepProfiler, check_profile_ranks
+from zeco_train.training.seen_data import SeenData, check_alike, check_seen
+from zeco_train.training.step import TrainingStep
+from zeco_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What follows a loss or a gradient norm that is NaN or infinite: the first such tensor is named.
 
-Such a step never changes weights or optimizer state (`zeco_train.step`); whether the run goes on without it is
+Such a step never changes weights or optimizer state (`zeco_train.training.step`); whether the run goes on without it is
 `train.nonfinite`.
 """
 

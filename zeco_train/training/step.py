@@ -17,9 +17,9 @@ from data.reader import Batch
 from models.gla import GLAForCausalLM
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm
-from zeco_train.forward import SequenceForward
 from zeco_train.sp.base import StateScan
 from zeco_train.sp.segments import LayerStates
+from zeco_train.training.forward import SequenceForward
 
 
 class Numbers:

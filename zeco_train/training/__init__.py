@@ -1,0 +1,1 @@
+"""Training: what is built for a run, the step, and the loop around it."""
