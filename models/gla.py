@@ -27,9 +27,9 @@ from models.projections import parallel_linear, unread_linear
 from zeco_train.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recurrent import recurrent_step
-from zeco_train.recompute import Recompute, recomputed
 from zeco_train.sp.autograd import Crossing, gla_at
 from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.sp.recompute import Recompute, recomputed
 from zeco_train.sp.segments import LayerStates
 
 _NO_STATES = Boundary()

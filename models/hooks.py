@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from models.gla import GLAConfig, GLAForCausalLM
 from zeco_train.ops import CHUNK
-from zeco_train.recompute import Recompute
+from zeco_train.sp.recompute import Recompute
 
 
 def sharding_units(model: GLAForCausalLM) -> list[nn.Module]:

@@ -25,10 +25,10 @@ from zeco_train.config import Compile, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import Documents
-from zeco_train.recompute import Recompute
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.handles import handle_of
+from zeco_train.sp.recompute import Recompute
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
 

@@ -19,8 +19,8 @@ from tests.test_model import SMALL
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK, CHUNKED
 from zeco_train.ops.chunked import intra_scores, local_states
-from zeco_train.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import Recompute
 from zeco_train.training import step as step_module
 from zeco_train.training.step import TrainingStep
 

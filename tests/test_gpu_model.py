@@ -13,8 +13,8 @@ from models.gla import GLAForCausalLM
 from models.hooks import has_weight_decay
 from zeco_train.config import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
-from zeco_train.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import Recompute
 from zeco_train.training.build import build_model
 from zeco_train.training.optim import build_optimizer
 from zeco_train.training.step import TrainingStep

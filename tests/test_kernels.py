@@ -22,10 +22,10 @@ from tests.kernel_cases import KernelCase, both_passes, kernel_errors, relative_
 from tests.waiting import ENOUGH
 from zeco_train import ops
 from zeco_train.ops import Documents
-from zeco_train.recompute import recomputed
 from zeco_train.sp.autograd import gla_at
 from zeco_train.sp.base import Boundary, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import recomputed
 
 pytestmark = pytest.mark.numeric
 

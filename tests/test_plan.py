@@ -27,7 +27,7 @@ from zeco_train.plan.memory import KINDS, plan_memory
 from zeco_train.plan.report import as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import parameter_traffic
-from zeco_train.recompute import Recompute
+from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")

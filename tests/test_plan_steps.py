@@ -30,9 +30,9 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
-from zeco_train.recompute import Recompute
 from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim import OptimConfig, build_optimizer

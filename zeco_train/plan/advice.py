@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.step_time import StepTime, plan_step
-from zeco_train.recompute import Recompute
+from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 
 # Shorter parts than this a rank leave a device idle, and their number is bounded by it.

@@ -21,7 +21,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan import calibration
 from zeco_train.plan.calibration import KEPT_PARTS, Part, TokenTensor
 from zeco_train.plan.case import Case, Shape
-from zeco_train.recompute import Recompute
+from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")

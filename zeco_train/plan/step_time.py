@@ -22,7 +22,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
 from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic
-from zeco_train.recompute import Recompute
+from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm
 
