@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from models.gla_config import GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.projections import parallel_linear, unread_linear
-from zeco_train.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
 from zeco_train.ops.recurrent import recurrent_step
 from zeco_train.sp.autograd import Crossing, gla_at
 from zeco_train.sp.base import Boundary, Place, SequenceShard
@@ -188,7 +188,7 @@ class LMHead(nn.Linear):
     """The head and its loss. The loss is taken inside `forward`, so that FSDP2 unshards the weight around it.
 
     Attributes:
-        token_losses: see `zeco_train.loss`; compiled, or not.
+        token_losses: see `zeco_train.ops.loss`; compiled, or not.
     """
 
     token_losses: TokenLosses = staticmethod(token_losses)

@@ -19,13 +19,13 @@ from models.gla import GLAForCausalLM
 from models.hooks import flops_per_token
 from tests.bench_settings import QUICK
 from tests.test_model import SCAN, SMALL
-from zeco_train import loss as loss_module
 from zeco_train.bench import products
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.model import _Measurement, _Pace
 from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
+from zeco_train.ops import loss as loss_module
 from zeco_train.sp.base import SequenceShard
 
 # A model of two small layers.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeco_train.loss import TokenLosses, linear_cross_entropy, token_losses
+from zeco_train.ops.loss import TokenLosses, linear_cross_entropy, token_losses
 
 pytestmark = pytest.mark.numeric
 

@@ -21,12 +21,12 @@ from models.gla_config import num_parameters
 from models.hooks import has_weight_decay
 from tests.distributed import run_distributed
 from tests.planning import GLA_1B, SMALL, make_case
-from zeco_train import loss
 from zeco_train.collectives import Courier, ScanRequest, launch_all_gather, launch_chain, launch_serial, launch_two_shot
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.config import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops import loss
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes

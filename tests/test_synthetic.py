@@ -25,7 +25,7 @@ from tests.distributed import run_distributed
 from tests.training import train
 from zeco_train.config import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.loss import IGNORE_INDEX
+from zeco_train.ops.loss import IGNORE_INDEX
 
 pytestmark = pytest.mark.numeric
 

@@ -10,7 +10,7 @@ the three products of a step, one by one, in the compute dtype and with the layo
 
     y = x Wᵀ       in the forward pass
     dx = dy W      in the backward pass; dW = dyᵀ x too
-    the head       chunk by chunk, all three in the forward pass, as in `zeco_train.loss`
+    the head       chunk by chunk, all three in the forward pass, as in `zeco_train.ops.loss`
 
 There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and nothing is sent: each rank is
 alone. That is the plain step: neither `recompute` nor `segments` adds to it. Layers that share their input could be one
@@ -37,7 +37,7 @@ from models.hooks import TokenFLOPs, flops_per_token
 from zeco_train.bench.steps import Contender
 from zeco_train.bench.variants import PRODUCTS
 
-# As in `zeco_train.loss` on CUDA.
+# As in `zeco_train.ops.loss` on CUDA.
 CHUNK_TOKENS = 8192
 
 # a [m, k], b [k, n] and what a b is written to, [m, n].

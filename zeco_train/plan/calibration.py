@@ -108,7 +108,7 @@ BACKWARD_ON_CPU = (
 
 # The operator's forward pass on GPUs keeps the states that its walks start from: so many tiles [K, V] over all heads.
 WALKS = 264
-# Tokens whose logits exist at a time, on CPUs and not (`zeco_train/loss.py`).
+# Tokens whose logits exist at a time, on CPUs and not (`zeco_train/ops/loss.py`).
 LOSS_CHUNK = {True: 2048, False: 8192}
 
 # On GPUs: what libraries allocate through torch (cuBLAS); and what lies outside of torch's figures: the CUDA context,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.loss import IGNORE_INDEX, TokenScores
+from zeco_train.ops.loss import IGNORE_INDEX, TokenScores
 from zeco_train.system.jsonable import jsonable
 
 MeanAndError = tuple[Tensor, Tensor]

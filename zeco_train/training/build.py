@@ -33,7 +33,7 @@ from zeco_train.hf.folder import is_hf_folder
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
-from zeco_train.loss import IGNORE_INDEX
+from zeco_train.ops.loss import IGNORE_INDEX
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.code_cache import use_private_caches

@@ -10,7 +10,7 @@ from torch import Tensor
 from data.reader import Batch
 from models.gla import GLAForCausalLM
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.loss import TokenScores
+from zeco_train.ops.loss import TokenScores
 from zeco_train.sp.base import SequenceShard, StateScan
 from zeco_train.sp.segments import LayerStates
 
