@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_batch, check_seq_len
 from zeco_train.checkpoint.files import write_durably
-from zeco_train.config import Config, load_config
+from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.system.terminal import show_any_text

@@ -22,7 +22,7 @@ from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import has_weight_decay
 from tests.sp_reference import RecordingScan
 from tests.training import full
-from zeco_train.config import Dtype, TrainConfig
+from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.sp.recompute import Recompute

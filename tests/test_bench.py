@@ -29,9 +29,9 @@ from zeco_train.bench.samples import Summary, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.bench.trace import intersection, length, overlap_of, union
 from zeco_train.bench.variants import LocalCopyScan, sp_config
+from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.overrides import load_settings
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 

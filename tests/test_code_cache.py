@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from models.gla import GLAForCausalLM
 from tests.steps import TINY, make_mesh
-from zeco_train.config import Compile, TrainConfig
+from zeco_train.config.schema import Compile, TrainConfig
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.system import code_cache

@@ -15,7 +15,7 @@ from data.config import check_batch, check_seq_len
 from tests.commands import REPOSITORY, SMALL, Outcome, check_line
 from tests.waiting import ENOUGH
 from zeco_train.compare import main
-from zeco_train.config import load_config
+from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import resolve_sp_size
 
 

@@ -21,7 +21,7 @@ from models.gla import GLAForCausalLM
 from tests.distributed import run_distributed
 from tests.sp_reference import RecordingScan, build_scans
 from tests.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
-from zeco_train.config import Compile, TrainConfig
+from zeco_train.config.schema import Compile, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import Documents

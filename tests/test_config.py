@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data.recipes import recipe_names
-from zeco_train.config import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
+from zeco_train.config.schema import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]

@@ -17,7 +17,7 @@ from models.gla import GLAForCausalLM
 from tests.commands import check_line, run_here, train_here
 from tests.distributed import run_distributed
 from tests.steps import TINY
-from zeco_train.config import Dtype, TrainConfig
+from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main

@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 from tests.fla_reference import use_references
 from tests.test_data_prepare import hugging_face
 from tests.training import full, train
-from zeco_train.config import Dtype
+from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.export import ExportSettings, export

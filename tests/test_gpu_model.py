@@ -11,7 +11,7 @@ from torch import Tensor
 from data.loader import Batch
 from models.gla import GLAForCausalLM
 from models.hooks import has_weight_decay
-from zeco_train.config import load_config
+from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.recompute import Recompute

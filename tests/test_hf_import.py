@@ -20,7 +20,7 @@ from tests.commands import train_here
 from tests.stores import write_lines
 from tests.test_data_prepare import hugging_face
 from tests.test_model import reference_logits
-from zeco_train.config import Dtype
+from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError

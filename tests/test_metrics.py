@@ -16,7 +16,7 @@ import torch
 from tests.distributed import run_distributed
 from tests.waiting import ENOUGH
 from zeco_train.checkpoint.files import Progress
-from zeco_train.config import load_config, to_plain
+from zeco_train.config.schema import load_config, to_plain
 from zeco_train.errors import DataError
 from zeco_train.tracking.loggers import NoLogger
 from zeco_train.tracking.metrics import MetricsWriter, StepMetrics, read_metrics

@@ -17,7 +17,7 @@ from models.hooks import flops_per_token
 from tests.planning import GLA_1B, command, make, make_case, planned
 from tests.waiting import ENOUGH
 from zeco_train.collectives.cost_model import MEASURED, Link
-from zeco_train.config import group_options
+from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import divisors, legal_segments

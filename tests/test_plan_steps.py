@@ -23,7 +23,7 @@ from tests.distributed import run_distributed
 from tests.planning import GLA_1B, SMALL, make_case
 from zeco_train.collectives import Courier, ScanRequest, launch_all_gather, launch_chain, launch_serial, launch_two_shot
 from zeco_train.collectives import wire as collectives_wire
-from zeco_train.config import Dtype, TrainConfig
+from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss

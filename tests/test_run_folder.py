@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.commands import SMALL, snapshot, train_here
 from tests.distributed import run_distributed
-from zeco_train.config import load_config
+from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import CheckpointError, ConfigError, ZecoError
 from zeco_train.lifecycle.logs import close_logging

@@ -18,7 +18,7 @@ from tests.distributed import run_distributed
 from tests.sp_reference import RecordingScan, build_scans
 from tests.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from tests.training import largest_difference, train
-from zeco_train.config import Dtype, TrainConfig
+from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.sp.dp import LocalScan

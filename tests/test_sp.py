@@ -174,7 +174,9 @@ def test_reference_cut_at_borders_is_the_recurrence_in_one_go() -> None:
 
 
 def test_every_backend_has_a_name_and_a_configuration() -> None:
-    from zeco_train.config import load_config  # here, for every spawned rank imports this file, and that takes seconds
+    from zeco_train.config.schema import (
+        load_config,  # here, for every spawned rank imports this file, and that takes seconds
+    )
 
     assert {config.backend for config in CONFIGS.values()} | {Backend.dp} == set(Backend)
     assert {config.all_scan.algorithm for config in CONFIGS.values()} == set(AllScanAlgorithm)

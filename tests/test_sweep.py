@@ -12,7 +12,7 @@ import pytest
 
 from launch.sweep import main, tokens
 from tests.commands import SMALL
-from zeco_train.config import load_config
+from zeco_train.config.schema import load_config
 
 SETTINGS = [*(s for s in SMALL if not s.startswith("data.seq_len")), "train.steps=3"]
 

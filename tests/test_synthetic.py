@@ -23,7 +23,7 @@ from data.synthetic.texts import Texts
 from data.tokenizer import ByteTokenizer
 from tests.distributed import run_distributed
 from tests.training import train
-from zeco_train.config import load_config
+from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
 from zeco_train.ops.loss import IGNORE_INDEX
 

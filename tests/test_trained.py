@@ -14,7 +14,7 @@ from tests.commands import train_here
 from tests.distributed import run_distributed
 from tests.training import full, train
 from zeco_train.checkpoint.weights import load_weights
-from zeco_train.config import Device, Dtype
+from zeco_train.config.schema import Device, Dtype
 from zeco_train.distributed.mesh import Launch, host_group
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tests.commands import Command, Outcome, check_line
 from tests.distributed import run_distributed
+from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
-from zeco_train.overrides import load_settings
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command, huge, reference

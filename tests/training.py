@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zeco_train.config import load_config
+from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.lifecycle.watchdog import Watchdog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from models.gla_config import num_parameters
-from zeco_train.config import Config, describe, load_config
+from zeco_train.config.schema import Config, describe, load_config
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.signals import exit_code

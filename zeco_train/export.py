@@ -37,14 +37,14 @@ from zeco_train.checkpoint.files import (
     write_durably,
 )
 from zeco_train.checkpoint.weights import problem_of
-from zeco_train.config import Config, Dtype, to_plain
+from zeco_train.config.overrides import describe_settings, load_settings
+from zeco_train.config.schema import Config, Dtype, to_plain
 from zeco_train.errors import CheckpointError, ConfigError, ZecoError
 from zeco_train.hf.card import last_losses, model_card
 from zeco_train.hf.fla_config import to_fla
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
-from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.system.paths import check_output_folder
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.progress import compact

@@ -16,7 +16,7 @@ from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, read_progress
 from zeco_train.checkpoint.weights import load_weights
-from zeco_train.config import Config, Device, Dtype, config_of, load_config, read_config
+from zeco_train.config.schema import Config, Device, Dtype, config_of, load_config, read_config
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError

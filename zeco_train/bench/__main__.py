@@ -24,9 +24,9 @@ from zeco_train.bench.config import (
 )
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
+from zeco_train.config.overrides import load_settings
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.overrides import load_settings
 
 _ADVICE = Advice(
     lost_peer="the results so far stand",

@@ -14,7 +14,7 @@ from models.hooks import has_weight_decay
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.collectives import ScanRequest
-from zeco_train.config import Config
+from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.sp.backend import ScanBackend

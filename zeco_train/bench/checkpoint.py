@@ -32,7 +32,7 @@ import torch.distributed as dist
 from zeco_train.bench.samples import slowest_rank
 from zeco_train.checkpoint.checkpointer import CheckpointMode
 from zeco_train.checkpoint.files import complete_checkpoints
-from zeco_train.config import Config, load_config
+from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.signals import StopRequest

@@ -35,7 +35,7 @@ from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.report import Report, Row
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
-from zeco_train.config import Dtype
+from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits

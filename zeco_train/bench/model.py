@@ -39,7 +39,7 @@ from zeco_train.bench.report import Report, Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, GatheredScan
-from zeco_train.config import Config, Dtype
+from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.sp.recompute import Recompute
 from zeco_train.tracking.recorder import peak_flops

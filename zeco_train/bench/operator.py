@@ -26,7 +26,7 @@ from zeco_train.bench.report import Report, Row, timing_fields
 from zeco_train.bench.runner import Runner, Subject, capture
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan
-from zeco_train.config import Dtype
+from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.sp.autograd import gla
 from zeco_train.sp.base import SequenceShard, StateScan

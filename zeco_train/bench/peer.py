@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from models.gla import GLAConfig
 from models.hooks import has_weight_decay
 from zeco_train.bench.session import Session
-from zeco_train.config import Config, Dtype
+from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 
 from zeco_train.bench.runner import Timing
 from zeco_train.bench.session import Session
-from zeco_train.config import to_plain
+from zeco_train.config.schema import to_plain
 from zeco_train.errors import DataError
 from zeco_train.system.environment import environment
 from zeco_train.system.paths import check_outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeco_train.config import Device
+from zeco_train.config.schema import Device
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.system.code_cache import use_private_caches

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeco_train.config.overrides import describe_settings
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.registry import LM_EVAL, STANDARD, TASKS
-from zeco_train.overrides import describe_settings
 from zeco_train.system.arguments import Parser, user_path
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zeco_train.config import Config, Device, to_plain
+from zeco_train.config.schema import Config, Device, to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.mesh import Launch, agree, resolve_sp_size
 from zeco_train.evaluate.arguments import Request, describe, parse

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from data.tokenizer import Tokenizer
-from zeco_train.config import Config, group_options, to_plain, unmet_need
+from zeco_train.config.overrides import as_override, check_overrides
+from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
-from zeco_train.overrides import as_override, check_overrides
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.terminal import visible

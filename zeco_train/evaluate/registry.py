@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
+from zeco_train.config.overrides import load_settings
 from zeco_train.errors import ConfigError
-from zeco_train.overrides import load_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.config import Config, to_plain
+from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size

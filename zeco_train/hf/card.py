@@ -9,7 +9,7 @@ from typing import Any
 from data.config import DataConfig, DataKind
 from models.gla_config import GLAConfig, num_parameters
 from zeco_train.checkpoint.files import Progress
-from zeco_train.config import Config
+from zeco_train.config.schema import Config
 from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 _USE = """```python

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.check import relative_error
-from zeco_train.config import Dtype
+from zeco_train.config.overrides import describe_settings, load_settings
+from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.folder import is_hf_folder
-from zeco_train.overrides import describe_settings, load_settings
 from zeco_train.sp.dp import LocalScan
 from zeco_train.trained import Trained, find_trained, load_trained
 

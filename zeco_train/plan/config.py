@@ -7,9 +7,9 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeco_train.config import Config, group_options, load_config
+from zeco_train.config.overrides import check_overrides, describe_settings, load_settings
+from zeco_train.config.schema import Config, group_options, load_config
 from zeco_train.errors import ConfigError
-from zeco_train.overrides import check_overrides, describe_settings, load_settings
 from zeco_train.plan.devices import Gpu
 from zeco_train.system.paths import check_output_file
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 
-from zeco_train.config import Dtype
+from zeco_train.config.schema import Dtype
 from zeco_train.plan.calibration import (
     BANDWIDTH_EFFICIENCY,
     CPU_BANDWIDTH,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from models.hooks import flops_per_token, recomputed_flops_per_token
 from zeco_train.collectives.cost_model import MEASURED, Choice, chain_seconds, choose
-from zeco_train.config import Dtype
+from zeco_train.config.schema import Dtype
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes

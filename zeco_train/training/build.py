@@ -22,7 +22,7 @@ from models.gla_config import num_parameters
 from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights
-from zeco_train.config import Compile, Config, Device, TrainConfig, to_plain
+from zeco_train.config.schema import Compile, Config, Device, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size

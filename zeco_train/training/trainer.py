@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.config import Config
+from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
 from zeco_train.system.signals import StopRequest

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from zeco_train.config import to_plain
+from zeco_train.config.overrides import load_settings
+from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
 from zeco_train.errors import DataError
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.overrides import load_settings
 from zeco_train.system.environment import environment
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.paths import warn_of_replacing

@@ -14,7 +14,7 @@ from data.synthetic.config import SyntheticConfig, Task
 from data.synthetic.example import Example
 from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
 from data.tokenizer import ByteTokenizer
-from zeco_train.config import to_plain
+from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.cut import Cut
 from zeco_train.evaluate.evaluation import Evaluation

@@ -26,9 +26,9 @@ from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
 from models.gla import GLAConfig
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
+from zeco_train.config.overrides import check_overrides
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.overrides import check_overrides
 from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
@@ -39,7 +39,7 @@ from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.training.profiler import check_profile
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 
 class Dtype(Enum):
