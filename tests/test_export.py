@@ -24,8 +24,8 @@ from zeco_train.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.parity import HEADER, ParitySettings, compare, line
+from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
-from zeco_train.trained import find_trained, load_trained
 from zeco_train.training.build import init
 
 pytestmark = pytest.mark.numeric

@@ -44,11 +44,11 @@ from zeco_train.hf.card import last_losses, model_card
 from zeco_train.hf.fla_config import to_fla
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
 from zeco_train.hf.tokenizer import write_tokenizer
+from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.system.paths import check_output_folder
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.progress import compact
-from zeco_train.trained import Trained, find_trained
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"
 _PAD_OF_BYTES = 0

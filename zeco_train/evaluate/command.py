@@ -15,10 +15,10 @@ from zeco_train.evaluate.arguments import Request, describe, parse
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
+from zeco_train.hf.trained import find_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
-from zeco_train.trained import find_trained
 from zeco_train.training.build import join_ranks
 
 _ADVICE = Advice(

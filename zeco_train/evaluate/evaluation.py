@@ -12,10 +12,10 @@ from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
+from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.terminal import visible
-from zeco_train.trained import Trained, load_trained
 from zeco_train.training.forward import SequenceForward
 
 # Of a run's configuration, what an evaluation reads; all else would be set in vain.

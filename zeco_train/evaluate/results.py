@@ -12,10 +12,10 @@ from typing import Any
 from zeco_train.checkpoint.files import PROGRESS_FILE, write_durably
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate.registry import TaskResult
+from zeco_train.hf.trained import Trained
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.paths import check_output_folder
 from zeco_train.tracking.plot import save_figure
-from zeco_train.trained import Trained
 
 RESULTS_FILE = "results.json"
 

@@ -19,7 +19,7 @@ from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.requests import Score, ScoreRequest, score
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.trained import load_trained
+from zeco_train.hf.trained import load_trained
 
 T = TypeVar("T")
 _END = "end"

@@ -20,11 +20,11 @@ from zeco_train.errors import DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
+from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
-from zeco_train.trained import Trained, find_trained, load_trained
 
 _ADVICE = Advice(
     lost_peer="generate again",

@@ -32,8 +32,8 @@ from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.hf.folder import is_hf_folder
+from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.sp.dp import LocalScan
-from zeco_train.trained import Trained, find_trained, load_trained
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
 # The largest relative error (2-norms) between the two models' logits that passes.
