@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zeco_train.dashboard import NAME, check_installed, publish, publish_benchmarks, write
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.report.dashboard import NAME, check_installed, publish, publish_benchmarks, write
 from zeco_train.system.arguments import Parser
 from zeco_train.system.terminal import show_any_text
 

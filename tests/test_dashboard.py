@@ -14,8 +14,8 @@ import pytest
 from tests.commands import REPOSITORY, Outcome, check_line
 from tests.test_loggers import run_python
 from tests.wandb_server import WandbServer, history, run_record
-from zeco_train.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
 from zeco_train.tracking.loggers import LoggerConfig
 from zeco_train.tracking.metrics import StepMetrics
 from zeco_train.tracking.starts import Layout

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.comparison_chart import chart_name, chart_spec
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.report.comparison_chart import chart_name, chart_spec
 from zeco_train.tracking.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
