@@ -20,7 +20,7 @@ from tests.training import full, train
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.export import ExportSettings, export
+from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.parity import HEADER, ParitySettings, compare, line

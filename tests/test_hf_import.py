@@ -24,9 +24,10 @@ from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.export import ExportSettings, export, main
+from zeco_train.export import main
 from zeco_train.hf import parity
 from zeco_train.hf.continuing import other_tokenizer
+from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
 from zeco_train.hf.trained import find_trained, load_trained

@@ -18,7 +18,7 @@ from zeco_train.config.schema import Device, Dtype
 from zeco_train.distributed.mesh import Launch, host_group
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.export import ExportSettings, export
+from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.training.build import build_model, init
 

@@ -1,8 +1,6 @@
 """`python -m zeco_train.export RUN OUT`: a trained model as a folder that Hugging Face's libraries read.
 
-One process on a CPU, whatever the model was trained on; memory is that of two files of weights. The folder appears by
-one rename once all in it is on disk. With fla installed, `AutoModelForCausalLM.from_pretrained(OUT)` loads it; no code
-comes with it, so nothing has to be trusted.
+One process on a CPU, whatever the model was trained on; see `zeco_train.hf.export`.
 """
 
 from __future__ import annotations
@@ -13,61 +11,16 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.export")
 
-import dataclasses
-import hashlib
-import json
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from data.atomic import atomic_folder
-from data.tokenizer import ByteTokenizer
-from data.tokenizer_files import tokenizer_files
-from models.gla_config import num_parameters
-from zeco_train import __version__
-from zeco_train.checkpoint.files import (
-    CHECKSUMS_FILE,
-    HF_CONFIG_FILE,
-    read_progress,
-    write_durably,
-)
-from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.overrides import describe_settings, load_settings
-from zeco_train.config.schema import Config, Dtype, to_plain
-from zeco_train.errors import CheckpointError, ConfigError, ZecoError
-from zeco_train.hf.card import last_losses, model_card
-from zeco_train.hf.fla_config import to_fla
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
-from zeco_train.hf.tokenizer import write_tokenizer
-from zeco_train.hf.trained import Trained, find_trained
-from zeco_train.hf.writer import Written, stored_dtype, write_weights
-from zeco_train.system.paths import check_output_folder
+from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.hf.export import ExportSettings, export
 from zeco_train.system.terminal import visible
-from zeco_train.tracking.progress import compact
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"
-_PAD_OF_BYTES = 0
-
-
-@dataclass
-class ExportSettings:
-    """Attributes:
-    shard_mb: the most of weights in a file, in MB; memory is about twice that, for a file is read back.
-    dtype: of the weights in the files; null: that which they were trained in, bit for bit.
-    """
-
-    shard_mb: int = 1000
-    dtype: Dtype | None = None
-
-    def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
-        if self.shard_mb < 1:
-            raise ConfigError("shard_mb", self.shard_mb, "must be ≥ 1")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,105 +38,3 @@ def main(arguments: Sequence[str]) -> int:
         print(error.line, file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def export(run: str, out: Path, settings: ExportSettings) -> str:
-    """Write a trained model to `out`.
-
-    Returns:
-        What was done, in a line.
-
-    Raises:
-        ZecoError: there is no such model, it is damaged, fla's configuration cannot express it, or `out` is taken or
-            cannot be written.
-    """
-    trained = find_trained(run)
-    if is_hf_folder(trained.path):
-        raise ConfigError("RUN", run, "is an export already; copy it")
-    assert trained.config is not None
-    check_output_folder("OUT", out)
-    if out.exists():
-        raise ConfigError("OUT", out, "exists; name a new folder, or move that one away")
-    if (problem := problem_of(trained.path)) is not None:
-        raise CheckpointError(f"{trained.path}: damaged: {problem}; name another checkpoint")
-    stored = stored_dtype(trained.path, trained.model)
-    dtype = stored if settings.dtype is None else settings.dtype.compute
-    # All that is refused is refused before anything is written.
-    record = _fla_record(trained, trained.config, dtype)
-    with atomic_folder(out, remedy="name another OUT") as folder:
-        _check_room(out, folder, num_parameters(trained.model) * dtype.itemsize)
-        written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
-    count = f"{compact(num_parameters(trained.model))} parameters, {_name(dtype)}"
-    files = "1 file" if len(written.files) == 1 else f"{len(written.files)} files"
-    return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
-
-
-def _fla_record(trained: Trained, config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    pad_id = _PAD_OF_BYTES if isinstance(trained.tokenizer, ByteTokenizer) else None
-    record = to_fla(trained.model, trained.tokenizer, pad_id, config.data.seq_len, _name(dtype))
-    if trained.tokenizer.vocab_size > trained.model.vocab_size:
-        sizes = f"the run's tokenizer has {trained.tokenizer.vocab_size} ids"
-        raise ConfigError("model.vocab_size", trained.model.vocab_size, f"{sizes}, which is not the one it began with")
-    return record
-
-
-def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` unless the disk of the folder that becomes `out` has room for the weights."""
-    if (free := shutil.disk_usage(folder).free) < num_bytes:
-        sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
-        raise ConfigError("OUT", out, sizes)
-
-
-def _fill(
-    folder: Path, trained: Trained, config: Config, record: dict[str, Any], dtype: torch.dtype, file_bytes: int
-) -> Written:
-    write_durably(folder / HF_CONFIG_FILE, _json(record))
-    write_durably(folder / "generation_config.json", _json(_generation(record)))
-    write_tokenizer(trained.tokenizer, tokenizer_files(*trained.token_folders), folder)
-    progress, run_dir = read_progress(trained.path), trained.path.parent.parent
-    origin = {
-        "version": __version__,
-        "step": progress.step,
-        "sequences": progress.sequences,
-        "tokens": progress.tokens,
-        "dtype": _name(dtype),
-        "tokenizer": dict(trained.tokenizer_info),
-        "config": to_plain(config),
-    }
-    write_durably(folder / ORIGIN_FILE, _json(origin))
-    losses = last_losses(run_dir, progress.step)
-    write_durably(folder / "README.md", model_card(config, progress, losses, origin))
-    written = write_weights(trained.path, trained.model, folder, dtype, file_bytes)
-    _check_round_trip(folder, trained)
-    # Of the weights: the rest is small, is checked when it is read, and may well be edited.
-    weights = [folder / name for name in written.files]
-    rows = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in weights}
-    write_durably(folder / CHECKSUMS_FILE, json.dumps(rows, indent=1))
-    return written
-
-
-def _check_round_trip(folder: Path, trained: Trained) -> None:
-    """What was written has to be the model again when it is read; a failure is a fault of ours."""
-    found = dataclasses.replace(checked_fla_model(folder).model, name=trained.model.name)
-    wanted = trained.model
-    if wanted.num_kv_heads == wanted.num_heads:
-        wanted = dataclasses.replace(wanted, num_kv_heads=None)
-    assert found == wanted, (found, wanted)
-
-
-def _generation(record: dict[str, Any]) -> dict[str, Any]:
-    ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
-    return {**ids, "use_cache": True}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _json(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=2) + "\n"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

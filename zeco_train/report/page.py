@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from zeco_train.compare import COMPARED, describe
 from zeco_train.errors import DataError
 from zeco_train.report.assets import SCRIPT, STYLE
+from zeco_train.report.comparison import COMPARED, describe
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import Panel, panel_png
 from zeco_train.tracking.progress import compact

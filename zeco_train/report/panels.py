@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.compare import Run, draw_differences, draw_losses
+from zeco_train.report.comparison import Run, draw_differences, draw_losses
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.system.drawing import import_matplotlib
 from zeco_train.tracking.plot import BACKEND_COLORS, new_figure, plain

@@ -1,0 +1,204 @@
+"""Comparison of several runs' curves: loss and gradient norm, step by step, against those of the first run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.plot import new_figure, plain, save_figure, smoothed
+from zeco_train.tracking.progress import compact
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
+COMPARED = ("loss", "grad_norm")
+_COLORS = ("#2a6fbb", "#d9720f", "#3b8f4f", "#a23b72", "#5f6b76", "#8c6d1f", "#3aa6a6", "#7a5cc0")
+_STYLES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of a column from the first run, over the steps that both have; infinite where just one
+    has no finite value. `relative` is over the first run's value; each has its own step."""
+
+    absolute: float
+    absolute_step: int
+    relative: float
+    relative_step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's rows, by step."""
+
+    name: str
+    path: Path
+    rows: dict[int, dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> Run:
+        """Raises:
+        DataError: it has no metrics.
+        """
+        rows = read_metrics(path / METRICS_FILE)
+        if not rows:
+            raise DataError(path / METRICS_FILE, "has no rows", "give the folders of runs that have trained")
+        return cls(name, path, {row["step"]: row for row in rows})
+
+    def column(self, name: str) -> list[float]:
+        """The values of all steps, NaN where there is none."""
+        return [math.nan if row.get(name) is None else float(row[name]) for row in self.rows.values()]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median of the rows, the first one aside where there are more: it holds the compilation of kernels."""
+        rates = self.column("tokens_per_second")
+        return median(rates[1:] or rates)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs, named by what tells their folders apart.
+
+    Raises:
+        DataError: a folder has no metrics.
+        ConfigError: a folder comes twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("RUN_DIR", " ".join(map(str, folders)), "names a folder twice")
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [Run.read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def difference(run: Run, first: Run, column: str) -> Difference:
+    """Compare a column with the first run's.
+
+    Raises:
+        DataError: the runs have no step in common.
+    """
+    steps = sorted(run.rows.keys() & first.rows.keys())
+    if not steps:
+        raise DataError(run.path / METRICS_FILE, f"has no step in common with {first.path}", "use one train.log_every")
+    absolute: list[tuple[float, int]] = []
+    relative: list[tuple[float, int]] = []
+    for step in steps:
+        value, expected = run.rows[step].get(column), first.rows[step].get(column)
+        gap = _gap(value, expected)
+        absolute.append((gap, step))
+        relative.append((gap / abs(expected) if gap and expected else gap, step))
+    # The first of equals.
+    largest, worst = (max(gaps, key=lambda pair: pair[0]) for gaps in (absolute, relative))
+    return Difference(*largest, *worst)
+
+
+def _gap(value: float | None, expected: float | None) -> float:
+    if value is None or expected is None:
+        return 0.0 if value is expected else math.inf
+    return abs(value - expected)
+
+
+def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row of the table for each run; differences are None for the first."""
+    first = runs[0]
+    rows = []
+    for run in runs:
+        losses = run.column("loss")
+        differences = {column: None if run is first else asdict(difference(run, first, column)) for column in COMPARED}
+        rows.append(
+            {
+                "name": run.name,
+                "path": str(run.path),
+                "steps": max(run.rows),
+                "compared": len(run.rows.keys() & first.rows.keys()),
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+                "tokens_per_second": run.tokens_per_second,
+                "difference": differences,
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text: differences are absolute (relative) and the step of the relative one."""
+    width = max(8, *(len(row["name"]) for row in rows))
+    lines = [
+        f"{'run':<{width}}{'steps':>7}{'first loss':>12}{'last loss':>11}{'tokens/s':>10}  "
+        f"{'largest difference of loss':<34}of gradient norm"
+    ]
+    for row in rows:
+        cells = [_cell(row["difference"][column]) for column in COMPARED]
+        lines.append(
+            f"{row['name']:<{width}}{row['steps']:>7}{row['first_loss']:>12.5f}{row['last_loss']:>11.5f}"
+            f"{compact(row['tokens_per_second']):>10}  {cells[0]:<34}{cells[1]}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Losses above, their differences from the first run below; the file is replaced in one go.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    figure = new_figure(" · ".join(run.name for run in runs), (9, 6.5), dpi=130, title_size=14)
+    from matplotlib.ticker import MaxNLocator
+
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    draw_losses(upper, runs)
+    draw_differences(lower, runs)
+    lower.set_xlabel("step")
+    lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
+    save_figure(figure, path)
+
+
+def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
+    """Each run's losses over a column of its rows; of long runs the running means."""
+    for index, run in enumerate(runs):
+        # Curves that coincide stay visible: the earlier, the wider.
+        width = 1.4 + min(0.9, 3.6 / len(runs)) * (len(runs) - 1 - index)
+        drawn = [pair for pair in zip(run.column(x), run.column("loss"), strict=True) if not math.isnan(sum(pair))]
+        losses, _ = smoothed([loss for _, loss in drawn])
+        axes.plot([place for place, _ in drawn], losses, label=plain(run.name), linewidth=width, **_look(index))
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False)
+
+
+def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
+    """How far each run's losses lie from the first one's, over steps; the first has no curve."""
+    first, differ = runs[0], False
+    for index, run in enumerate(runs[1:], start=1):
+        steps = sorted(run.rows.keys() & first.rows.keys())
+        gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
+        differ |= any(0 < gap < math.inf for gap in gaps)
+        # Zero has no place on a logarithmic axis.
+        axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **_look(index))
+    if differ:
+        axes.set_yscale("log")
+    elif len(runs) > 1:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "the losses are the same at every step", ha="center", transform=axes.transAxes)
+    axes.set_ylabel(f"|loss − that of {plain(first.name)}|")
+
+
+def _look(index: int) -> dict[str, Any]:
+    return {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
