@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from tests.commands import check_line, snapshot, torchrun, train_here
 from tests.distributed import run_distributed
 from tests.training import train
+from zeco_train.checkpoint import checkpointer as checkpoint
+from zeco_train.checkpoint import writer as checkpoint_writer
 from zeco_train.checkpoint.checkpointer import Checkpointer
-from zeco_train.checkpoint.checkpointer import checkpointer as checkpoint
-from zeco_train.checkpoint.checkpointer import writer as checkpoint_writer
 from zeco_train.checkpoint.files import PROGRESS_FILE, Progress, complete_checkpoints, find_weights, set_aside
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.errors import CheckpointError

@@ -16,7 +16,7 @@ from tests.test_loggers import run_python
 from tests.wandb_server import WandbServer, history, run_record
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
-from zeco_train.tracking.loggers import LoggerConfig
+from zeco_train.tracking.logger_config import LoggerConfig
 from zeco_train.tracking.metrics import StepMetrics
 from zeco_train.tracking.starts import Layout
 from zeco_train.tracking.wandb_logger import WandbLogger

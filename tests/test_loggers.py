@@ -16,7 +16,8 @@ from tests.commands import check_line, train_here
 from tests.waiting import ENOUGH
 from tests.wandb_server import WandbServer, history, records, run_record
 from zeco_train.errors import ConfigError
-from zeco_train.tracking.loggers import LoggerConfig, LoggerKind, LoggerMode, NoLogger, build_logger
+from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
+from zeco_train.tracking.loggers import NoLogger, build_logger
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.starts import Layout, Start, length_name, read_starts
 from zeco_train.tracking.tensorboard_logger import TensorBoardLogger

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL, check_line, train_here
+from zeco_train.config import schema as config
 from zeco_train.config.schema import group_options, load_config
-from zeco_train.config.schema import schema as config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import (
     CheckpointError,

@@ -34,7 +34,7 @@ from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
-from zeco_train.tracking.loggers import LoggerConfig, LoggerKind
+from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind
 from zeco_train.training.profiler import check_profile

@@ -309,7 +309,7 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
         ConfigError: W&B refuses.
     """
     from zeco_train.report.measurements import read
-    from zeco_train.tracking.loggers import LoggerConfig, LoggerKind, LoggerMode
+    from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
     from zeco_train.tracking.starts import Start
     from zeco_train.tracking.wandb_logger import WandbLogger
 

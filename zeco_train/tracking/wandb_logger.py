@@ -18,7 +18,7 @@ from zeco_train.checkpoint.files import write_durably
 from zeco_train.errors import ConfigError
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
 from zeco_train.system.small_files import read_small
-from zeco_train.tracking.loggers import LoggerConfig, LoggerMode
+from zeco_train.tracking.logger_config import LoggerConfig, LoggerMode
 from zeco_train.tracking.starts import Start
 
 logger = logging.getLogger(__name__)
