@@ -25,7 +25,7 @@ import torch
 
 from data.store import shard_name
 from data.store_writer import StoreWriter
-from tests.commands import Command, is_running, torchrun
+from tests.support.commands import Command, is_running, torchrun
 
 TIMEOUT = 10.0
 _ENOUGH = 180.0

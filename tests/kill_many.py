@@ -23,7 +23,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tests.commands import is_running, torchrun
+from tests.support.commands import is_running, torchrun
 from zeco_train.checkpoint.files import complete_checkpoints, step_of
 from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 

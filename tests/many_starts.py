@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.commands import torchrun, train_here
+from tests.support.commands import torchrun, train_here
 from zeco_train.sp.recompute import Recompute
 from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 

@@ -1,7 +1,7 @@
 """Run tests again and again beside busy processes, or once each as on other processors.
 
     python -m tests.under_load --rounds 10                       tests marked `processes`, beside 4 busy processes
-    python -m tests.under_load --rounds 3 tests/test_faults.py   these, whatever their marks
+    python -m tests.under_load --rounds 3 tests/lifecycle/test_faults.py   these, whatever their marks
     python -m tests.under_load --processors                      tests marked `numeric`, under each of `PROCESSORS`
 
 Everything that is no option of this script goes to pytest. Prints the end of pytest's output of each run with a
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.commands import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 # They have math libraries take the paths of processors with fewer instructions.
 PROCESSORS = (

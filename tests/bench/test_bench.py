@@ -1,0 +1,377 @@
+"""The benchmarks' arithmetic on known samples, their messages, and two of their cases on two CPU ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.commands import REPOSITORY, Command, is_pending
+from tests.support.distributed import run_distributed
+from tests.support.waiting import ENOUGH
+from zeco_train.bench import __main__ as command
+from zeco_train.bench import figures
+from zeco_train.bench.check import WrongResultError, check_results, relative_error
+from zeco_train.bench.config import CollectivesConfig, OperatorConfig
+from zeco_train.bench.report import LogLines
+from zeco_train.bench.runner import Runner
+from zeco_train.bench.samples import Summary, slowest_rank
+from zeco_train.bench.session import Session
+from zeco_train.bench.trace import intersection, length, overlap_of, union
+from zeco_train.bench.variants import LocalCopyScan, sp_config
+from zeco_train.config.overrides import load_settings
+from zeco_train.distributed.mesh import Launch
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.sp.registry import Backend
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+
+QUICK = ["device=cpu", "warmup=1", "runs=3", "flush_mb=1", "timeout_seconds=60"]
+SMALL_STATES = [*QUICK, "sizes_mb=[0.03125]"]
+SMALL_STEPS = [*QUICK, "dtype=fp64", "heads=[2]", "dims=[[8,16]]", "tokens=[64]", "check_tokens=80"]
+
+
+def test_summary_takes_the_slowest_rank_of_each_run_first() -> None:
+    by_rank = [[1.0, 9.0, 3.0, 4.0, 5.0], [2.0, 1.0, 1.0, 1.0, 7.0]]
+    assert slowest_rank(by_rank) == [2.0, 9.0, 3.0, 4.0, 7.0]
+    summary = Summary.of(by_rank)
+    assert (summary.median, summary.min, summary.max, summary.runs) == (4.0, 2.0, 9.0, 5)
+    # Percentiles of 2, 3, 4, 7, 9: 0.4 of the way from the first to the second, 0.6 from the fourth to the fifth.
+    assert (summary.p10, summary.p90) == pytest.approx((2.4, 8.2))
+    assert Summary.of([[1.0, 2.0]]).median == 1.5
+    assert summary.as_row()["p10_ms"] == summary.p10
+    for wrong in ([], [[]], [[1.0], [1.0, 2.0]]):
+        with pytest.raises(ValueError):  # noqa: PT011
+            Summary.of(wrong)
+
+
+def test_errors_are_relative_to_the_norm() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    assert relative_error(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([0.0, 2.0]), torch.zeros(2)) == 2.0
+    check_results("zeco", 0, {"o": (expected, expected)}, 1e-12)
+    for wrong in (expected + 1, expected * torch.nan):
+        with pytest.raises(
+            WrongResultError, match=r"zeco is wrong, nothing is timed: dq on rank 1 .* allowed are 1e-03"
+        ):
+            check_results("zeco", 1, {"o": (expected, expected), "dq": (wrong, expected)}, 1e-3)
+
+
+def test_intervals() -> None:
+    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
+    assert intersection([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
+    assert length([(1, 2), (3, 4.5)]) == 2.5
+
+
+def test_overlap_counts_what_the_step_launched() -> None:
+    def kernel(name: str, start: float, duration: float, stream: int, correlation: int) -> dict[str, Any]:
+        args = {"stream": stream, "correlation": correlation}
+        return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": args}
+
+    def call(start: float, correlation: int) -> dict[str, Any]:
+        return {"cat": "cuda_runtime", "name": "launch", "ts": start, "dur": 1, "args": {"correlation": correlation}}
+
+    events = [
+        {"cat": "user_annotation", "name": "bench_step", "ts": 10, "dur": 10},
+        *(call(5, 0), call(11, 1), call(12, 2), call(13, 3), call(14, 4)),
+        kernel("fill", 0, 100, 7, 0),  # before the step
+        kernel("states", 100, 10, 7, 1),
+        kernel("ncclDevKernel_SendRecv", 110, 20, 20, 2),
+        kernel("intra", 112, 8, 7, 3),
+        kernel("fold", 115, 3, 21, 4),  # on the scan's own stream: neither
+    ]
+    overlap = overlap_of(events)
+    assert (overlap.communication_us, overlap.hidden_us, overlap.compute_us) == (20, 8, 18)
+    assert overlap.kernels == ("ncclDevKernel_SendRecv",)
+    assert "8.0 µs (40%)" in str(overlap)
+    assert str(overlap_of([])) == "no communication kernels"
+
+
+def test_settings_are_yaml_values() -> None:
+    config = load_settings(
+        OperatorConfig, ["heads=[4]", "dims=[[64, 128]]", "dtype=fp32", "graph=true", "variants=[dp,zeco:chain]"]
+    )
+    assert (config.heads, config.dims, config.graph, config.variants) == ([4], [[64, 128]], True, ["dp", "zeco:chain"])
+    assert load_settings(CollectivesConfig, ["sizes_mb=[1, 0.5]"]).heads(0.5) == 16
+    # Text stays what it is, though Hydra reads a number.
+    assert load_settings(CollectivesConfig, ["commit=1234e56"]).commit == "1234e56"
+    paper = sp_config("zeco:chain:symmetric:paper", 32 * 64 * 128)
+    assert (paper.backend, paper.all_scan.num_blocks) == (Backend.zeco, 16)
+    assert (paper.all_scan.algorithm, paper.all_scan.transport) == (AllScanAlgorithm.chain, AllScanTransport.symmetric)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["collective"], "case=collective: must be collectives, operator, model, decode or plot"),
+        (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
+        (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
+        (["collectives", "runs"], "argument=runs: must be KEY=VALUE"),
+        (["collectives", "runs=many"], "runs=many: must be a whole number"),
+        (["collectives", "runs=0"], "runs=0: must be ≥ 1"),
+        (["collectives", "budget_seconds=.inf"], "budget_seconds=.inf: must be a number"),
+        (["collectives", "variants=[dp]"], "variants=dp: must be one of all_gather, all_reduce, lasp1, lasp2, zeco"),
+        (["collectives", "variants=[zeco:tree]"], "variants=zeco:tree: tree must be one of auto, chain, two_shot"),
+        (["operator", "variants=[zeco:chain:p2p:0]"], "sp.all_scan.blocks=0: must be ≥ 1"),
+        (["operator", "dims=[64,128]"], "dims=[64,128]: must be a list [a list [a whole number, …], …]"),
+        (["operator", "dims=[[64]]"], "must be a list of pairs [K, V]"),
+        (["operator", "dtype=fp8"], "dtype=fp8: must be one of bf16, fp32, fp64"),
+        (["operator", "passes=[backward]"], "must be a list of forward, forward_backward"),
+        (["operator", "tokens=[]"], "tokens=[]: must be a list of numbers ≥ 1"),
+        (
+            ["operator", "variants=[fla:compile]"],
+            "variants=fla:compile: must be one of dp, copy, lasp1, lasp2, zeco, fla",
+        ),
+        (["operator", "--trace"], "argument=--trace: must be KEY=VALUE, as in seed=0"),
+        (["plot"], "needs results.json"),
+        (["plot", "/nowhere.json"], "/nowhere.json: cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(arguments) != 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "  sizes_mb=[0.5,1.0,2.0,4.0,8.0]\n" in out
+    assert "  dims=[[64,128],[128,128]]\n" in out
+
+
+def test_papers_figures_are_at_hand() -> None:
+    operator = figures.reference("zeco_operator_ms")
+    assert operator[0] == {
+        "seq_len_per_gpu": 16384,
+        "gpus": 8,
+        "lasp1": 22.59,
+        "lasp2": 19.39,
+        "zeco": 7.32,
+        "dp": 6.39,
+    }
+    assert len(figures.reference("zeco_collectives_ms")) == 6
+    # A cell that the paper leaves open is no figure.
+    assert "lasp1" not in figures.reference("zeco_model_tokens_per_second_per_gpu")[5]
+
+
+def test_results_of_several_runs_are_drawn_together(tmp_path: Path) -> None:
+    files = []
+    for gpus in (1, 2):
+        rows = [
+            {"variant": name, "mode": "eager", "pass": "forward_backward", "tokens": tokens, "median_ms": 1.0 * gpus}
+            | {"heads": 16, "key_dim": 64, "value_dim": 128}
+            for name in ("dp", "zeco:chain:p2p")
+            for tokens in (16_384, 65_536)
+        ]
+        result = {"case": "operator", "world_size": gpus, "environment": {"device": "cpu"}, "rows": rows}
+        files.append(tmp_path / f"{gpus}.json")
+        files[-1].write_text(json.dumps(result))
+    out = tmp_path / "figures"
+    paths = figures.plot_files([*map(str, files), f"out={out}"])
+    assert [path.name for path in paths] == ["operator.png", "operator_tokens.png"]
+    assert all(path.parent == out and path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    files[0].write_text(json.dumps(result | {"case": "collectives", "rows": []}))
+    with pytest.raises(ConfigError, match="one case at a time"):
+        figures.plot_files([str(file) for file in files])
+    files[0].write_text("{}")
+    with pytest.raises(DataError, match=r"is no results\.json"):
+        figures.plot_files([str(files[0])])
+
+
+def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
+    """Both cases with a wrong lasp2: no runs of the size or shape are timed, and nothing is written."""
+    found = []
+    for case, kind, arguments in (
+        ("collectives", CollectivesConfig, SMALL_STATES),
+        ("operator", OperatorConfig, SMALL_STEPS),
+    ):
+        config: Any = load_settings(kind, [*arguments, f"out={folder}/{case}", "variants=[lasp1,lasp2]"])  # type: ignore[type-var]
+        session = Session.open(config, Launch(rank, world_size, rank, world_size))
+        right = session.scan
+
+        def scan(variant: str, *rest: Any, right: Any = right) -> Any:
+            return LocalCopyScan() if variant == "lasp2" else right(variant, *rest)
+
+        with mock.patch.object(session, "scan", scan), mock.patch.object(Runner, "measure") as measure:
+            try:
+                command.run_case(config, session)
+            except WrongResultError as error:
+                found.append(str(error))
+            measure.assert_not_called()
+        session.drain()
+    return found
+
+
+def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
+    for found in run_distributed(_wrong_backend_is_caught, 2, str(tmp_path)):
+        collectives, operator = found
+        # All ranks end with the error of the first one that has it.
+        assert "lasp2 is wrong, nothing is timed: forward on rank 0" in collectives
+        assert "lasp2 is wrong, nothing is timed: o on rank 0" in operator
+    assert list(tmp_path.iterdir()) == []
+
+
+def _bench(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with Command([*launcher, "-m", "zeco_train.bench", *arguments, f"out={folder}"], folder) as running:
+        outcome = running.wait()
+    assert outcome.code == 0, outcome
+    results = json.loads((folder / "results.json").read_text())
+    assert results["world_size"] == 2
+    assert {"python", "packages", "commit", "device", "device_name", "variables"} <= results["environment"].keys()
+    assert results["config"]["runs"] == 3
+    for row in results["rows"]:
+        if "note" in row:
+            continue
+        samples = row["samples_ms_by_rank"]
+        assert [len(of_rank) for of_rank in samples] == [3, 3]
+        assert row["median_ms"] == Summary.of(samples).median
+        assert row["min_ms"] <= row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] <= row["max_ms"]
+    return (folder / "table.txt").read_text(), results
+
+
+@pytest.mark.processes
+def test_collectives_on_two_ranks(tmp_path: Path) -> None:
+    table, results = _bench(tmp_path, "collectives", *SMALL_STATES)
+    rows = {row["variant"]: row for row in results["rows"]}
+    assert rows.keys() == {*load_settings(CollectivesConfig, []).variants}
+    assert rows["all_gather"]["ratio"] == 1.0
+    assert rows["zeco:two_shot:p2p"]["choice"] == "two_shot by gloo"
+    assert rows["lasp2"]["ratio"] == rows["lasp2"]["median_ms"] / rows["all_gather"]["median_ms"]
+    assert 0.0 < rows["all_reduce"]["relative_error"] < 1e-6
+    assert "need CUDA" in table.replace("needs", "need")
+    assert "no CUDA graphs on a CPU" in table
+    assert (tmp_path / "collectives.png").exists()
+
+
+@pytest.mark.processes
+def test_operator_on_two_ranks(tmp_path: Path) -> None:
+    table, results = _bench(tmp_path, "operator", *SMALL_STEPS, "trace=true", "variants=[dp,copy,lasp1,zeco:chain,fla]")
+    rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
+    assert len(rows) == len(results["rows"]) == 8
+    zeco, copy, dp = (rows["forward_backward", name] for name in ("zeco:chain", "copy", "dp"))
+    assert zeco["exposed_us"] == pytest.approx(1e3 * (zeco["median_ms"] - copy["median_ms"]))
+    assert zeco["ratio"] == zeco["median_ms"] / dp["median_ms"]
+    assert zeco["tokens_per_second_per_gpu"] == pytest.approx(64e3 / zeco["median_ms"])
+    assert zeco["relative_error"] < 1e-12
+    assert dp["exposed_us"] is None
+    assert "fla is not measured" in table
+    assert "no trace on a CPU" in table
+    assert {path.name for path in tmp_path.iterdir()} >= {"operator.png", "operator_tokens.png"}
+
+
+def _start_with_fault(fault: str, folder: Path) -> Command:
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = REPOSITORY / "tests/support/faulty_bench.py"
+    return Command([*launcher, str(script), "collectives", *SMALL_STATES, f"out={folder}/out"], folder, fault)
+
+
+@pytest.mark.processes
+def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
+    """The survivor of a lost rank names it even if it is terminated by the launcher before it has noticed."""
+    with contextlib.ExitStack() as stack:
+        memory, lost, stopped = (
+            stack.enter_context(_start_with_fault(fault, tmp_path / name))
+            for name, fault in (("memory", "memory"), ("lost", "wait"), ("stopped", "wait"))
+        )
+        for job, name in ((lost, "lost"), (stopped, "stopped")):
+            files = [tmp_path / name / f"measuring_{rank}" for rank in range(2)]
+            job.wait_until(lambda files=files: all(file.exists() for file in files), "measurement")
+        os.kill(lost.ranks()[0], signal.SIGSTOP)
+        os.kill(lost.ranks()[1], signal.SIGKILL)
+        lost.wait_until(lambda: is_pending(lost.ranks()[0], signal.SIGTERM), "SIGTERM from the launcher")
+        os.kill(lost.ranks()[0], signal.SIGCONT)
+        stopped.signal(signal.SIGTERM)
+        for job, parts in (
+            (memory, ["a state of 0.03125 MiB: out of memory (Tried to allocate 2 GiB); fewer tokens, heads or MiB"]),
+            (lost, ["rank 1 no longer answers (killed, stopped or unreachable; last seen in a state of 0.03125 MiB)"]),
+        ):
+            outcome = job.wait()
+            assert outcome.code != 0
+            assert len(outcome.errors) == 1, outcome
+            assert all(part in outcome.errors[0] for part in parts), outcome
+            assert "zeco_train/" not in outcome.err, outcome
+        assert "; the results so far stand" in outcome.errors[0]
+        # The launcher itself was told to end: no rank is at fault.
+        outcome = stopped.wait(ENOUGH)
+        assert (outcome.code, outcome.errors) == (1, []), outcome
+
+
+@pytest.mark.processes
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["collectives", "sizes_mb=[0.5]"],
+        ["operator", "heads=[4]", "dims=[[64,128]]", "tokens=[2048]", "variants=[dp,copy,lasp1,lasp2,zeco]"],
+    ],
+)
+def test_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
+    """Eager and in graphs, with traces: everything has figures, or says why not."""
+    ranks = min(2, torch.cuda.device_count())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    case, *rest = [*arguments, "runs=3", "graph=true", f"out={tmp_path}"]
+    rest += ["trace=true"] if case == "operator" else []
+    with Command([*launcher, "-m", "zeco_train.bench", case, *rest], tmp_path) as running:
+        outcome = running.wait()
+    assert outcome.code == 0, outcome
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all(row.get("median_ms", 0) > 0 or row.get("note") for row in results["rows"])
+    modes = {(row["variant"], row["mode"]) for row in results["rows"] if row.get("median_ms")}
+    assert {("zeco", "eager"), ("zeco", "graph")} <= modes
+    if case == "operator":
+        assert len(list(tmp_path.glob("trace_*.json"))) == 5
+        assert sum(note.startswith("trace of ") for note in results["notes"]) == 3
+
+
+def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # One configuration is measured; a second one of its length would not end in time.
+    arguments = [*SMALL_STATES, f"out={tmp_path}", "variants=[all_gather]", "sizes_mb=[0.03125,0.0625]"]
+    with mock.patch.object(Session, "spent", lambda self, seconds: setattr(self, "_longest", 1e6)):
+        try:
+            assert command.main(["collectives", *arguments]) == 0
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    out = capsys.readouterr().out
+    assert "0.0625 MiB and what follows is not measured: budget_seconds=540" in out
+    assert "budget_seconds=540" in (tmp_path / "table.txt").read_text()
+    assert [row["size_mb"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]] == [0.03125]
+
+
+def test_what_is_logged_is_kept_once() -> None:
+    session = mock.Mock(spec=Session, log=[])
+    logger = logging.getLogger("zeco_train.sp.zeco")
+    with LogLines(session) as lines:
+        for _ in range(2):
+            logger.info("all-scan of %g MB: two_shot", 1.0)
+        logger.debug("no")
+    logger.info("later")
+    assert lines.texts == ["all-scan of 1 MB: two_shot"]
+    assert session.log == 2 * lines.texts
+    session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
+
+
+def test_the_local_copy_communicates_nothing() -> None:
+    state = torch.randn(1, 2, 3, 4)
+    pending = LocalCopyScan().launch(state, torch.zeros(1, 2, 3), want_carry=True)
+    received: Tensor = pending.wait()
+    pending.finish()
+    assert torch.equal(received, state)
+    assert received.data_ptr() != state.data_ptr()
+    assert torch.equal(pending.carry_out(), state)

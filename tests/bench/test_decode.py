@@ -1,0 +1,95 @@
+"""The benchmark of generation, small and on a CPU: what it leaves, what it refuses, and that it times nothing wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.gla import GLAForCausalLM
+from tests.support.commands import check_line, run_here
+from zeco_train.bench import __main__ as command
+from zeco_train.generate.decode import Decoder
+
+pytestmark = pytest.mark.numeric
+
+TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "dtype=fp64", "device=cpu", "check_tokens=80"]
+QUICK = [*TINY, "contexts=[70,200]", "batches=[1,3]", "steps=4", "warmup=1", "prefill_tokens=64"]
+
+
+def test_rows_and_picture(tmp_path: Path) -> None:
+    outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    assert "graph is not measured" in outcome.out
+    result = json.loads((tmp_path / "results.json").read_text())
+    rows = result["rows"]
+    assert [(row["context"], row["batch"], row["variant"]) for row in rows] == [
+        (context, batch, "eager") for context in (70, 200) for batch in (1, 3)
+    ]
+    for row in rows:
+        assert row["runs"] == 4
+        assert row["relative_error"] < 1e-12
+        # 2 layers of 4 heads with K 4 and V 8, in fp64.
+        assert row["state_mb"] == pytest.approx(row["batch"] * 2 * 4 * 4 * 8 * 8 / 1e6)
+        assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["median_ms"])
+        assert row["memory_gb"] > 0
+        assert row["prefill_tokens_per_second"] > 0
+    assert (tmp_path / "decode.png").stat().st_size > 10_000
+
+
+def test_a_budget_ends_the_measurement(tmp_path: Path) -> None:
+    outcome = run_here(command.main, "decode", *QUICK, "budget_seconds=0.001", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["rows"] == []
+    assert "contexts from 70 on are not measured: budget_seconds is over" in result["notes"]
+
+
+def test_wrong_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Decoder.step
+
+    def forgetful(self: Decoder, tokens: Tensor) -> Tensor:
+        for state in self._states:
+            state *= 0.5
+        return step(self, tokens)
+
+    monkeypatch.setattr(Decoder, "step", forgetful)
+    outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
+    assert outcome.code == 8
+    assert "eager is wrong, nothing is timed: logits by steps" in outcome.errors[0]
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_every_turn_begins_at_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, begun = Decoder.__init__, []
+
+    def remember(self: Decoder, model: GLAForCausalLM, states: list[Tensor], cuda_graph: bool) -> None:
+        begun.append(states[0].clone())
+        made(self, model, states, cuda_graph)
+
+    monkeypatch.setattr(Decoder, "__init__", remember)
+    outcome = run_here(command.main, "decode", *QUICK, "contexts=[70]", "batches=[1]", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    # The first decoder is that of the check.
+    _, first, *others = begun
+    assert len(others) == 3
+    assert all(torch.equal(states, first) for states in others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["contexts=[64,32]"], ["contexts=[64, 32]", "must rise"]),
+        (["contexts=[]"], ["contexts=[]", "≥ 1"]),
+        (["variants=[fast]"], ["variants=['fast']", "eager, graph"]),
+        (["model=gla_9b"], ["model=gla_9b", "gla_tiny"]),
+        (["variants=[graph]"], ["CUDA"]),
+    ],
+)
+def test_mistakes(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
+    if torch.cuda.is_available() and "CUDA" in parts:
+        pytest.skip("there is a CUDA device")
+    check_line(run_here(command.main, "decode", *TINY, *arguments, f"out={tmp_path}"), 2, *parts)

@@ -1,0 +1,349 @@
+"""Case `model` of the benchmarks: what it compares, what it checks first, and the case itself on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.bench_settings import QUICK
+from tests.support.commands import Command
+from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
+from zeco_train.bench import figures, steps
+from zeco_train.bench.backends import RandomTokens, SwitchedScan
+from zeco_train.bench.check import WrongResultError, relative_error
+from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.model import _Measurement, _Pace
+from zeco_train.bench.report import Report
+from zeco_train.bench.samples import Summary
+from zeco_train.bench.session import Session
+from zeco_train.bench.steps import Contender, time_in_turns
+from zeco_train.bench.variants import GatheredScan, LocalCopyScan
+from zeco_train.distributed.mesh import Launch
+from zeco_train.sp.dp import LocalScan
+
+pytestmark = pytest.mark.numeric
+
+# A model of two small layers.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["model=gla_2b"], "model=gla_2b: must be one of gla_125m, gla_1b, gla_340m, gla_tiny"),
+        (["model.layers=3"], "model.layers=3: unknown key; did you mean model.num_layers?"),
+        (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
+        (["heads=[3]"], "model.num_heads=3: must divide hidden_size"),
+        (["heads=[]"], "heads=[]: must be a list of numbers ≥ 1"),
+        (["segments=3"], "tokens=16384: must divide by segments=3"),
+        (["segments=512"], "check_tokens=256: must divide by segments=512"),
+        (["steps=0"], "steps=0: must be ≥ 1"),
+        (["runs=5"], "runs=5: unknown key"),
+        (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
+        (["variants=[copy]"], "variants=copy: must be one of dp, products, lasp1, lasp2, zeco, fla"),
+        (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
+        (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("os._exit", side_effect=SystemExit):
+        try:
+            code = command.main(["model", *arguments])
+        except SystemExit:
+            code = 1
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    assert code != 0
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_settings_become_a_run() -> None:
+    arguments = ["model=gla_125m", "model.num_layers=3", "heads=[6,3]", "segments=2", "recompute=full", "dtype=fp32"]
+    config = ModelConfig.load([*arguments, "variants=[dp,zeco:chain:p2p,fla:no_optimizer:compile]", "seed=5"])
+    assert config.overrides == ["model.num_layers=3"]
+    run = config.run_config(3)
+    assert (run.model.name, run.model.num_layers, run.model.num_heads, run.seed) == ("gla_125m", 3, 3, 5)
+    assert (run.train.segments, run.train.recompute.name, run.train.dtype.name) == (2, "full", "fp32")
+    assert ModelConfig().steps == 100
+    assert ModelConfig().variants == ["dp", "products", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"]
+
+
+def test_all_variants_have_the_same_tokens() -> None:
+    ranks, count, segments = 2, 12, 3
+    for rank in range(ranks):
+        session = mock.Mock(spec=Session, rank=rank, world_size=ranks, device=torch.device("cpu"))
+        tokens = RandomTokens(50, count, 3, session)
+        stream = tokens.stream(7)
+        assert stream.shape == (ranks * count + 1,)
+        assert not torch.equal(stream, tokens.stream(8))
+        assert torch.equal(tokens.own(7), stream[None, rank * count : (rank + 1) * count])
+        for alone in (True, False):
+            batches = tokens.batches(7, alone, segments)
+            # Each segment of a shared sequence is spread over the ranks: rank 1 follows rank 0 within it.
+            assert [batch.offset for batch in batches] == ([0, 4, 8] if alone else [[0, 8, 16], [4, 12, 20]][rank])
+            for batch in batches:
+                start = batch.offset + alone * rank * count
+                assert torch.equal(batch.input_ids, stream[None, start : start + 4])
+                assert torch.equal(batch.labels, stream[None, start + 1 : start + 5])
+                assert batch.continues == (batch.offset > 0)
+
+
+def _gathered_scan_is_right(rank: int, world_size: int) -> None:
+    config = ModelConfig.load(QUICK)
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    generator = torch.Generator().manual_seed(rank)
+    state = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
+    log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
+    carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    for reverse in (False, True):
+        results = []
+        for scan in (GatheredScan(), session.scan("lasp1", 24)):
+            pending = scan.launch(state, log_decay, reverse=reverse, carry_in=carry_in, want_carry=True)
+            received = pending.wait()
+            pending.finish()
+            results.append((received, pending.carry_out()))
+        for found, expected in zip(*results, strict=True):
+            assert relative_error(found, expected) < 1e-14
+    session.drain()
+
+
+def test_what_backends_are_checked_against_is_right() -> None:
+    run_distributed(_gathered_scan_is_right, 3)
+
+
+def test_a_switched_scan_is_the_current_one() -> None:
+    scan, state = SwitchedScan(), torch.randn(1, 2, 3, 4)
+    log_decay, carry_in = torch.zeros(1, 2, 3), torch.randn(1, 2, 3, 4)
+    assert torch.equal(scan.launch(state, log_decay, carry_in=carry_in).wait(), carry_in)
+    scan.current = LocalCopyScan()
+    assert torch.equal(scan.launch(state, log_decay, want_carry=True).carry_out(), state)
+
+
+def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
+    assert [list(steps._rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
+    session = mock.Mock(spec=Session, on_cuda=False, world_size=1)
+    session.within_budget.side_effect = [True, True, False]
+    issued: list[tuple[str, int]] = []
+
+    def contender(name: str) -> Contender:
+        return Contender(name, lambda step: issued.append((name, step)) or 1.5)
+
+    both = [contender("a"), contender("b")]
+    with mock.patch.object(steps.dist, "barrier"):
+        assert time_in_turns(both, 2, 7, session) == 6  # of rounds of 2, 2, 2 and 1
+    # The first step after a turn is not timed, and each step has tokens of its own.
+    assert "".join(name for name, _ in issued) == "aabb" + "aaabbb" + "bbbaaa" + "aaabbb"
+    assert [step for _, step in issued] == [*range(len(issued))]
+    for each in both:
+        assert (len(each.samples), len(each.seconds), each.loss) == (6, 3, 1.5)
+    issued.clear()
+    session.within_budget.side_effect = None
+    with mock.patch.object(steps.dist, "barrier"):
+        assert time_in_turns([contender("alone")], 1, 5, session) == 5
+    assert len(issued) == 1 + 5
+
+
+def test_a_last_loss_that_is_not_finite_is_reported() -> None:
+    session = mock.Mock(spec=Session, rank=0, world_size=2, gather=lambda value: [value, value])
+    contender = Contender("zeco", mock.Mock(), samples=[1.0, 3.0], seconds=[0.0025], loss=torch.tensor(2.0))
+    row = contender.as_row(session)
+    assert (row["wall_ms"], row["median_ms"], row["loss"], row["peak_gb"]) == (2.5, 2.0, 2.0, None)
+    contender.loss = math.nan
+    with pytest.raises(WrongResultError, match="the last loss"):
+        contender.as_row(session)
+
+
+def test_results_are_drawn_by_model(tmp_path: Path) -> None:
+    files = []
+    for gpus in (1, 4):
+        rows = [
+            {"variant": name, "model": "gla_1b", "heads": heads, "tokens": tokens, "median_ms": 200.0}
+            | {"tokens_per_second_per_gpu": 8e4 / gpus, "ratio": ratio, "p10_ms": 199.0, "p90_ms": 201.0, "runs": 3}
+            for name, ratio in (("dp", 1.0), ("zeco", 0.99), ("fla", 0.8), ("fla:no_optimizer", None))
+            for tokens in (16_384, 65_536)
+            for heads in (16, 32)
+        ]
+        result = {"case": "model", "world_size": gpus, "environment": {"device": "cuda"}, "rows": rows}
+        result["config"] = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
+        files.append(tmp_path / f"{gpus}.json")
+        files[-1].write_text(json.dumps(result))
+    with mock.patch.object(figures, "_draw_paper") as draw_paper:
+        paths = figures.plot_files([*map(str, files), f"out={tmp_path}"])
+    assert [path.name for path in paths] == ["gla_1b_h16.png", "gla_1b_h32.png"]
+    drawn = {(call.args[2], call.args[1][0]) for call in draw_paper.call_args_list}
+    assert ("dp", (8.0, 47594.0)) in drawn
+    assert ("zeco", (8.0, 44497 / 47594)) in drawn
+
+
+def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list[tuple[str, int, int]]:
+    """(variant, tokens, steps) that are timed if a step of `dp` and of the peers takes so many seconds, by a clock of
+    its own; what comes before the first is done takes 60 seconds, compiling for a number of tokens 20."""
+    clock, timed = [0.0], []
+    fake = mock.Mock(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
+
+    def take(duration: float) -> float:
+        clock[0] += duration
+        return 5.6
+
+    def contender(measurement: Any, ours: Any, name: str, tokens: RandomTokens) -> Contender:
+        take(20.0 if name == "dp" else 0.0)
+        return Contender(name, lambda _: take(seconds[name]), loss=5.6)
+
+    def add(rows: list[dict[str, Any]]) -> None:
+        timed.extend((row["variant"], row["tokens"], row["runs"]) for row in rows)
+
+    names = [*seconds]
+    config = ModelConfig.load([*QUICK, f"tokens={tokens}", "steps=40", f"variants=[{','.join(names)}]"])
+    peer = mock.Mock(step=lambda _: take(seconds["fla"]), logits=lambda _: torch.ones(1))
+    with (
+        mock.patch("zeco_train.bench.model.time", fake),
+        mock.patch("zeco_train.bench.session.time", fake),
+        mock.patch("zeco_train.bench.steps.time", fake),
+        mock.patch.multiple(steps.dist, barrier=mock.Mock(), all_gather_object=mock.Mock()),
+        mock.patch("zeco_train.bench.model.Backends", side_effect=lambda *_: take(60.0)),
+        mock.patch("zeco_train.bench.model.Peer", return_value=peer),
+        mock.patch("zeco_train.bench.model._forget"),
+        mock.patch.object(_Measurement, "_check", return_value={name: {} for name in names}),
+        mock.patch.object(_Measurement, "_weights", return_value=mock.Mock(logits=torch.ones(1))),
+        mock.patch.object(_Measurement, "_contender", contender),
+        mock.patch.object(_Measurement, "_check_losses"),
+    ):
+        mesh = mock.Mock(rank=0, world_size=1, device=torch.device("cpu"))
+        session = Session(mesh, budget, lambda activity: None)
+        report = mock.Mock(spec=Report, add=add)
+        with mock.patch.object(session, "agree", lambda action: action()):
+            peers = [name for name in names if name.startswith("fla")]
+            ours = [name for name in names if name not in peers]
+            _Measurement(config.run_config(2), config, session, report, _Pace()).measure(ours, peers)
+    return timed
+
+
+def test_a_budget_is_enough_for_the_peers_too() -> None:
+    # 60 s before, 20 of compiling, 4 × 45 steps of 0.2 s: the backends end at 116 s, and a peer takes 8.
+    seconds = dict.fromkeys(["dp", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"], 0.2)
+    all_of_them = [(name, 32, 40) for name in seconds]
+    assert _within(240, seconds, [32]) == all_of_them
+    assert _within(140, seconds, [32]) == all_of_them
+    # Ten times as slow: fewer steps for the backends, so that there is time for the peers.
+    timed = _within(400, dict.fromkeys(seconds, 2.0), [32, 64])
+    assert [name for name, *_ in timed] == [*seconds]
+    assert {count for _, count, _ in timed} == {32}
+    assert all(number < 40 for name, _, number in timed if not name.startswith("fla"))
+    # More tokens are for all of them, or for none.
+    assert [name for name, count, _ in _within(1000, seconds, [32, 64]) if count == 64] == [*seconds]
+
+
+def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
+    """The case with scans that give another state, and with none, in both precisions that it is run in."""
+    found = []
+    for dtype, wrong in (("fp32", LocalCopyScan()), ("bf16", LocalCopyScan()), ("bf16", LocalScan())):
+        config = ModelConfig.load([*QUICK, f"dtype={dtype}", f"out={folder}/{dtype}", "variants=[dp,lasp1,lasp2]"])
+        session = Session.open(config, Launch(rank, world_size, rank, world_size))
+        right = session.scan
+
+        def scan(variant: str, *rest: Any, right: Any = right, wrong: Any = wrong) -> Any:
+            return wrong if variant == "lasp2" else right(variant, *rest)
+
+        with mock.patch.object(session, "scan", scan), mock.patch("zeco_train.bench.model.time_in_turns") as timed:
+            try:
+                command.run_case(config, session)
+            except WrongResultError as error:
+                found.append(str(error))
+            timed.assert_not_called()
+        session.drain()
+    return found
+
+
+def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
+    for found in run_distributed(_wrong_scan_is_caught, 2, str(tmp_path)):
+        assert len(found) == 3
+        assert all("lasp2 is wrong, nothing is timed: gradient on rank" in line for line in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_first_losses_are_compared() -> None:
+    config = ModelConfig.load([*QUICK, "dtype=fp32"])
+    session = mock.Mock(spec=Session, rank=0)
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
+    guess = math.log(259)
+    measurement._check_losses({"dp": guess + 0.1, "lasp1": guess, "zeco": guess + 1e-6})
+    for losses, says in (
+        ({"dp": 1.2 * guess}, r"dp is wrong.* log\(vocabulary\)"),
+        ({"dp": math.nan}, r"dp is wrong.* log\(vocabulary\)"),
+        ({"dp": guess, "lasp1": guess, "zeco": guess + 0.01}, "zeco is wrong.* to be that of lasp1"),
+    ):
+        with pytest.raises(WrongResultError, match=says):
+            measurement._check_losses(losses)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("more", [[], ["segments=2", "recompute=full", "strategy=zero3", "dtype=fp64"]])
+def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    variants = "variants=[dp,products,lasp1,lasp2,zeco:chain,fla]"
+    arguments = [*QUICK, "dtype=fp32", *more, variants, f"out={tmp_path}"]
+    with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
+        outcome = running.wait()
+    assert outcome.code == 0, outcome
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["variant"]: row for row in results["rows"]}
+    assert [*rows] == ["dp", "products", "lasp1", "lasp2", "zeco:chain"]
+    for name, row in rows.items():
+        assert [len(of_rank) for of_rank in row["samples_ms_by_rank"]] == [5, 5]
+        trains = name != "products"
+        assert row["median_ms"] == Summary.of(row["samples_ms_by_rank"]).median
+        assert row["loss"] == (pytest.approx(math.log(259), rel=0.05) if trains else None)
+        assert row["wall_ms"] == pytest.approx(1e3 * median(row["seconds_by_block"]))
+        assert row["tokens_per_second_per_gpu"] == pytest.approx(32e3 / row["wall_ms"])
+        assert row["ratio"] == pytest.approx(rows["dp"]["wall_ms"] / row["wall_ms"])
+        assert (row["model"], row["heads"], row["tokens"]) == ("gla_tiny", 2, 32)
+        assert row["mfu"] is None
+    for name in ("lasp1", "lasp2", "zeco:chain"):
+        assert rows[name]["relative_error"] < (1e-13 if more else 1e-5)
+        assert rows[name]["exposed_ms"] > 0
+    assert rows["dp"]["exposed_ms"] is None
+    assert rows["products"]["exposed_ms"] is None
+    # A small part of a step on CPUs, whose operator is slow and whose ranks talk by gloo.
+    assert rows["products"]["ratio"] > 2
+    assert rows["zeco:chain"]["choice"] == "chain of 1 blocks by gloo"
+    table = (tmp_path / "table.txt").read_text()
+    assert "fla is not measured: variants=fla: flash-linear-attention's kernels need CUDA" in table
+    assert "5 steps of each variant; the papers' are 100" in table
+    assert ("products: of the plain step, without recompute and segments" in table) == bool(more)
+    assert (tmp_path / "gla_tiny_h2.png").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_gpus(tmp_path: Path) -> None:
+    ranks = min(2, torch.cuda.device_count())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    arguments = ["model=gla_125m", "model.num_layers=2", "heads=[6]", "tokens=[2048,4096]", "steps=4"]
+    arguments += ["variants=[dp,products,lasp1,lasp2,zeco]", f"out={tmp_path}"]
+    with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
+        outcome = running.wait()
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["tokens"], row["variant"]) for row in rows] == [
+        (tokens, name) for tokens in (2048, 4096) for name in ("dp", "products", "lasp1", "lasp2", "zeco")
+    ]
+    for row in rows:
+        if row["variant"] == "products":
+            assert row["ratio"] > 1
+            assert row["peak_gb"] < 1.5
+        else:
+            assert 0 < row["median_ms"] <= row["p90_ms"]
+        assert row["peak_gb"] > 0

@@ -1,0 +1,100 @@
+"""The matrix products of a step, which case `model` times by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import gla
+from models.gla import GLAForCausalLM
+from models.hooks import flops_per_token
+from tests.models.test_model import SCAN, SMALL
+from tests.support.bench_settings import QUICK
+from zeco_train.bench import products
+from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.model import _Measurement, _Pace
+from zeco_train.bench.products import Products, products_contender
+from zeco_train.bench.session import Session
+from zeco_train.bench.steps import Contender
+from zeco_train.ops import loss as loss_module
+from zeco_train.sp.base import SequenceShard
+
+# A model of two small layers.
+
+
+class _ProductShapes(TorchDispatchMode):
+    """Counts plain matrix products by (k, m and n): a layer may be computed as its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            (m, k), (_, n) = (tensor.shape for tensor in args[-2:])
+            self.counts[k, tuple(sorted((m, n)))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [7, 30, 45])
+def test_products_are_those_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "CHUNK_TOKENS", 15)
+    monkeypatch.setitem(loss_module._CHUNK_TOKENS, "cpu", 15)
+    # Nothing sees into custom ops; these are the same products.
+    monkeypatch.setattr(gla, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
+    model = GLAForCausalLM(SMALL)
+    model.init_weights(0)
+    ids = torch.arange(tokens)[None] % SMALL.vocab_size
+    with _ProductShapes() as expected:
+        model(ids, SequenceShard(SCAN, 0, tokens), ids).backward()
+    alone = Products(SMALL, tokens, torch.float32, torch.device("cpu"), 0)
+    with _ProductShapes() as found:
+        last = alone.step(0)
+    assert found.counts == expected.counts
+    assert found.counts.total() == 3 * (10 * SMALL.num_layers + -(-tokens // 15))
+    assert 0 < abs(last) < math.inf
+    with FlopCounterMode(display=False) as counter:
+        alone.step(1)
+    flops = flops_per_token(SMALL)
+    assert counter.get_total_flops() == tokens * (flops.linear + flops.head)
+    assert products.product_flops(SMALL).total == flops.linear + flops.head
+
+
+def test_products_are_of_random_numbers_and_take_little_memory() -> None:
+    assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
+    alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
+    again = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
+    assert alone.step(0) == again.step(0)
+    for a, b, result in [*alone._forward, *alone._head, *alone._backward]:
+        assert a.std() > 0.01
+        assert b.std() > 0.01
+        # No product reads what it writes.
+        read = {tensor.untyped_storage().data_ptr() for tensor in (a, b)}
+        assert result.untyped_storage().data_ptr() not in read
+    large = ModelConfig().run_config(16).model
+    with FakeTensorMode():
+        contender = products_contender(large, 16_384, torch.bfloat16, torch.device("cpu"), 0)
+    assert 1 < contender.held_gb < 1.5
+
+
+def test_memory_of_the_products_is_not_that_of_others() -> None:
+    config = ModelConfig.load(QUICK)
+    session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
+    ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
+    ceiling.held_gb = 1.5
+    both = [Contender("dp", mock.Mock()), ceiling]
+    for contender in both:
+        contender.samples, contender.seconds, contender.loss, contender.peak_gb = [2.0], [0.002], 1.0, 20.0
+    with mock.patch("zeco_train.bench.model.time_in_turns", return_value=5):
+        rows = measurement._time(both, 30, 0, 0.0)
+    assert [row["peak_gb"] for row in rows] == [18.5, 1.5]

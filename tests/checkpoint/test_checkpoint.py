@@ -1,0 +1,340 @@
+"""Saving beside the training: what is saved, when, what becomes of a storage that fails, and of a signal meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from tests.support.commands import check_line, snapshot, torchrun, train_here
+from tests.support.distributed import run_distributed
+from tests.support.training import train
+from zeco_train.checkpoint import checkpointer as checkpoint
+from zeco_train.checkpoint import writer as checkpoint_writer
+from zeco_train.checkpoint.checkpointer import Checkpointer
+from zeco_train.checkpoint.files import PROGRESS_FILE, Progress, complete_checkpoints, find_weights, set_aside
+from zeco_train.checkpoint.writer import CheckpointWriter
+from zeco_train.errors import CheckpointError
+from zeco_train.system.signals import REQUEUE_EXIT_CODE
+from zeco_train.tracking.metrics import read_metrics
+
+pytestmark = pytest.mark.numeric
+
+CHECKPOINT = CheckpointError.exit_code
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name != "latest")
+
+
+@contextmanager
+def late(owner: type, method: str, event: threading.Event | None = None, seconds: float = 0.0) -> Iterator[list[bool]]:
+    """Let a method begin only after an event, and a pause; yields for each call whether the event came."""
+    whole = getattr(owner, method)
+    found: list[bool] = []
+
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        found.append(event is None or event.wait(60.0))
+        time.sleep(seconds)
+        return whole(*args, **kwargs)
+
+    with mock.patch.object(owner, method, delayed):
+        yield found
+
+
+def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
+    settings = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=0", "parallel=zero3", "train.eval_sequences=0"]
+    train(rank, world_size, f"{folder}/sync", *settings, "checkpoint.mode=sync")
+    returned, third = threading.Event(), threading.Event()
+    save, due = Checkpointer.save, Checkpointer.due
+
+    def noted(*args: Any) -> None:
+        save(*args)
+        returned.set()
+
+    def asked(self: Checkpointer, progress: Progress) -> bool:
+        if progress.step == 3:
+            third.set()
+        return due(self, progress)
+
+    # The state of step 2 is copied once its save has returned, and written once step 3 is done. A copy that comes late
+    # takes what the next step has made of the weights, unless that waits for it.
+    with (
+        late(StateDictStager, "stage", returned, seconds=0.3) as copied,
+        late(CheckpointWriter, "write_data", third) as written,
+        mock.patch.object(Checkpointer, "save", noted),
+        mock.patch.object(Checkpointer, "due", asked),
+    ):
+        train(rank, world_size, f"{folder}/async", *settings)
+    return copied + written
+
+
+def _save_and_leave(rank: int, world_size: int, folder: str) -> None:
+    """Join, save twice and leave at once, time and again."""
+    dist.destroy_process_group()
+    for attempt in range(10):
+        store = dist.FileStore(f"{folder}/store{attempt}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        settings = ["train.steps=2", "checkpoint.every=1", "train.eval_sequences=0", "data.seq_len=192"]
+        train(rank, world_size, f"{folder}/run{attempt}", *settings)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
+    now, due = 0.0, Checkpointer.due
+
+    def later(self: Checkpointer, progress: Any) -> bool:
+        nonlocal now
+        now += (25.0, 61.0)[rank]
+        return due(self, progress)
+
+    clock = mock.Mock(monotonic=lambda: now)
+    with mock.patch.object(checkpoint, "time", clock), mock.patch.object(Checkpointer, "due", later):
+        train(rank, world_size, folder, "train.steps=7", "checkpoint.every=0", "checkpoint.minutes=1")
+
+
+def _run_on_two_ranks(rank: int, world_size: int, folder: str) -> list[bool]:
+    found = _train_in_both_modes(rank, world_size, folder)
+    _train_by_two_clocks(rank, world_size, f"{folder}/clocks")
+    _save_and_leave(rank, world_size, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bool]]:
+    """The runs of two ranks, and whether asynchronous saves went on beside the steps."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, run_distributed(_run_on_two_ranks, 2, str(folder))[0]
+
+
+@pytest.mark.processes
+def test_an_asynchronous_save_is_that_of_its_step(two_ranks: tuple[Path, list[bool]], tmp_path: Path) -> None:
+    folder, found = two_ranks
+    # Copies and writes of steps 2 and 4, and of the last.
+    assert len(found) >= 5
+    assert all(found)
+    log = (folder / "async" / "logs" / "rank_0.log").read_text()
+    assert log.index("step 3: sequences") < log.index("checkpoint of step 2 complete")
+    assert names(folder / "async") == [f"step_{step:08d}" for step in (2, 4, 5)]
+    for path in complete_checkpoints(folder / "async"):
+        states = []
+        for mode in ("sync", "async"):
+            dcp_to_torch_save(folder / mode / "checkpoints" / path.name, tmp_path / "whole.pt")
+            state = torch.load(tmp_path / "whole.pt")
+            states.append({**state["model"], **state["optim"], "rng": state["rng"]})
+        expected, found = states
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            same = torch.equal(value, found[key]) if torch.is_tensor(value) else value == found[key]
+            assert same, (path.name, key)
+
+
+@pytest.mark.processes
+def test_groups_end_after_asynchronous_saves(two_ranks: tuple[Path, list[bool]]) -> None:
+    assert len(list(two_ranks[0].glob("run*/checkpoints/step_00000002"))) == 10
+
+
+@pytest.mark.processes
+def test_minutes_are_of_one_clock(two_ranks: tuple[Path, list[bool]]) -> None:
+    # 75 s and 150 s by rank 0's clock; the other rank's would have one after each step.
+    log = (two_ranks[0] / "clocks" / "logs" / "rank_1.log").read_text()
+    assert [step for step in range(8) if f"checkpoint of step {step} complete" in log] == [3, 6, 7]
+    assert names(two_ranks[0] / "clocks") == ["step_00000006", "step_00000007"]
+
+
+@contextmanager
+def failing(refuse: Callable[[str], bool]) -> Iterator[None]:
+    """A storage that refuses to open files for writing, by their path."""
+    create = checkpoint_writer._HashingFileSystem.create_stream
+
+    @contextmanager
+    def create_stream(self: Any, path: Path, mode: str) -> Iterator[Any]:
+        if refuse(str(path)):
+            raise FULL
+        with create(self, path, mode) as stream:
+            yield stream
+
+    with (
+        mock.patch.object(checkpoint_writer._HashingFileSystem, "create_stream", create_stream),
+        mock.patch.object(checkpoint_writer, "_RETRY_AFTER_SECONDS", (0.01, 0.02)),
+    ):
+        yield
+
+
+def test_a_storage_that_fails_for_a_moment(tmp_path: Path) -> None:
+    left = {".distcp": 2, ".metadata": 1}
+
+    def refuse(path: str) -> bool:
+        for part, count in left.items():
+            if part in path and count:
+                left[part] -= 1
+                return True
+        return False
+
+    with failing(refuse):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=2", "checkpoint.every=1")
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("trying again in") == 3
+    assert names(tmp_path / "run") == ["step_00000001", "step_00000002"]
+
+
+def test_stagers_that_torch_empties_after_use(tmp_path: Path) -> None:
+    """As torch 2.11 does: the second asynchronous save of each run ended it with a KeyError."""
+    stage = DefaultStager._stage
+
+    def once(stager: DefaultStager, *args: Any, **kwargs: Any) -> Any:
+        staged = stage(stager, *args, **kwargs)
+        stager._state_dict_stager.close()
+        return staged
+
+    with mock.patch.object(DefaultStager, "_stage", once), mock.patch.object(checkpoint, "_STAGERS_LAST", False):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=0")
+    assert outcome.code == 0, outcome.err
+    assert len(complete_checkpoints(tmp_path / "run")) == 5
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
+def test_a_storage_that_fails_for_long(mode: str, file: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [f"run_dir={run}", "checkpoint.every=1", f"checkpoint.mode={mode}", "checkpoint.keep=0"]
+    with failing(lambda path: path.endswith((f"step_00000002.tmp/{file}", f"step_00000003.tmp/{file}"))):
+        outcome = train_here(*settings, "train.steps=4")
+    assert outcome.code == 0, outcome.err
+    for step in (2, 3):
+        text = (
+            f"step_{step:08d}: saving failed: rank 0: OSError: [Errno 28] No space left on device; the last complete "
+        )
+        assert f"{text}checkpoint is step_00000001; the run goes on" in outcome.err
+    assert names(run) == ["step_00000001", "step_00000004"]
+    assert len(read_metrics(run / "metrics.jsonl")) == 4
+    before = snapshot(run / "checkpoints")
+    with failing(lambda path: True):
+        outcome = train_here(*settings, "train.steps=6")
+    assert outcome.code == CHECKPOINT
+    assert len(outcome.errors) == 1
+    assert "step_00000006: saving failed: rank 0: OSError: " in outcome.errors[0]
+    assert outcome.errors[0].endswith("the last complete checkpoint is step_00000004")
+    assert snapshot(run / "checkpoints") == before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("at", "expected"), [(2, [2]), (3, [2, 3])], ids=["of its step", "of an earlier step"])
+def test_a_signal_while_a_save_is_under_way(at: int, expected: list[int], tmp_path: Path) -> None:
+    due, done = Checkpointer.due, threading.Event()
+
+    def told(self: Checkpointer, progress: Any) -> bool:
+        answer = due(self, progress)
+        if progress.step == at:
+            assert (self._save is None) == (at == 2)
+            done.set()
+            signal.raise_signal(signal.SIGTERM)
+        return answer
+
+    with mock.patch.object(Checkpointer, "due", told), late(CheckpointWriter, "write_data", done):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=9", "checkpoint.every=2")
+    assert outcome.code == REQUEUE_EXIT_CODE, outcome
+    assert f"SIGTERM after step {at}: saved" in outcome.out
+    assert names(tmp_path / "run") == [f"step_{step:08d}" for step in expected]
+
+
+@pytest.mark.processes
+def test_a_mistake_ends_a_save_under_way(tmp_path: Path) -> None:
+    """What is not finite, in the step after a save has begun, does not take that save along."""
+    settings = ["optim.lr=1e30", "optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
+    with late(CheckpointWriter, "write_data", seconds=1.0):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=9", *settings)
+    steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert f"step {steps + 1}: " in outcome.errors[0]
+    assert complete_checkpoints(tmp_path / "run")[-1].name == f"step_{steps:08d}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB, which only root can make."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _fill(path: Path, leave: int) -> None:
+    """Take all the space of a disk, but for some bytes."""
+    disk = os.statvfs(path.parent)
+    path.write_bytes(bytes(disk.f_bavail * disk.f_frsize - leave))
+
+
+@pytest.mark.processes
+def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    run, filler = small_disk / "run", small_disk / "filler"
+    settings = [f"run_dir={run}", "checkpoint.every=3"]
+    assert train_here(*settings, "train.steps=3").code == 0
+    _fill(filler, leave=100_000)
+    before = snapshot(run / "checkpoints")
+    with torchrun(2, tmp_path, *settings, "train.steps=2000") as job:
+        job.wait_until(lambda: "; the run goes on" in job.err, "failed save")
+        filler.unlink()
+        later = len(read_metrics(run / "metrics.jsonl"))
+        job.wait_until(lambda: len(complete_checkpoints(run)) == 2, "checkpoint")
+        for name, content in before.items():
+            assert name == "latest" or content is None or (run / "checkpoints" / name).read_bytes() == content, name
+        job.signal(signal.SIGTERM)
+        outcome = job.wait()
+    assert "No space left on device; the last complete checkpoint is step_00000003; the run goes on" in outcome.err
+    assert outcome.errors == []
+    last = len(read_metrics(run / "metrics.jsonl"))
+    assert last >= later > 3
+    assert f"SIGTERM after step {last}: saved" in outcome.out
+    _fill(filler, leave=100_000)
+    before, further = snapshot(run / "checkpoints"), [*settings, f"train.steps={last + 2}"]
+    check_last = train_here(*further, "checkpoint.every=0")
+    assert check_last.code == CHECKPOINT
+    assert "saving failed" in check_last.errors[0]
+    assert snapshot(run / "checkpoints") == before
+    filler.unlink()
+    outcome = train_here(*further)
+    assert outcome.code == 0, outcome.err
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, last + 3))
+
+
+def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """Damaged ones, however often, and what a user has made; `latest` stands for the one that it names now."""
+    folder = tmp_path / "checkpoints"
+    sound, damaged = folder / "step_00000002", folder / "step_00000004"
+    for name in ("step_00000004.damaged", "step_00000004.damaged.2"):
+        damaged.mkdir(parents=True)
+        assert set_aside(damaged).name == name
+    sound.mkdir()
+    (sound / PROGRESS_FILE).touch()
+    (folder / "step_00000002 of May 3").mkdir()
+    assert complete_checkpoints(tmp_path) == [sound]
+    (folder / "latest").symlink_to(sound.name)
+    assert find_weights(str(folder / "latest")) == sound
+
+
+def test_settings(tmp_path: Path) -> None:
+    for setting, part in (
+        ("checkpoint.minutes=-1", "checkpoint.minutes=-1.0: must be ≥ 0"),
+        ("checkpoint.mode=fast", "checkpoint.mode=fast: must be one of async, sync"),
+    ):
+        check_line(train_here(setting), 2, part)

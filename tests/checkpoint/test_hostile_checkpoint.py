@@ -1,0 +1,396 @@
+"""Checkpoints of strangers run nothing and agree in all parts; a run that cannot see its own ends.
+
+The folders are made consistent again after each change, as an attacker would: checksums are no protection from one.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from tests.support.commands import Outcome, check_line, run_here, snapshot, train_here
+from zeco_train import export
+from zeco_train.checkpoint.files import CHECKSUMS_FILE, RECORD_FILE, complete_checkpoints
+from zeco_train.checkpoint.metadata import read_metadata
+from zeco_train.checkpoint.writer import CheckpointWriter
+from zeco_train.errors import CheckpointError
+from zeco_train.evaluate import command as evaluate
+from zeco_train.generate import command as generate
+
+CHECKPOINT = CheckpointError.exit_code
+DATA = ["seed=3"]
+EMBEDDING = "model.model.embeddings.weight"
+
+Command = Callable[[Path, Path], Outcome]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps, with checkpoints of the second and the last."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    outcome = train_here(*DATA, f"run_dir={folder}", "train.steps=4", "checkpoint.every=2")
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the run, its last checkpoint the only one."""
+    folder = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(folder / "checkpoints" / "step_00000002")
+    return folder
+
+
+def _resume(run: Path, out: Path) -> Outcome:
+    return train_here(*DATA, f"run_dir={run}", "train.steps=5")
+
+
+def _load(run: Path, out: Path) -> Outcome:
+    return train_here(*DATA, f"run_dir={out}", f"checkpoint.load={run}", "train.steps=1")
+
+
+def _evaluate(run: Path, out: Path) -> Outcome:
+    return run_here(evaluate.main, str(run), "--out", str(out), "validation.sequences=1", "data.seq_len=64")
+
+
+def _generate(run: Path, out: Path) -> Outcome:
+    return run_here(generate.main, str(run), "--prompt", "a", "--max-tokens", "1")
+
+
+def _export(run: Path, out: Path) -> Outcome:
+    return run_here(export.main, str(run), str(out))
+
+
+COMMANDS: list[Command] = [_resume, _load, _evaluate, _generate, _export]
+
+
+class Boom:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def checkpoint_of(run: Path) -> Path:
+    return run / "checkpoints" / "step_00000004"
+
+
+def metadata_of(checkpoint: Path) -> Metadata:
+    """As torch reads it; this one is our own."""
+    metadata: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    return metadata
+
+
+def rewrite(checkpoint: Path, metadata: Metadata | bytes | None = None) -> None:
+    """Write `.metadata`, and checksums of the files as they are."""
+    if metadata is not None:
+        content = metadata if isinstance(metadata, bytes) else pickle.dumps(metadata)
+        (checkpoint / ".metadata").write_bytes(content)
+    path = checkpoint / CHECKSUMS_FILE
+    table = {}
+    for name in json.loads(path.read_text()):
+        data = (checkpoint / name).read_bytes()
+        table[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.write_text(json.dumps(table))
+
+
+def _in_metadata(checkpoint: Path, trap: Path) -> None:
+    metadata = metadata_of(checkpoint)
+    metadata.planner_data["trap"] = Boom(trap)
+    rewrite(checkpoint, metadata)
+
+
+def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
+    """Store an entry as a pickle of something else than a tensor."""
+    metadata, file = metadata_of(checkpoint), checkpoint / "__0_0.distcp"
+    stored = io.BytesIO()
+    torch.save(Boom(trap), stored)
+    start = file.stat().st_size
+    with file.open("ab") as stream:
+        stream.write(stored.getvalue())
+    place = _StorageInfo(file.name, start, len(stored.getvalue()))
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        del metadata.storage_data[index]
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(name)] = place
+    rewrite(checkpoint, metadata)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("attack", [_in_metadata, _in_an_entry])
+def test_no_command_runs_what_a_checkpoint_holds(
+    attack: Callable[[Path, Path], None], command: Command, run: Path, tmp_path: Path
+) -> None:
+    trap = tmp_path / "trap"
+    attack(checkpoint_of(run), trap)
+    before = snapshot(run / "checkpoints")
+    check_line(command(run, tmp_path / "out"), CHECKPOINT, str(checkpoint_of(run)))
+    assert not trap.exists()
+    assert snapshot(run / "checkpoints") == before
+
+
+def test_settings_of_the_optimizer_run_nothing(run: Path, tmp_path: Path) -> None:
+    """Only a resume reads them."""
+    name = next(n for n in metadata_of(checkpoint_of(run)).state_dict_metadata if n.endswith("weight.lr"))
+    _in_an_entry(checkpoint_of(run), tmp_path / "trap", name)
+    check_line(_resume(run, tmp_path), CHECKPOINT, f"{name} is no plain value; nothing of it was run")
+    assert not (tmp_path / "trap").exists()
+
+
+def _field(path: str, value: object) -> Callable[[Metadata], None]:
+    """Set a field of the first tensor's description, or of its first place."""
+
+    def change(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata[EMBEDDING]
+        place: Any = metadata.storage_data[MetadataIndex(EMBEDDING, entry.chunks[0].offsets)]
+        roots = {"entry": entry, "chunk": entry.chunks[0], "place": place, "metadata": metadata}
+        root, _, name = path.partition(".")
+        setattr(roots[root], name, value)
+
+    return change
+
+
+def _twice(metadata: Metadata) -> None:
+    entry: Any = metadata.state_dict_metadata[EMBEDDING]
+    half = copy.deepcopy(entry.chunks[0])
+    half.sizes = torch.Size([half.sizes[0] // 2, *half.sizes[1:]]) if half.sizes[0] % 2 == 0 else half.sizes
+    entry.chunks = [half, half]
+
+
+def _nothing_stored(metadata: Metadata) -> None:
+    metadata.storage_data = {i: p for i, p in metadata.storage_data.items() if i.fqn != EMBEDDING}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            _field("place.relative_path", "/dev/zero"),
+            "lies in '/dev/zero', which is no file",
+        ),
+        (_field("place.relative_path", "../step_00000002/__0_0.distcp"), "which is no file of the checkpoint's folder"),
+        (_field("place.relative_path", "other.distcp"), "checksums.json has no entry for other.distcp"),
+        (_field("place.offset", -1), "-1 is no number from 0"),
+        (_field("place.length", 1 << 40), "__0_0.distcp has"),
+        (_field("place.length", True), "True is no number"),
+        (_field("place.transform_descriptors", ("stream.zstd",)), "is stored transformed"),
+        (_field("entry.size", torch.Size([1 << 40, 1 << 20])), "its chunks do not cover"),
+        (_field("entry.size", "259, 32"), "no size"),
+        (_field("entry.chunks", []), "its chunks do not cover"),
+        (_field("entry.chunks", None), "no list of chunks"),
+        (_field("entry.properties", None), "no dtype"),
+        (_field("chunk.offsets", torch.Size([1, 0])), "its chunks do not cover"),
+        (_field("chunk.sizes", torch.Size([8])), "its chunks do not cover"),
+        (_field("metadata.storage_data", None), "has no table of entries, or none of their places"),
+        (_nothing_stored, "no file is named for its part at [0, 0]"),
+        (_twice, "its chunks do not cover"),
+    ],
+)
+def test_a_description_that_cannot_be(change: Callable[[Metadata], None], problem: str, run: Path) -> None:
+    metadata = metadata_of(checkpoint_of(run))
+    change(metadata)
+    rewrite(checkpoint_of(run), metadata)
+    check_line(_export(run, run / "out"), CHECKPOINT, "damaged: .metadata" if "has" not in problem else "", problem)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "EOFError"),
+        (b"\x80\x04]\x94.", "the file: is no Metadata"),
+        (b"cos\nsystem\n(S'true'\ntR.", "names os.system, which no checkpoint has; nothing of it was run"),
+        (b"cbuiltins\neval\n.", "names builtins.eval"),
+        (b"ctorch\nload\n.", "names torch.load"),
+        (b"ctorch\nSize\n(I1\nI2\ntR.", "TypeError"),
+        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x00.", ""),
+        (b"P1\n.", "refers to something outside"),
+        (b"(" * 100_000 + b".", ""),
+    ],
+)
+def test_a_file_that_is_no_description(content: bytes, problem: str, run: Path) -> None:
+    rewrite(checkpoint_of(run), content)
+    check_line(_export(run, run / "out"), CHECKPOINT, ".metadata", problem)
+
+
+def test_a_description_of_ours_reads_as_torch_reads_it(finished: Path) -> None:
+    ours, theirs = read_metadata(checkpoint_of(finished)), metadata_of(checkpoint_of(finished))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.version == theirs.version
+    assert any(isinstance(entry, BytesStorageMetadata) for entry in ours.state_dict_metadata.values())
+
+
+def _edit(file: str, **values: object) -> Callable[[Path], None]:
+    def edit(checkpoint: Path) -> None:
+        record = json.loads((checkpoint / file).read_text()) | values
+        (checkpoint / file).write_text(json.dumps({k: v for k, v in record.items() if v != "REMOVED"}))
+        if file != CHECKSUMS_FILE:
+            rewrite(checkpoint)
+
+    return edit
+
+
+def _link(name: str, target: str) -> Callable[[Path], None]:
+    def link(checkpoint: Path) -> None:
+        (checkpoint / name).unlink()
+        (checkpoint / name).symlink_to(target)
+
+    return link
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_edit(CHECKSUMS_FILE, **{".metadata": "REMOVED"}), "checksums.json has no entry for .metadata"),
+        (_edit(CHECKSUMS_FILE, **{"run.json": "REMOVED"}), "checksums.json has no entry for run.json"),
+        (_edit(CHECKSUMS_FILE, **{"__0_0.distcp": "REMOVED"}), "checksums.json has no entry for __0_0.distcp"),
+        (_edit(CHECKSUMS_FILE, **{"/dev/zero": {"bytes": 0, "sha256": "0" * 64}}), "'/dev/zero', which is no file"),
+        (_edit(CHECKSUMS_FILE, **{"..": {"bytes": 0, "sha256": "0" * 64}}), "'..', which is no file"),
+        (_edit(CHECKSUMS_FILE, y={"bytes": -1, "sha256": "0" * 64}), "no size and SHA-256 of y"),
+        (_edit(CHECKSUMS_FILE, x={"bytes": 1e3, "sha256": "0" * 64}), "no size and SHA-256 of x"),
+        (_edit(CHECKSUMS_FILE, x={"bytes": 0, "sha256": 7}), "no size and SHA-256 of x"),
+        (_edit(CHECKSUMS_FILE, x=3), "no size and SHA-256 of x"),
+        (_link("__0_0.distcp", "/dev/zero"), "__0_0.distcp is no regular file"),
+        (_link("run.json", "/dev/zero"), "run.json"),
+        (_edit("run.json", step="4"), "step='4' is no whole number"),
+        (_edit("run.json", tokens=-5), "tokens=-5 is no whole number"),
+        (_edit("run.json", sequences=True), "sequences=True is no whole number"),
+        (_edit("run.json", skipped=1.5), "skipped=1.5 is no whole number"),
+        (_edit("run.json", logger_run_id=["x"]), "logger_run_id=['x'] is no text"),
+        (_edit("run.json", tokens="REMOVED"), "tokens is missing"),
+        (_edit("run.json", step=3), "run.json is that of step 3"),
+    ],
+)
+def test_files_that_do_not_agree(change: Callable[[Path], None], problem: str, run: Path) -> None:
+    change(checkpoint_of(run))
+    check_line(_resume(run, run), CHECKPOINT, str(checkpoint_of(run)), problem)
+
+
+def test_a_copy_under_a_higher_number_deletes_nothing(finished: Path, tmp_path: Path) -> None:
+    """With checkpoint.keep=1, each new checkpoint was deleted as an old one, by its number."""
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    folder = run / "checkpoints"
+    keep = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=1"]
+    shutil.copytree(folder / "step_00000002", folder / "step_00000099")
+    outcome = train_here(*DATA, f"run_dir={run}", *keep)
+    assert outcome.code == 0, outcome.err
+    assert "damaged: run.json is that of step 2; it is step_00000099.damaged now" in outcome.err
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"step_00000006", "step_00000099.damaged", "latest"}
+    # And one that comes while a run goes on: its steps are below that number.
+    shutil.copytree(folder / "step_00000006", folder / "step_00000098")
+    with mock.patch(
+        "zeco_train.checkpoint.checkpointer.damage_of", lambda path, mesh: None if path.name[-1] == "6" else "copy"
+    ):
+        assert train_here(*DATA, f"run_dir={run}", "train.steps=7", *keep[1:]).code == 0
+    assert [path.name for path in complete_checkpoints(run)] == ["step_00000007"]
+
+
+def test_what_was_just_written_stays(run: Path) -> None:
+    """A checkpoint of a higher step appears beside a run that goes on."""
+    drop = CheckpointWriter._drop_old
+
+    def appear(writer: CheckpointWriter) -> None:
+        shutil.copytree(
+            run / "checkpoints" / "step_00000004", run / "checkpoints" / "step_00000500", dirs_exist_ok=True
+        )
+        drop(writer)
+
+    with mock.patch.object(CheckpointWriter, "_drop_old", appear):
+        outcome = train_here(*DATA, f"run_dir={run}", "train.steps=5", "checkpoint.keep=1")
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in complete_checkpoints(run)] == ["step_00000005", "step_00000500"]
+
+
+def test_a_link_to_a_disk_that_is_not_mounted(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints").rename(tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    assert _resume(run, tmp_path).code == 0
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    rows = (run / "metrics.jsonl").read_text()
+    for command in COMMANDS:
+        check_line(command(run, tmp_path / "out"), CHECKPOINT, "checkpoints: is a link to", "which is not there")
+    assert (run / "metrics.jsonl").read_text() == rows
+
+
+def test_a_checkpoint_on_a_disk_that_is_not_mounted(finished: Path, tmp_path: Path) -> None:
+    """The older one beside it is not taken for the newest."""
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(checkpoint_of(run))
+    checkpoint_of(run).symlink_to(tmp_path / "disk")
+    check_line(_resume(run, tmp_path), CHECKPOINT, f"{checkpoint_of(run)}: is a link to {tmp_path / 'disk'}")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_folder_that_cannot_be_listed(number: int, run: Path) -> None:
+    real, before = os.scandir, snapshot(run / "checkpoints")
+
+    def refuse(path: Any = ".") -> Any:
+        if Path(os.fsdecode(path)).name == "checkpoints":
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    with mock.patch("os.scandir", refuse):
+        outcome = _resume(run, run)
+    check_line(outcome, CHECKPOINT, f"checkpoints: cannot be listed: {os.strerror(number)}")
+    assert snapshot(run / "checkpoints") == before
+
+
+def test_rows_without_a_checkpoint(run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    rows = (run / "metrics.jsonl").read_text()
+    check_line(
+        _resume(run, tmp_path), CHECKPOINT, "holds no checkpoint, but that of step 4 was saved", "checkpoint.missing="
+    )
+    # A run of an earlier version has no record.
+    (run / RECORD_FILE).unlink()
+    check_line(_resume(run, tmp_path), CHECKPOINT, "metrics.jsonl has rows of earlier steps")
+    assert (run / "metrics.jsonl").read_text() == rows
+    outcome = train_here(*DATA, f"run_dir={run}", "train.steps=1", "checkpoint.missing=start_anew")
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in complete_checkpoints(run)] == ["step_00000001"]
+    assert (run / "metrics.jsonl").read_text().startswith(rows)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    settings = [*DATA, f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]
+    with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
+        assert train_here(*settings).code == 130
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    outcome = train_here(*settings)
+    assert outcome.code == 0, outcome.err
+
+
+def test_newer_checkpoints_that_have_gone_are_missed(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(checkpoint_of(run))
+    outcome = _resume(run, tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "step_00000004 is not there any more; the run goes on from step_00000002" in outcome.err
+
+
+def test_all_commands_take_a_sound_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Else the tests above would pass for any reason."""
+    for command in COMMANDS:
+        outcome = command(run, tmp_path / command.__name__)
+        assert outcome.code == 0, (command, outcome.err)

@@ -1,0 +1,174 @@
+"""Resuming: bit-identical on the same split, within 1e-9 (fp64) on another; the weights of another run; `keep`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.commands import snapshot
+from tests.support.distributed import run_distributed
+from tests.support.training import largest_difference, train
+from zeco_train.checkpoint.files import complete_checkpoints
+from zeco_train.errors import CheckpointError
+
+pytestmark = pytest.mark.numeric
+
+SIX_STEPS = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=0", "data.global_batch=4"]
+
+
+def _forget(run_dir: Path, step: int) -> None:
+    """Make the run look as if it had been killed after the checkpoint of `step`."""
+    for path in complete_checkpoints(run_dir):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+def _resume_on_the_same_split(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    overrides = ["sp=zeco", "sp.size=2", "parallel=zero3", *SIX_STEPS]
+    results = {"unbroken": train(rank, world_size, f"{folder}/same", *overrides)}
+    # From step 4, then once more from step 2: nothing of an earlier resume may be left.
+    for name, step in (("once", 4), ("twice", 2)):
+        torch.distributed.barrier()
+        if rank == 0:
+            _forget(Path(folder, "same"), step)
+        torch.distributed.barrier()
+        torch.manual_seed(1234)  # whatever this process did before must not matter
+        results[name] = train(rank, world_size, f"{folder}/same", *overrides)
+    results["half-way"] = _train_half_way(rank, world_size, folder)
+    return results
+
+
+def _train_half_way(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A run in fp64 on this split, to be continued on others from step 2."""
+    return train(
+        rank, world_size, f"{folder}/fp64", "train.dtype=fp64", "sp=lasp2", "sp.size=4", "parallel=zero2", *SIX_STEPS
+    )
+
+
+def _resume_on_another_split(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict[str, Any]:
+    return train(rank, world_size, folder, "train.dtype=fp64", *SIX_STEPS, *overrides)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed(_resume_on_the_same_split, 4, str(folder))
+
+
+def test_resume_is_bit_identical(runs: list[dict[str, Any]]) -> None:
+    unbroken = runs[0]["unbroken"]
+    for name, steps in (("once", 2), ("twice", 4)):
+        resumed = runs[0][name]
+        assert len(resumed["sequence_ids"]) == steps
+        assert resumed["sequence_ids"] == unbroken["sequence_ids"][-steps:]
+        for key in ("loss", "grad_norm", "lr", "tokens", "val_loss"):
+            assert [row.get(key) for row in resumed["rows"]] == [row.get(key) for row in unbroken["rows"]], (name, key)
+        for parameter, value in unbroken["parameters"].items():
+            assert torch.equal(resumed["parameters"][parameter], value), (name, parameter)
+
+
+def test_rows_are_appended(runs: list[dict[str, Any]], folder: Path) -> None:
+    lines = (folder / "same" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 5, 6, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, ["sp=dp"]),
+        (2, ["sp=zeco", "parallel=ddp", "train.segments=2"]),
+        (4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"]),
+    ],
+    ids=["1 rank", "2 ranks, 2 segments", "other groups of 4"],
+)
+def test_resume_on_another_split(
+    runs: list[dict[str, Any]], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(folder / "fp64", run_dir)
+    _forget(run_dir, 2)
+    unbroken = runs[0]["half-way"]
+    resumed = run_distributed(_resume_on_another_split, world_size, str(run_dir), overrides)[0]
+    assert len(resumed["sequence_ids"]) == 4
+    for key in ("loss", "grad_norm", "val_loss"):
+        # The contract.
+        assert largest_difference(resumed["rows"], unbroken["rows"], key) <= 1e-9, key
+
+
+def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    short = ["train.steps=4", "checkpoint.every=2", "checkpoint.keep=0", "train.eval_sequences=0"]
+    checkpoints = Path(folder, "checkpoints")
+    first = train(rank, world_size, folder, *short)
+    if rank == 0:
+        # One byte of the newest, as a disk changes it: the size is right, and no reader of tensors would notice.
+        with (checkpoints / "step_00000004" / "__1_0.distcp").open("r+b") as file:
+            file.seek(2000)
+            byte = file.read(1)
+            file.seek(2000)
+            file.write(bytes([byte[0] ^ 1]))
+    torch.distributed.barrier()
+    train(rank, world_size, folder, *short, "train.steps=2")
+    assert (checkpoints / "latest").resolve() == (checkpoints / "step_00000002").resolve(strict=True)
+    again = train(rank, world_size, folder, *short, "optim.weight_decay=0.7", "optim.betas=[0.5,0.6]")
+    assert again["sequence_ids"] == first["sequence_ids"][2:]
+    torch.distributed.barrier()
+    if rank == 0:
+        (checkpoints / "step_00000004" / "run.json").unlink()
+        (checkpoints / "step_00000002" / "__0_0.distcp").unlink()
+        before = snapshot(checkpoints)
+    torch.distributed.barrier()
+    # Not from the start again: that would be to throw the run away without a word.
+    with pytest.raises(CheckpointError, match=r"step_00000004: damaged: run.json is missing; there is no sound one"):
+        train(rank, world_size, folder, *short, "train.steps=6")
+    if rank == 0:
+        assert snapshot(checkpoints) == before
+    checkpoint = complete_checkpoints(Path(folder))[-1]
+    groups = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {key: None for key in groups if key.endswith((".weight_decay", ".betas"))}
+    torch.distributed.checkpoint.load(state, checkpoint_id=str(checkpoint))
+    return [{key.rpartition(".")[2]: value} for key, value in state.items()]
+
+
+def test_damaged_checkpoints_stay_and_settings_are_the_configurations(tmp_path: Path) -> None:
+    settings = run_distributed(_meddle, 2, str(tmp_path / "run"))[0]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000002", "step_00000004", "step_00000004.damaged"]
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert (
+        "step_00000004: damaged: __1_0.distcp is not what was written (SHA-256); it is step_00000004.damaged now, "
+        in log
+    )
+    assert "and the run goes on from step_00000002: 2 steps are done again" in log
+    assert {value["weight_decay"] for value in settings if "weight_decay" in value} == {0.7, 0.0}
+    assert all(list(value["betas"]) == [0.5, 0.6] for value in settings if "betas" in value)
+
+
+def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    keep = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=2"]
+    results = {"first": train(rank, world_size, f"{folder}/first", *keep)}
+    load = [f"checkpoint.load='{folder}/first'", "optim.lr=1e-20", "optim.weight_decay=0", "train.steps=1"]
+    results["loaded"] = train(rank, world_size, f"{folder}/loaded", *load, "data.seq_len=384", "seed=7")
+    with pytest.raises(CheckpointError, match="the run's configuration makes it"):
+        train(rank, world_size, f"{folder}/other", *load, "model.hidden_size=96")
+    return results
+
+
+def test_keep_and_load_weights(tmp_path: Path) -> None:
+    runs = run_distributed(_keep_and_load, 2, str(tmp_path))[0]
+    names = [path.name for path in complete_checkpoints(tmp_path / "first")]
+    assert names == ["step_00000005", "step_00000006"]
+    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", *names]
+    assert (tmp_path / "first" / "checkpoints" / "latest").readlink() == Path(names[-1])
+    for parameter, value in runs["first"]["parameters"].items():
+        # The one step with a negligible learning rate changes nothing that fp32 can hold.
+        assert torch.equal(runs["loaded"]["parameters"][parameter], value), parameter
+    assert [row["step"] for row in runs["loaded"]["rows"]] == [1]

@@ -1,0 +1,221 @@
+"""All-Scan in one kernel, in Triton's interpreter: ranks are processes of a CPU that map one file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.test_collectives import Pairs, check
+from tests.support.all_scan_emulation import allocate_shared
+from tests.support.distributed import run_distributed
+from zeco_train.collectives import Courier, PendingScan, ScanRequest
+from zeco_train.errors import CommunicationError, ConfigError
+
+pytestmark = pytest.mark.numeric
+
+ALGORITHMS = ("two_shot", "chain")
+# [B, H, K, V]: odd, of several tiles a rank, and fewer tiles than ranks.
+SHAPES = ((2, 3, 5, 7), (1, 4, 8, 16), (1, 1, 3, 1))
+
+
+class Lane:
+    """One direction, with few small tiles, so that CTAs have several."""
+
+    def __init__(self, reverse: bool, timeout: timedelta = timedelta(seconds=30)) -> None:
+        from zeco_train.collectives.symmetric import SymmetricScans, Tuning
+
+        self.reverse, self.courier = reverse, Courier(dist.new_group(), timeout)
+        tuning = {"two_shot": Tuning(2, 4, 32), "chain": Tuning(2, 4, 32)}
+        self.scans = SymmetricScans(self.courier, allocate_shared, tuning)
+
+    def launch(self, variant: str, state: torch.Tensor, log_decay: torch.Tensor, **options: object) -> PendingScan:
+        request = ScanRequest(state, log_decay, self.reverse, **options)  # type: ignore[arg-type]
+        return self.scans.launch(request, variant, blocks=3 if variant == "chain" else None)
+
+
+def start_interpreter() -> None:
+    """Before anything imports Triton: a decorated function is for the interpreter or not from then on."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def suite(rank: int, world_size: int) -> None:
+    start_interpreter()
+    from zeco_train.collectives import arena
+
+    if world_size == 3:
+        arena.FLOOR = {
+            arena.TwoShotCapacity: arena.TwoShotCapacity(1, 1, 1, 1, 1),
+            arena.ChainCapacity: arena.ChainCapacity(1, 1),
+        }
+    flags = (False, True)
+    for reverse in flags:
+        lane = Lane(reverse)
+        for seed, (algorithm, shape, with_carry, want_carry) in enumerate(
+            itertools.product(ALGORITHMS, SHAPES, flags, flags)
+        ):
+            dtype = torch.float64 if seed % 3 == 0 else torch.float32
+            case = f"{algorithm} {reverse=} {shape} {dtype} {with_carry=} {want_carry=}"
+            pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts=True)
+            scan = pairs.launch(lane, algorithm, rank, "cpu", want_carry)  # type: ignore[arg-type]
+            check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, reverse), case)
+            if want_carry:
+                check(f"carry_out on rank {rank}", scan.carry_out(), pairs.incoming(world_size, reverse), case)
+        if world_size == 3:
+            uneven_pace(lane, rank, world_size)
+        lane.courier.drain()
+    if world_size == 2:
+        for algorithm in ALGORITHMS:
+            refused_capture(algorithm)
+            missing_peer(rank, algorithm)
+
+
+def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
+    """Scans in a row, of changing shapes, algorithms and capacities, while ranks sleep at random."""
+    common, own = random.Random(0), random.Random(rank)
+    pending: list[tuple[Pairs, PendingScan, bool, str]] = []
+    for number in range(60):
+        # First the small shapes: later ones are beyond the first arenas' capacity.
+        shape, algorithm = common.choice(SHAPES[::-1][: 1 + number // 15]), common.choice(ALGORITHMS)
+        pairs = Pairs.make(number, world_size, shape, torch.float32, False, number % 2 == 0)
+        if own.random() < 0.2:
+            time.sleep(0.05 * own.random())
+        want_carry = common.random() < 0.3
+        scan = pairs.launch(lane, algorithm, rank, "cpu", want_carry)  # type: ignore[arg-type]
+        pending.append((pairs, scan, want_carry, f"scan {number}, {algorithm} {shape} {want_carry=}"))
+        if len(pending) == 3 or number == 59:
+            for pairs, scan, want_carry, case in pending:
+                check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, lane.reverse), case)
+                if want_carry:
+                    check(f"carry_out on rank {rank}", scan.carry_out(), pairs.incoming(world_size, lane.reverse), case)
+            pending.clear()
+
+
+def refused_capture(algorithm: str) -> None:
+    """A scan unlike all that have run is not captured, and the refusal stands in no other scan's way."""
+    from zeco_train.collectives import symmetric
+
+    lane = Lane(reverse=False)
+    state, log_decay = torch.ones(1, 2, 5, 7), torch.zeros(1, 2, 5)
+    expected = state * dist.get_rank()
+    for shape, options in ((2, {}), (1, {"want_carry": True})):
+        inputs = state[:, :shape], log_decay[:, :shape]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symmetric, "_is_capturing", lambda device: True)
+            with pytest.raises(RuntimeError, match=rf"none like this one has: symmetric_{algorithm} .*want_carry="):
+                lane.launch(algorithm, *inputs, **options)
+        assert torch.equal(lane.launch(algorithm, *inputs, **options).wait(), expected[:, :shape]), algorithm
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symmetric, "_is_capturing", lambda device: True)
+            assert torch.equal(lane.launch(algorithm, *inputs, **options).wait(), expected[:, :shape]), algorithm
+    lane.courier.drain()
+
+
+def missing_peer(rank: int, algorithm: str) -> None:
+    """Rank 0 leaves out a scan: rank 1 gets NaN, names it, and takes no further scan.
+
+    The bound of a wait leaves room for the scan before, which the interpreter computes.
+    """
+    lane = Lane(reverse=False, timeout=timedelta(seconds=5))
+    state, log_decay = torch.ones(1, 2, 5, 7), torch.zeros(1, 2, 5)
+    dist.barrier()
+    incoming = lane.launch(algorithm, state, log_decay).wait()
+    assert torch.equal(incoming, state * rank)
+    lane.courier.drain()
+    dist.barrier()
+    if rank == 1:
+        lane.scans.check()
+        assert lane.launch(algorithm, state, log_decay).wait().isnan().all(), algorithm
+        for action in (lambda: lane.launch(algorithm, state, log_decay), lane.courier.drain):
+            with pytest.raises(CommunicationError, match=f"symmetric_{algorithm} forward: .* in scan 2 with rank 0"):
+                action()
+    dist.barrier()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_kernels_in_the_interpreter(world_size: int) -> None:
+    run_distributed(suite, world_size, fresh=True)
+
+
+def fallbacks(rank: int, world_size: int) -> None:
+    from zeco_train.sp.registry import AllScanConfig, AllScanTransport, SPConfig, build_scan
+
+    groups = dist.new_group(), dist.new_group()
+    config = SPConfig(all_scan=AllScanConfig(transport=AllScanTransport.symmetric))
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.transport=symmetric: needs GPUs .* on cpu\); or take"):
+        build_scan(config, groups, timedelta(seconds=30), torch.device("cpu"))
+    scan = build_scan(SPConfig(), groups, timedelta(seconds=30), torch.device("cpu"))
+    state = torch.ones(1, 2, 5, 3)
+    assert torch.equal(scan.launch(state, torch.zeros(1, 2, 5)).wait(), state * rank)
+    scan.drain()
+    memory_of_one_rank(rank, groups[0])
+
+
+def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
+    """One rank has no memory left: the other does not wait for it, and says why."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    from zeco_train.collectives.arena import allocate_symmetric
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory\nis left")
+        return torch.empty(size, dtype=dtype, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "empty", empty)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(symmetric_memory, "rendezvous", lambda *_: pytest.fail("rank 0 waits for rank 1"))
+        with pytest.raises(RuntimeError, match=r"^rank 1: no memory$"):
+            allocate_symmetric(1 << 10, group, torch.device("cpu"))
+
+
+def fallbacks_are_said_once(rank: int, world_size: int) -> None:
+    """Not once a direction; and nothing is said of a scan over one rank."""
+    from zeco_train.collectives.cost_model import Link
+    from zeco_train.sp import registry, zeco
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zeco, "request_problem", lambda request: "too large")
+        patch.setattr(zeco, "launch_chain", lambda request, courier, blocks: None)
+        patch.setattr(zeco.logger, "warning", lambda text, *values: said.append(text % values))
+        patch.setattr(zeco.logger, "info", lambda text, *values: said.append(text % values))
+        patch.setattr(zeco.AllScan, "_try_links", lambda *_: Link.symmetric)
+        for ranks in ([0, 1], [rank]):
+            groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
+            scan = registry.build_scan(registry.SPConfig(), (groups[0], groups[1]), timedelta(seconds=30))
+            for reverse in (False, True):
+                scan.launch(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5), reverse=reverse)
+    fallbacks, rest = said[:1], said[1:]
+    assert len(said) == (0 if rank > 0 else 3), said
+    assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)
+    assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)
+
+
+@pytest.mark.processes
+def test_fallbacks_are_said_once() -> None:
+    run_distributed(fallbacks_are_said_once, 2)
+
+
+@pytest.mark.processes
+def test_transport_that_the_ranks_cannot_use() -> None:
+    run_distributed(fallbacks, 2)
+
+
+def test_blocks_that_nothing_reads() -> None:
+    from zeco_train.sp.registry import AllScanConfig
+    from zeco_train.sp.zeco import AllScanAlgorithm
+
+    expected = r"^sp.all_scan.blocks=2: would be ignored; it needs sp.all_scan.algorithm=chain$"
+    with pytest.raises(ConfigError, match=expected):
+        AllScanConfig(AllScanAlgorithm.two_shot, blocks="2").validate()
+    for config in (AllScanConfig(AllScanAlgorithm.two_shot), AllScanConfig(AllScanAlgorithm.chain, blocks="2")):
+        config.validate()

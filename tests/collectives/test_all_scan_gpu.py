@@ -1,0 +1,285 @@
+"""All-Scan in one kernel, on GPUs that reach each other's memory: right, whatever the ranks' pace.
+
+One spawn a world size does it all, since a rank's kernels take most of a minute to compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.cuda import CUDAGraph
+
+from tests.collectives.test_collectives import Pairs
+from tests.support.distributed import run_distributed
+from zeco_train.collectives import Courier, PendingScan, ScanRequest
+from zeco_train.collectives.symmetric import SymmetricScans, transport_problem
+from zeco_train.errors import CommunicationError
+
+pytestmark = pytest.mark.gpu
+
+TIMEOUT = timedelta(seconds=60)  # of a wait; ranks compile meanwhile
+ALGORITHMS = ("two_shot", "chain")
+ODD, EVEN, LARGE = (2, 3, 5, 7), (2, 4, 64, 128), (1, 512, 64, 128)
+# |R| < 4 terms below 6; fp32 rounds each of 4 steps by 2^-24, and the kernels' exp by a few of those.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+class Lane:
+    """One direction over symmetric memory, with data whose scans are known."""
+
+    def __init__(self, rank: int, world_size: int, reverse: bool, timeout: timedelta = TIMEOUT) -> None:
+        self.rank, self.world_size, self.reverse = rank, world_size, reverse
+        self.courier = Courier(dist.new_group(timeout=timeout), timeout)
+        self.scans = SymmetricScans(self.courier)
+        self._known: dict[tuple[object, ...], tuple[Pairs, Tensor, Tensor]] = {}
+        self.errors: list[tuple[str, Tensor, torch.dtype]] = []
+
+    def known(
+        self, seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, with_carry: bool = False
+    ) -> tuple[Pairs, Tensor, Tensor]:
+        """This rank's pairs on its device, what precedes it, and the carry."""
+        key = seed, shape, dtype, with_carry
+        if key not in self._known:
+            pairs = Pairs.make(seed, self.world_size, shape, dtype, with_carry, restarts=seed % 2 == 1)
+            expected = pairs.incoming(self.rank, self.reverse), pairs.incoming(self.world_size, self.reverse)
+            on_device = Pairs(pairs.states.cuda(), pairs.transitions.cuda(), _cuda(pairs.carry_in))
+            self._known[key] = on_device, expected[0].cuda(), expected[1].cuda()
+        return self._known[key]
+
+    def launch(self, algorithm: str, pairs: Pairs, want_carry: bool = False, blocks: int | None = None) -> PendingScan:
+        state, log_decay = pairs.states[self.rank], pairs.transitions[self.rank]
+        request = ScanRequest(state, log_decay, self.reverse, pairs.carry_in, want_carry)
+        return self.scans.launch(request, algorithm, blocks)
+
+    def compare(self, name: str, actual: Tensor, expected: Tensor) -> None:
+        """Note the error, without waiting for it."""
+        self.errors.append((name, (actual.double() - expected).abs().max(), actual.dtype))
+
+    def settle(self) -> None:
+        """Wait for all errors, and judge them."""
+        self.courier.drain()
+        found = torch.stack([error for _, error, _ in self.errors]).cpu().tolist()
+        for (name, _, dtype), error in zip(self.errors, found, strict=True):
+            assert error <= TOLERANCE[dtype], f"{name} is off by {error:.1e}, reverse={self.reverse}"  # NaN fails too
+        self.errors.clear()
+
+
+def _cuda(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cuda()
+
+
+def cases() -> Iterator[tuple[tuple[int, ...], torch.dtype, bool, bool]]:
+    for flags in ((False, False), (True, True), (True, False), (False, True)):
+        yield ODD, torch.float32, *flags
+    yield ODD, torch.float64, True, True
+    yield EVEN, torch.float32, False, False
+    yield EVEN, torch.float32, True, True
+
+
+def every_case(lanes: list[Lane]) -> None:
+    for lane in lanes:
+        for algorithm in ALGORITHMS:
+            for seed, (shape, dtype, with_carry, want_carry) in enumerate(cases()):
+                case = f"{algorithm} {shape} {dtype} {with_carry=} {want_carry=}"
+                pairs, incoming, carry = lane.known(seed, shape, dtype, with_carry)
+                first = None
+                for _ in range(3):
+                    scan = lane.launch(algorithm, pairs, want_carry)
+                    result = scan.wait()
+                    lane.compare(f"incoming state of rank {lane.rank} in {case}", result, incoming)
+                    if want_carry:
+                        lane.compare(f"carry_out on rank {lane.rank} in {case}", scan.carry_out(), carry)
+                    assert first is None or torch.equal(first, result), f"two runs differ in {case}"
+                    first = result
+        for blocks in (1, 3, 100):
+            pairs, incoming, _ = lane.known(0, ODD)
+            lane.compare(f"{blocks} blocks", lane.launch("chain", pairs, blocks=blocks).wait(), incoming)
+        lane.settle()
+
+
+def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
+    """Scans in a row, of changing shapes and algorithms, two under way at a time, while ranks sleep at random."""
+    rank = lanes[0].rank
+    common, own = random.Random(0), random.Random(rank)
+    # Kernels are compiled before, lest the bound be one of the compiler.
+    kinds = itertools.product(lanes, ALGORITHMS, (ODD, EVEN), (None, 2, 5), (False, True))
+    for lane, algorithm, shape, blocks, want_carry in kinds:
+        lane.launch(algorithm, lane.known(0, shape)[0], want_carry, blocks).wait()
+    for lane in lanes:
+        lane.courier.drain()
+    dist.barrier()
+    start = time.monotonic()
+    pending: list[tuple[Lane, str, PendingScan, Tensor, Tensor | None]] = []
+    for number in range(count):
+        lane, algorithm = common.choice(lanes), common.choice(ALGORITHMS)
+        shape = ODD if common.random() < 0.7 else EVEN
+        blocks, want_carry = common.choice((None, 2, 5)), common.random() < 0.3
+        pairs, incoming, carry = lane.known(common.randrange(4), shape)
+        if own.random() < 0.02:
+            torch.cuda._sleep(own.randrange(1 << 20))  # up to 0.5 ms
+        name = f"scan {number}, {algorithm} {shape} {blocks=} {want_carry=}"
+        scan = lane.launch(algorithm, pairs, want_carry, blocks)
+        pending.append((lane, name, scan, incoming, carry if want_carry else None))
+        if len(pending) > 2:
+            compare_results(*pending.pop(0))
+        if number % 1000 == 999:
+            for lane in lanes:
+                lane.courier.drain()
+    for results in pending:
+        compare_results(*results)
+    for lane in lanes:
+        lane.settle()
+    took = time.monotonic() - start
+    assert took <= seconds, f"{count} scans took {took:.1f} s"
+
+
+def compare_results(lane: Lane, name: str, scan: PendingScan, incoming: Tensor, carry: Tensor | None) -> None:
+    lane.compare(name, scan.wait(), incoming)
+    if carry is not None:
+        lane.compare(f"carry_out of {name}", scan.carry_out(), carry)
+
+
+def far_ahead(lane: Lane) -> None:
+    """One rank is 50 ms late, again and again; the first one waits for nobody and runs ahead."""
+    for late in range(lane.world_size):
+        for number in range(20):
+            if number % 5 == 0 and lane.rank == late:
+                torch.cuda._sleep(100_000_000)
+            for algorithm in ALGORITHMS:
+                pairs, incoming, _ = lane.known(number % 4, ODD if number % 3 else EVEN)
+                lane.compare(
+                    f"{algorithm} {number} with rank {late} late", lane.launch(algorithm, pairs).wait(), incoming
+                )
+    lane.settle()
+
+
+def beyond_capacity(lane: Lane) -> None:
+    """A state that no arena holds yet, between two that the first one does."""
+    for algorithm in ALGORITHMS:
+        for number, shape in enumerate((EVEN, LARGE, EVEN, LARGE, ODD)):
+            pairs, incoming, _ = lane.known(2 * (number // 2), shape)
+            lane.compare(f"{algorithm} {shape}", lane.launch(algorithm, pairs).wait(), incoming)
+    lane.settle()
+
+
+def in_graphs(lanes: list[Lane], replays: int) -> None:
+    """Both directions and algorithms captured; the inputs change between replays, and eager scans run between them."""
+    static = [
+        [x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].transitions)] for lane in lanes
+    ]
+
+    def body() -> list[Tensor]:
+        results = []
+        for lane, (states, log_decays) in zip(lanes, static, strict=True):
+            scans = [lane.launch(algorithm, Pairs(states, log_decays, None)) for algorithm in ALGORITHMS]
+            for scan in scans:
+                results.append(scan.wait())
+                scan.finish()
+        return results
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.current_stream().wait_stream(side)
+    refused_capture(lanes[0])
+    graph = CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = body()
+    for number in range(replays):
+        for lane, tensors in zip(lanes, static, strict=True):
+            pairs = lane.known(number % 4, EVEN)[0]
+            tensors[0].copy_(pairs.states)
+            tensors[1].copy_(pairs.transitions)
+        graph.replay()
+        for index, result in enumerate(results):
+            lane = lanes[index // 2]
+            lane.compare(f"replay {number}, result {index}", result, lane.known(number % 4, EVEN)[1])
+        if number % 50 == 0:
+            pairs, incoming, _ = lanes[0].known(1, ODD)
+            lanes[0].compare(f"eager scan after replay {number}", lanes[0].launch("chain", pairs).wait(), incoming)
+            # The first rank's wait is for nothing, and a replay knows nothing of the courier's stream.
+            lanes[0].courier.drain()
+    for lane in lanes:
+        lane.settle()
+
+
+def refused_capture(lane: Lane) -> None:
+    """A scan unlike all that have run, here in its blocks, is not captured, and the lane goes on as before."""
+    pairs, incoming, _ = lane.known(0, EVEN)
+    with pytest.raises(RuntimeError, match="has to run once before it is captured"), torch.cuda.graph(CUDAGraph()):
+        lane.launch("chain", pairs, blocks=11)
+    for blocks in (None, 11):
+        lane.compare("scan after a refused capture", lane.launch("chain", pairs, blocks=blocks).wait(), incoming)
+    lane.settle()
+
+
+def missing_peer(rank: int, world_size: int, algorithm: str) -> None:
+    """Rank 0 leaves out a scan: rank 1 says so, gives NaN, and takes no further scan."""
+    lane = Lane(rank, world_size, reverse=False, timeout=timedelta(seconds=2))
+    pairs, incoming, _ = lane.known(0, EVEN)
+    torch.cuda.synchronize()
+    dist.barrier()
+    lane.compare("before", lane.launch(algorithm, pairs).wait(), incoming)
+    lane.settle()
+    dist.barrier()
+    start = time.monotonic()
+    if rank != 0:
+        result = lane.launch(algorithm, pairs).wait()
+        assert result.isnan().any(), f"{algorithm}: nothing shows in the result"
+    if rank == 1:
+        seconds = time.monotonic() - start
+        assert 1.5 < seconds < 8, f"{algorithm}: {seconds:.1f} s"
+        errors = []
+        for action in (lambda: lane.launch(algorithm, pairs), lane.courier.drain):
+            with pytest.raises(CommunicationError, match=r"no answer within 2 s") as caught:
+                action()
+            errors.append(caught.value)
+        assert errors[0] is errors[1]
+        assert (errors[0].rank, errors[0].peer) == (1, 0), str(errors[0])
+        assert f"symmetric_{algorithm} forward" in str(errors[0])
+        assert "in scan 2" in str(errors[0])
+    dist.barrier()
+
+
+def suite(rank: int, world_size: int) -> str:
+    lanes = [Lane(rank, world_size, reverse) for reverse in (False, True)]
+    problem = transport_problem(lanes[0].courier, torch.device("cuda", rank))
+    if problem is not None:
+        return problem
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("every case", lambda: every_case(lanes)),
+        ("far ahead", lambda: far_ahead(lanes[0])),
+        ("beyond the capacity", lambda: beyond_capacity(lanes[1])),
+        ("10,000 scans", lambda: uneven_pace(lanes, 10_000, 30.0)),
+        ("graphs", lambda: in_graphs(lanes, 300)),
+        *((f"missing peer, {name}", lambda name=name: missing_peer(rank, world_size, name)) for name in ALGORITHMS),
+    ]
+    for name, part in parts:
+        start = time.monotonic()
+        part()
+        dist.barrier()
+        if rank == 0:
+            print(f"{world_size} GPUs, {name}: {time.monotonic() - start:.1f} s", flush=True)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 4, 3])
+def test_one_kernel_scans(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    problem = run_distributed(suite, world_size, backend="cpu:gloo,cuda:nccl")[0]
+    if problem:
+        pairs = itertools.permutations(range(world_size), 2)
+        if all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
+            pytest.fail(f"GPUs that reach each other's memory have no symmetric memory: {problem}")
+        pytest.skip(f"no symmetric memory: {problem}")

@@ -1,0 +1,387 @@
+"""Scans over ranks against an explicit sum of products, and what happens when a peer does not play along."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from tests.support.waiting import ENOUGH
+from zeco_train.collectives import (
+    Courier,
+    ScanRequest,
+    launch_all_gather,
+    launch_chain,
+    launch_serial,
+    launch_two_shot,
+)
+from zeco_train.errors import CommunicationError
+from zeco_train.sp.base import PendingScan
+
+pytestmark = pytest.mark.numeric
+
+TIMEOUT = timedelta(seconds=60)
+BLOCKS = (1, 2, 3, 7, 100)
+VARIANTS = (*(f"chain/{blocks}" for blocks in BLOCKS), "two_shot", "all_gather", "serial")
+FAMILIES = ("chain/2", "two_shot", "all_gather", "serial")
+# H·V = 6, 12 and 1: not a multiple of 4 ranks, a multiple, and fewer columns than ranks. [B, H, K, V]
+SHAPES = ((1, 2, 5, 3), (2, 3, 8, 4), (1, 1, 64, 1), (2, 3, 64, 5))
+# The sum of at most 4 terms of |x| < 20; fp32: exp, product and sum round 2^-24 each, 4 times, with room for 2.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 20 * 4 * 3 * 2 * 2.0**-24}
+
+
+class Lane:
+    """One direction's group with its courier, as a backend holds them."""
+
+    def __init__(self, group: dist.ProcessGroup, reverse: bool = False, timeout: timedelta = TIMEOUT) -> None:
+        self.reverse, self.courier = reverse, Courier(group, timeout)
+
+    def launch(self, variant: str, state: Tensor, log_decay: Tensor, **options: Any) -> PendingScan:
+        request = ScanRequest(state, log_decay, self.reverse, **options)
+        name, _, blocks = variant.partition("/")
+        if name == "chain":
+            return launch_chain(request, self.courier, blocks=int(blocks))
+        scans: dict[str, Callable[[ScanRequest, Courier], PendingScan]] = {
+            "two_shot": launch_two_shot,
+            "all_gather": launch_all_gather,
+            "serial": launch_serial,
+        }
+        return scans[name](request, self.courier)
+
+
+def new_lanes(world_size: int) -> tuple[Lane, Lane]:
+    ranks = list(range(world_size))
+    return Lane(dist.new_group(ranks)), Lane(dist.new_group(ranks), reverse=True)
+
+
+@dataclass
+class Pairs:
+    """What all ranks of a group contribute, by rank; every rank can make them all."""
+
+    states: Tensor  # [P, B, H, K, V]
+    transitions: Tensor  # [P, B, H, K], or [P, B, H, K, K]
+    carry_in: Tensor | None  # [B, H, K, V]
+
+    @classmethod
+    def make(
+        cls,
+        seed: int,
+        size: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        with_carry: bool,
+        restarts: bool,
+        matrices: bool = False,
+    ) -> Pairs:
+        generator = torch.Generator().manual_seed(seed)
+        states = torch.randn(size, *shape, generator=generator, dtype=dtype)
+        transitions = -3 * torch.rand(size, *shape[:-1], generator=generator, dtype=dtype)
+        cut_off = -torch.inf
+        if matrices:
+            # Contractions, as products of the delta rule's are.
+            transitions = torch.randn(*transitions.shape, shape[2], generator=generator, dtype=torch.float64)
+            transitions /= 1.1 * torch.linalg.matrix_norm(transitions, ord=2, keepdim=True)
+            transitions, cut_off = transitions.to(dtype), 0.0
+        if restarts:
+            rows = transitions if not matrices else transitions[..., 0, 0]
+            transitions[torch.rand(rows.shape, generator=generator) < 0.2] = cut_off
+            transitions[seed % size] = cut_off
+        carry_in = torch.randn(shape, generator=generator, dtype=dtype) if with_carry else None
+        return cls(states, transitions, carry_in)
+
+    def incoming(self, rank: int, reverse: bool) -> Tensor:
+        """R of a rank, or the carry for the rank past the last, as a sum of explicit products in fp64."""
+        order = list(range(len(self.states)))[:: -1 if reverse else 1]
+        before = order[: order.index(rank)] if rank in order else order
+        states, transitions = self.states.double(), self.transitions.double()
+        result = torch.zeros_like(states[0])
+        for i, term in enumerate([self.carry_in, *(states[j] for j in before)]):
+            if term is None:
+                continue
+            if transitions.ndim == 4:
+                result += transitions[before[i:]].sum(0).exp()[..., None] * term.double()
+            else:
+                weight = torch.eye(transitions.shape[-1], dtype=torch.float64).expand(transitions.shape[1:])
+                for j in before[i:]:
+                    weight = transitions[j] @ weight
+                result += weight @ term.double()
+        return result
+
+    def launch(self, lane: Lane, variant: str, rank: int, device: str, want_carry: bool = False) -> PendingScan:
+        first = len(self.states) - 1 if lane.reverse else 0
+        carry_in = self.carry_in
+        if carry_in is not None and rank != first:
+            carry_in = torch.full_like(carry_in, torch.nan)  # read nowhere but on the first rank
+        return lane.launch(
+            variant,
+            self.states[rank].to(device),
+            self.transitions[rank].to(device),
+            carry_in=None if carry_in is None else carry_in.to(device),
+            want_carry=want_carry,
+        )
+
+
+def check(name: str, actual: Tensor, expected: Tensor, case: object) -> None:
+    error = (actual.cpu().double() - expected).abs().max().item()
+    assert error <= TOLERANCE[actual.dtype], f"{name} is off by {error:.1e} in {case}"  # NaN fails too
+
+
+def finish(pairs: Pairs, scan: PendingScan, lane: Lane, rank: int, want_carry: bool, case: object) -> list[Tensor]:
+    results = [scan.wait()]
+    check(f"incoming state of rank {rank}", results[0], pairs.incoming(rank, lane.reverse), case)
+    scan.finish()
+    if want_carry:
+        results.append(scan.carry_out())
+        check(f"carry_out on rank {rank}", results[1], pairs.incoming(len(pairs.states), lane.reverse), case)
+    return results
+
+
+def cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool, bool, bool, bool]]:
+    flags = (False, True)
+    kinds = ((torch.float64, False), (torch.float32, False), (torch.float64, True))
+    for variant, shape, (dtype, matrices), *rest in itertools.product(VARIANTS, SHAPES, kinds, flags, flags, flags):
+        yield variant, shape, dtype, matrices, *rest
+
+
+def reference_suite(rank: int, world_size: int, device_type: str) -> None:
+    device = f"{device_type}:{rank}" if device_type == "cuda" else device_type
+    lanes = new_lanes(world_size)
+    for lane in lanes:
+        for seed, (variant, shape, dtype, matrices, with_carry, restarts, want_carry) in enumerate(cases()):
+            case = (
+                f"{variant} reverse={lane.reverse} {shape} {dtype} {matrices=} {with_carry=} {restarts=} {want_carry=}"
+            )
+            pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts, matrices)
+            scan = pairs.launch(lane, variant, rank, device, want_carry)
+            results = finish(pairs, scan, lane, rank, want_carry, case)
+            if seed % 7 == 0:
+                again = finish(
+                    pairs, pairs.launch(lane, variant, rank, device, want_carry), lane, rank, want_carry, case
+                )
+                assert all(map(torch.equal, results, again)), f"two runs differ in {case}"
+    for variant in FAMILIES:
+        scans_in_flight(rank, world_size, lanes, variant, device)
+        misuse(rank, world_size, lanes[0], variant, device)
+    for lane in lanes:
+        lane.courier.drain()
+
+
+def scans_in_flight(rank: int, world_size: int, lanes: tuple[Lane, Lane], variant: str, device: str) -> None:
+    """Two scans of each direction are launched before the first wait, also on tensors of inference mode."""
+    forward, reverse = lanes
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            pairs = [Pairs.make(i, world_size, SHAPES[1], torch.float64, True, False) for i in range(4)]
+            order = [forward, reverse, reverse, forward]
+            if variant == "serial":  # has one scan at a time under way in a group
+                del order[2:]
+            scans = [p.launch(lane, variant, rank, device, True) for p, lane in zip(pairs, order, strict=False)]
+            for i, (scan, lane) in enumerate(zip(scans, order, strict=True)):
+                finish(pairs[i], scan, lane, rank, True, f"scan {i} in flight, {variant} {inference=}")
+
+
+def misuse(rank: int, world_size: int, lane: Lane, variant: str, device: str) -> None:
+    state, log_decay = torch.ones(1, 2, 5, 3, device=device), torch.zeros(1, 2, 5, device=device)
+    scan = lane.launch(variant, state, log_decay)
+    scan.wait()
+    scan.finish()
+    with pytest.raises(RuntimeError, match="want_carry=True"):
+        scan.carry_out()
+    wrong: tuple[tuple[str, tuple[Tensor, Tensor, Tensor | None]], ...] = (
+        ("state", (state[0], log_decay, None)),
+        ("state", (state.half(), log_decay.half(), None)),
+        ("transition", (state, log_decay[..., 1:], None)),
+        ("transition", (state, log_decay.double(), None)),
+        ("transition", (state, log_decay[..., None].expand(1, 2, 5, 3), None)),
+        ("carry_in", (state, log_decay, state[..., 1:])),
+    )
+    for name, (s, g, c) in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            lane.launch(variant, s, g, carry_in=c)
+    if variant.startswith("chain"):
+        with pytest.raises(ValueError, match="blocks must be ≥ 1, not 0"):
+            lane.launch("chain/0", state, log_decay)
+    if variant == "serial":
+        with pytest.raises(RuntimeError, match="after wait"):
+            lane.launch(variant, state, log_decay).finish()
+
+
+@pytest.mark.processes
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_scan_equals_the_reference_on_gpus(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices")
+    run_distributed(reference_suite, world_size, "cuda", backend="cpu:gloo,cuda:nccl")
+
+
+def subgroup_suite(rank: int, world_size: int) -> None:
+    for layout in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1, 2, 3))):
+        groups = [dist.new_group(list(ranks)) for ranks in layout]
+        mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
+        member = layout[mine].index(rank)
+        # Each group has data of its own, so a message gone astray shows.
+        pairs = Pairs.make(mine, len(layout[mine]), SHAPES[0], torch.float64, True, False)
+        for reverse, variant in itertools.product((False, True), FAMILIES):
+            lane = Lane(groups[mine], reverse)
+            scan = pairs.launch(lane, variant, member, "cpu", want_carry=True)
+            finish(pairs, scan, lane, member, True, f"{variant} {reverse=} {layout}")
+            if variant != "serial":
+                lane.courier.drain()
+        with pytest.raises(ValueError, match="not a member"):
+            Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
+
+
+def pace_suite(rank: int, world_size: int) -> None:
+    variants = ("chain/2", "two_shot", "all_gather")
+    lanes = [Lane(dist.new_group(list(range(world_size)))) for _ in variants]
+    pairs = Pairs.make(0, world_size, SHAPES[1], torch.float64, False, False)
+    store = dist.distributed_c10d._get_default_store()
+    # Rank 0 launches once the others have: launches must not wait for it, or there is no overlap.
+    if rank == 0:
+        store.wait([f"launched by {other}" for other in range(1, world_size)], TIMEOUT)
+    scans = [pairs.launch(lane, variant, rank, "cpu") for lane, variant in zip(lanes, variants, strict=True)]
+    store.set(f"launched by {rank}", "")
+    # Rank 1 waits for its own states once the others have theirs: what passes through it must not be held up.
+    if rank == 1:
+        store.wait([f"finished by {other}" for other in range(world_size) if other != 1], TIMEOUT)
+    for lane, variant, scan in zip(lanes, variants, scans, strict=True):
+        finish(pairs, scan, lane, rank, False, variant)
+    store.set(f"finished by {rank}", "")
+    lane = lanes[0]
+    sleeps = random.Random(rank)
+    for seed in range(200):
+        variant = FAMILIES[seed % len(FAMILIES)]
+        want_carry = seed % 5 == 0
+        pairs = Pairs.make(seed, world_size, SHAPES[seed % 2], torch.float64, seed % 3 == 0, seed % 4 == 0)
+        scan = pairs.launch(lane, variant, rank, "cpu", want_carry)
+        if sleeps.random() < 0.2:
+            time.sleep(0.02 * sleeps.random())
+        finish(pairs, scan, lane, rank, want_carry, f"scan {seed} of 200, {variant}")
+
+
+def cpu_suite(rank: int, world_size: int) -> None:
+    """All that one spawn of a world size can test; the traceback of a failure tells which part."""
+    reference_suite(rank, world_size, "cpu")
+    if world_size == 3:
+        pace_suite(rank, world_size)
+    if world_size == 4:
+        subgroup_suite(rank, world_size)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_every_scan_equals_the_reference(world_size: int) -> None:
+    """Also with busy ranks (3 ranks), in subgroups (4), two at a time, and misused."""
+    run_distributed(cpu_suite, world_size)
+
+
+# What rank 2 of 3 waits for when rank 1 is missing: peer and operation.
+EXPECTED = {
+    "chain/2": (1, "all_scan_chain forward: receive of block 0"),
+    "two_shot": (None, "all_scan_two_shot forward: all-to-all of slices"),
+    "all_gather": (None, "all_gather_scan forward: all-gather of states and transitions"),
+    "serial": (1, "serial_scan forward: receive of the state"),
+}
+
+
+def failure(lane: Lane, variant: str) -> tuple[CommunicationError, float]:
+    state, log_decay = torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5)
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        lane.launch(variant, state, log_decay, want_carry=True).wait()
+    seconds = time.monotonic() - start
+    if variant != "serial":  # nothing can follow on a group whose messages are half delivered
+        with pytest.raises(CommunicationError) as later:
+            lane.launch(variant, state, log_decay)
+        assert later.value is caught.value, f"{variant}: {later.value}"
+    assert (caught.value.rank, caught.value.peer, caught.value.operation) == (2, *EXPECTED[variant]), variant
+    return caught.value, seconds
+
+
+def missing_peer(rank: int, world_size: int) -> None:
+    """Rank 1 joins no scan, and later dies. Each kind of scan has a group of its own, for failures spoil it."""
+    timeout = timedelta(seconds=2)
+    ranks = list(range(world_size))
+    absent = {variant: Lane(dist.new_group(ranks, timeout=timeout), timeout=timeout) for variant in FAMILIES}
+    dying = {variant: Lane(dist.new_group(ranks)) for variant in FAMILIES}
+    dist.barrier()
+    if rank == 0:  # has its incoming state at once; that nobody takes what it sends shows later
+        chain = absent["chain/2"]
+        chain.launch("chain/2", torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5)).wait()
+        with pytest.raises(CommunicationError, match="send of block 0 with rank 1: no answer within 2 s"):
+            chain.courier.drain()
+    if rank == 2:
+        for variant, lane in absent.items():
+            error, seconds = failure(lane, variant)
+            assert "no answer within 2 s" in str(error), f"{variant}: {error}"
+            # The bound of the other groups is 60 s.
+            assert 1.9 < seconds < 40, f"{variant}: {seconds:.1f} s"
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)  # rank 2 is in its first wait by now
+        os._exit(9)
+    if rank == 2:
+        for variant, lane in dying.items():
+            error, seconds = failure(lane, variant)
+            assert "connection lost" in str(error), f"{variant}: {error}"
+            assert seconds < 40, f"{variant}: {seconds:.1f} s"  # of a timeout of 60
+
+
+@pytest.mark.processes
+def test_missing_peer_is_named_in_bounded_time() -> None:
+    run_distributed(missing_peer, 3, may_die=(1,))
+
+
+# Rank 0's courier waits for rank 1, which never sends, while the main thread ends.
+EXIT_SCRIPT = """
+import sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from zeco_train.collectives import Courier, ScanRequest, launch_chain
+rank, bound = int(sys.argv[1]), timedelta(minutes=10)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2, timeout=bound)
+dist.barrier()
+if rank == 1:
+    time.sleep(600)
+courier = Courier(dist.group.WORLD, bound)
+launch_chain(ScanRequest(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2), reverse=True), courier, blocks=2)
+time.sleep(0.2)
+print("ends", flush=True)
+sys.exit(6)
+"""
+
+
+@pytest.mark.processes
+def test_pending_scan_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXIT_SCRIPT, str(rank), str(tmp_path / "store")],
+            cwd=root,
+            stdout=subprocess.PIPE if rank == 0 else None,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == b"ends\n"
+        assert ranks[0].wait(timeout=ENOUGH) == 6
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

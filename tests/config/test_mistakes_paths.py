@@ -1,0 +1,216 @@
+"""Paths that no file can have, and results that could not be written: one line before the work, and nothing left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import inspect, prepare
+from data.atomic import lock_path
+from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.stores import write_store
+from zeco_train import compare, export
+from zeco_train.bench import __main__ as bench
+from zeco_train.bench import operator_cpu
+from zeco_train.errors import ConfigError
+from zeco_train.evaluate import command as evaluate
+from zeco_train.generate import command as generate
+from zeco_train.plan import command as plan
+from zeco_train.report import __main__ as report
+from zeco_train.verify import command as verify
+
+CONFIG = ConfigError.exit_code
+LOAD = "checkpoint.load"
+TOO_LONG, LOOP = "cannot be looked up (File name too long)", "cannot be looked up (Too many levels of symbolic links)"
+# Path.exists() and its like answer False for some of them, and raise for others.
+IMPOSSIBLE = {
+    "x" * 300: TOO_LONG,
+    "x/" * 2500 + "x": "is too long for a path (",
+    "loop": LOOP,
+    "loop/sub": LOOP,
+    "a\0b": "contains a NUL character",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `run` of one step, its token store `store`, the text `text.txt` and a link to itself."""
+    folder = tmp_path_factory.mktemp("paths")
+    store = write_store(folder / "store")
+    data = ["data=tokens", f"data.path={store}"]
+    outcome = train_here(*data, f"run_dir={folder / 'run'}", "train.steps=1")
+    assert outcome.code == 0, outcome.err
+    (folder / "text.txt").write_text("some text\n" * 50)
+    (folder / "loop").symlink_to("loop")
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """`trained` as the current folder; a test leaves it as it was."""
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr(sys, "argv", ["command"])
+    before = snapshot(trained)
+    yield trained
+    assert snapshot(trained) == before
+
+
+def _train(*overrides: str) -> Outcome:
+    return train_here("data=tokens", "data.path=store", "run_dir=new", "train.steps=1", *overrides)
+
+
+def _generate(*arguments: str) -> Outcome:
+    return run_here(generate.main, *arguments, "--prompt", "a", "--max-tokens", "1")
+
+
+READERS: dict[str, Callable[[str], Outcome]] = {
+    "data.path": lambda path: _train(f"data.path='{path}'"),
+    "data.validation_path": lambda path: _train(f"data.validation_path='{path}'", "train.eval_sequences=1"),
+    "data.stores.0.path": lambda path: train_here("data=mixture", f"data.stores=[{{path:'{path}'}}]", "run_dir=new"),
+    "data.cache_dir": lambda path: train_here(f"data.cache_dir='{path}'", "run_dir=new"),
+    "data.synthetic.tokenizer": lambda path: train_here(
+        "data=synthetic", "data.synthetic.task=needle", f"data.synthetic.tokenizer='{path}'", "run_dir=new"
+    ),
+    LOAD: lambda path: _train(f"checkpoint.load='{path}'"),
+    f"{LOAD}=hf:": lambda path: _train(f"checkpoint.load='hf:{path}'"),
+    "run_dir": lambda path: _train(f"run_dir='{path}'"),
+    "RUN": lambda path: run_here(evaluate.main, path),
+    "RUN of generate": _generate,
+    "RUN of export": lambda path: run_here(export.main, path, "new"),
+    "SOURCE": lambda path: run_here(prepare.main, path, "--out", "new"),
+    "--tokenizer": lambda path: run_here(prepare.main, "text.txt", "--out", "new", "--tokenizer", path),
+    "--dataset": lambda path: run_here(prepare.main, "--dataset", path, "--out", "new"),
+    "STORE": lambda path: run_here(inspect.main, path),
+    "RUN_DIR": lambda path: run_here(compare.main, path, "--out", "new"),
+    "PATH": lambda path: run_here(report.main, path, "--out", "new"),
+    "--prompt-file": lambda path: run_here(generate.main, "run", "--prompt-file", path),
+}
+# What takes a file or a folder for results.
+WRITERS: dict[str, Callable[[str], Outcome]] = {
+    "OUT": lambda path: run_here(export.main, "run", path),
+    "--out of prepare": lambda path: run_here(prepare.main, "text.txt", "--out", path),
+    "--out of evaluate": lambda path: run_here(evaluate.main, "run", "--out", path, "data=embedded", "data.seq_len=64"),
+    "--out of compare": lambda path: run_here(compare.main, "run", "--out", path),
+    "--out of report": lambda path: run_here(report.main, "run", "--out", path),
+    "--png": lambda path: run_here(inspect.main, "store", "--png", path),
+    "--json": lambda path: _generate("run", "--json", path),
+    "--json of operator_cpu": lambda path: run_here(operator_cpu.main, "--json", path),
+    "out": lambda path: run_here(verify.main, f"out='{path}'"),
+    "out of bench": lambda path: run_here(bench.main, "collectives", f"out='{path}'"),
+    "json": lambda path: run_here(plan.main, f"json='{path}'"),
+}
+
+
+@pytest.mark.parametrize("name", [*READERS, *WRITERS])
+def test_paths_that_no_file_can_have(name: str, here: Path) -> None:
+    for path, problem in IMPOSSIBLE.items():
+        outcome = (READERS | WRITERS)[name](path)
+        check_line(outcome, CONFIG, name.partition(" of ")[0], problem)
+        assert len(outcome.err) < 1300
+
+
+@pytest.mark.parametrize("name", ["--json", "--json of operator_cpu", "out", "json"])
+def test_a_file_that_cannot_be_written_is_found_before_the_work(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "arange", _no_work)
+    cases = {
+        "run": "is a folder; name a file",
+        "missing/new.json": "its folder does not exist",
+        "text.txt/new.json": "its folder is a file",
+    }
+    for path, problem in cases.items():
+        check_line(WRITERS[name](path), CONFIG, name.partition(" of ")[0], problem)
+
+
+def _no_work(*arguments: object, **options: object) -> None:
+    raise AssertionError("work was begun")
+
+
+@pytest.mark.parametrize("name", ["OUT", "--out of evaluate", "--out of compare", "--out of report", "out of bench"])
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_fill", _no_work)
+    monkeypatch.setattr(compare, "describe", _no_work)
+    monkeypatch.setattr(report, "read", _no_work)
+    monkeypatch.setattr(evaluate, "_run", _no_work)
+    monkeypatch.setattr(bench.collectives, "Runner", _no_work)
+    for path in ("text.txt/new", "text.txt/deeper/new"):
+        check_line(WRITERS[name](path), CONFIG, name.partition(" of ")[0], "text.txt is a file)")
+
+
+def test_a_place_without_the_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another user's folder is; whoever runs the tests may be allowed everything."""
+    monkeypatch.setattr("zeco_train.system.paths.os.access", lambda path, mode: Path(path) != tmp_path)
+    for main, argument in (
+        (plan.main, f"json={tmp_path / 'plan.json'}"),
+        (verify.main, f"out={tmp_path / 'out.json'}"),
+    ):
+        check_line(run_here(main, argument), CONFIG, f"cannot be written ({tmp_path}: Permission denied)")
+
+
+def test_results_that_are_replaced_are_named(trained: Path, tmp_path: Path) -> None:
+    """A command writes over what an earlier one has left only after a line about it."""
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    commands = {
+        "plan.json": lambda: run_here(plan.main, f"json={tmp_path / 'plan.json'}"),
+        "text.json": lambda: _generate(str(run), "--json", str(tmp_path / "text.json")),
+        "out/compare.json": lambda: run_here(compare.main, str(run), "--out", str(tmp_path / "out")),
+        "out/report.html": lambda: run_here(report.main, str(run), "--out", str(tmp_path / "out")),
+    }
+    for file, command in commands.items():
+        first, second = command(), command()
+        assert (first.code, second.code) == (0, 0), (first, second)
+        assert "warning" not in first.err
+        warnings = [line for line in second.err.splitlines() if line.startswith("warning: ")]
+        assert len(warnings) == 1, second.err
+        assert f"{tmp_path / file}" in warnings[0]
+        assert warnings[0].endswith("replaced in the end")
+
+
+def test_an_export_after_a_killed_one(trained: Path, tmp_path: Path) -> None:
+    """Whatever a kill has left: nothing blocks the next export, which removes it; one that goes on is left alone."""
+    run, out = str(trained / "run"), tmp_path / "out"
+    script = (
+        "import os, signal, sys\nfrom zeco_train import export\n"
+        "export._check_round_trip = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(export.main(sys.argv[1:]))"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] != []
+    # As the export of another process, which writes to the same place.
+    other = tmp_path / ".out.tmp-1-other"
+    other.mkdir()
+    with lock_path(other).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (tmp_path / "out.partial").mkdir()
+        outcome = run_here(export.main, run, str(out))
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.startswith(f"{out}: step 1 of ")
+        assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial", other.name, lock_path(other).name}
+
+
+def test_a_failed_export_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_check_round_trip", full)
+        outcome = run_here(export.main, "run", "new")
+    assert outcome.code != 0
+    assert outcome.err == "error: new: cannot be written (No space left on device); name another OUT\n"
+    for path in ("y" * 250, "run/../" + "y" * 250):
+        outcome = run_here(export.main, "run", path)
+        assert outcome.code != 0
+        assert outcome.err.endswith(": cannot be written (File name too long); name another OUT\n")

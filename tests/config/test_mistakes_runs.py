@@ -1,0 +1,254 @@
+"""Mistakes in what a run is given, its data, its folder and its checkpoints: one line each, and nothing overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.store import META_FILE, shard_name
+from tests.support.commands import REPOSITORY, SMALL, Command, check_line, snapshot, torchrun, train_here
+from tests.support.stores import write_store
+from zeco_train.errors import CheckpointError, ConfigError, DataError
+
+# Exit codes, by kind of mistake.
+CONFIG, DATA, CHECKPOINT = ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("data") / "store")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    """A run of two steps that has ended."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    outcome = train_here(*on(store), f"run_dir={folder}", "train.steps=2")
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def on(store: Path) -> list[str]:
+    return ["data=tokens", f"data.path={store}"]
+
+
+def _keep(store: Path) -> None:
+    pass
+
+
+def _truncate(store: Path) -> None:
+    os.truncate(store / shard_name(0), 7999)
+
+
+def _empty(store: Path) -> None:
+    for path in store.iterdir():
+        path.unlink()
+
+
+def _foreign(store: Path) -> None:
+    _empty(store)
+    (store / "data-00000.arrow").write_bytes(b"ARROW1")
+
+
+def _remove(store: Path) -> None:
+    shutil.rmtree(store)
+
+
+def _half(store: Path) -> None:
+    (store / META_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "overrides", "code", "parts"),
+    [
+        (_remove, [], DATA, ["no such token store", "data.prepare"]),
+        (_empty, [], DATA, ["an empty folder, not a token store"]),
+        (_foreign, [], DATA, ["not a token store (no meta.json)"]),
+        (_half, [], DATA, ["not a token store (no meta.json)"]),
+        (_truncate, [], DATA, ["tokens-00000.bin: truncated: 7999 bytes, meta.json says 8000"]),
+        (_keep, ["model.vocab_size=100"], CONFIG, ["model.vocab_size=100: ", "259 or more"]),
+        (
+            _keep,
+            ["data.seq_len=4000"],
+            CONFIG,
+            ["data.seq_len=4000: longer than", " of 4000 tokens; largest legal value: 3999"],
+        ),
+        (_keep, ["data.validation_path=/nope", "train.eval_sequences=1"], DATA, ["/nope: no such token store"]),
+    ],
+)
+def test_token_stores(
+    damage: Callable[[Path], None], overrides: list[str], code: int, parts: list[str], store: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(store, tmp_path / "store")
+    damage(copy)
+    before = snapshot(tmp_path)
+    check_line(train_here(f"run_dir={tmp_path / 'run'}", *on(copy), *overrides), code, *parts)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("seed=1", "seed=1: the run in RUN has 0"),
+        ("model=gla_340m", "model.name=gla_340m: the run in RUN has gla_tiny"),
+        ("model.num_layers=2", "model.num_layers=2: the run in RUN has 1"),
+        ("model.tie_word_embeddings=true", "model.tie_word_embeddings=True: the run in RUN has False"),
+        ("data.seq_len=128", "data.seq_len=128: the run in RUN has 64"),
+        ("data.global_batch=8", "data.global_batch=8: the run in RUN has 4"),
+        ("data.reset_state_at_document=true", "data.reset_state_at_document=True: the run in RUN has False"),
+        ("train.dtype=fp64", "train.dtype=fp64: the run in RUN has fp32"),
+        ("data.path=OTHER_TOKENS", "data: these are not the tokens that the run in RUN began with"),
+        ("data.path=OTHER_TOKENIZER", "data.tokenizer={'kind': 'huggingface'}: the run in RUN has {'kind': 'bytes'}"),
+    ],
+)
+def test_a_changed_run_is_refused(override: str, part: str, run: Path, store: Path, tmp_path: Path) -> None:
+    if "OTHER_TOKENS" in override:
+        override = override.replace("OTHER_TOKENS", str(write_store(tmp_path / "other", seed=1)))
+    elif "OTHER_TOKENIZER" in override:
+        override = override.replace("OTHER_TOKENIZER", str(write_store(tmp_path / "other", kind="huggingface")))
+    before = snapshot(run)
+    outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4", override)
+    check_line(outcome, CHECKPOINT, part.replace("RUN", str(run)), f"checkpoint.load={run}")
+    assert snapshot(run) == before
+
+
+def test_what_a_run_may_change(run: Path, store: Path) -> None:
+    changes = ["train.steps=3", "parallel.strategy=ddp", "sp=lasp2", "data.micro_batch=2", "checkpoint.every=1"]
+    outcome = train_here(*on(store), f"run_dir={run}", *changes)
+    assert outcome.code == 0, outcome.err
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_finished_run_says_so(run: Path, store: Path) -> None:
+    again = [*on(store), f"run_dir={run}", "train.steps=2"]
+    # The first start sees a folder that has moved, which is a change of run_dir in config.yaml.
+    train_here(*again)
+    before = snapshot(run)
+    outcome = train_here(*again)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out == f"the run in {run} has finished its 2 steps; nothing to do\n"
+    after = snapshot(run)
+    assert before.keys() == after.keys()
+    assert [path for path in before if before[path] != after[path]] == ["logs/rank_0.log", "overrides.txt"]
+
+
+def test_run_folders_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    cases = {
+        f"{tmp_path / 'file'}": "cannot be written (File exists)",
+        f"{tmp_path / 'file' / 'run'}": "cannot be written (Not a directory)",
+        "/proc/run": "cannot be written (No such file or directory)",
+        f"{tmp_path / ('x' * 300)}": "cannot be looked up (File name too long)",
+        f"{tmp_path / 'folder'}": "is not empty and not a run's folder; name a new one",
+    }
+    before = snapshot(tmp_path)
+    for folder, part in cases.items():
+        check_line(train_here(*on(store), f"run_dir={folder}"), CONFIG, f"run_dir={folder}: {part}")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_run_that_goes_on_elsewhere(run: Path, store: Path) -> None:
+    before = snapshot(run)
+    with (run / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4")
+    check_line(outcome, CONFIG, f"run_dir={run}: another process is training there")
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_a_damaged_identity(text: str, run: Path, store: Path) -> None:
+    (run / "identity.json").write_bytes(text.encode("latin-1"))
+    before = snapshot(run)
+    outcome = train_here(*on(store), f"run_dir={run}")
+    check_line(outcome, CHECKPOINT, f"{run / 'identity.json'}: cannot be read")
+    assert snapshot(run) == before
+
+
+def test_weights_to_load(run: Path, store: Path, tmp_path: Path) -> None:
+    """`checkpoint.load` of nothing, of another model, and (the right way) of a run's folder."""
+    (tmp_path / "empty").mkdir()
+    before = snapshot(run)
+    for number, path in enumerate([tmp_path / "nothing", tmp_path / "empty", run / "config.yaml"]):
+        outcome = train_here(*on(store), f"run_dir={tmp_path / f'new{number}'}", f"checkpoint.load={path}")
+        check_line(outcome, CONFIG, f"checkpoint.load={path}: holds no complete checkpoint")
+    load = [f"checkpoint.load={run}", "train.steps=1"]
+    other = train_here(*on(store), *load, f"run_dir={tmp_path / 'other'}", "model.hidden_size=64")
+    problem = "model.embeddings.weight is [259, 32], the run's configuration makes it [259, 64]"
+    check_line(other, CHECKPOINT, f"{run / 'checkpoints' / 'step_00000002'}: {problem}")
+    assert not (tmp_path / "other").exists()
+    # Of the same shapes, it may be what the user wants.
+    other = train_here(*on(store), *load, f"run_dir={tmp_path / 'other'}", "model.feature_map=relu")
+    assert other.code == 0, other.err
+    assert f"checkpoint.load={run}: these weights were trained with model.feature_map=None, not relu" in other.err
+    right = train_here(*on(store), *load, f"run_dir={tmp_path / 'right'}", "seed=5")
+    assert (right.code, "trained with" in right.err) == (0, False), right.err
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "run.json", ".metadata"])
+def test_a_damaged_checkpoint(name: str, run: Path, store: Path) -> None:
+    path = run / "checkpoints" / "step_00000002" / name
+    os.truncate(path, path.stat().st_size // 2)
+    before = snapshot(run / "checkpoints")
+    outcome = train_here(*on(store), f"run_dir={run}", "train.steps=4")
+    check_line(outcome, CHECKPOINT, str(path.parent))
+    assert snapshot(run / "checkpoints") == before
+
+
+@pytest.mark.processes
+def test_without_torchrun(store: Path, tmp_path: Path) -> None:
+    """`python train.py` is one rank, from any folder; and its mistakes end the process with their code."""
+    command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]
+    with (
+        Command([*command, "train.steps=1", "name=alone"], tmp_path) as right,
+        Command([*command, "train.stepz=1", "name=wrong"], tmp_path) as wrong,
+    ):
+        check_line(wrong.wait(), CONFIG, "did you mean train.steps?")
+        outcome = right.wait()
+    assert outcome.code == 0, outcome.err
+    assert outcome.err == ""
+    assert len((tmp_path / "runs" / "alone" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert not (tmp_path / "runs" / "wrong").exists()
+
+
+@pytest.mark.processes
+def test_several_ranks_give_one_line(store: Path, tmp_path: Path) -> None:
+    """All ranks see the mistake, alone or by agreement once they have joined; one speaks, and nobody waits.
+
+    A minute is far below the 300 s of `parallel.timeout_seconds`, which a rank left alone would take.
+    """
+    with (
+        torchrun(2, tmp_path, "run_dir=early", *on(store), "sp.size=3") as early,
+        torchrun(4, tmp_path, "run_dir=joined", *on(tmp_path / "missing"), "sp=dp") as joined,
+        torchrun(2, tmp_path, "run_dir=built", *on(store), "checkpoint.load=missing") as built,
+    ):
+        outcomes = {
+            "sp.size=3: must divide the world size 2": early.wait(),
+            f"{tmp_path / 'missing'}: no such token store": joined.wait(),
+            "checkpoint.load=missing: holds no complete checkpoint": built.wait(),
+        }
+    for part, outcome in outcomes.items():
+        assert outcome.code != 0
+        assert len(outcome.errors) == 1, outcome.err
+        assert part in outcome.errors[0]
+        # torchrun's own failure block has a traceback too, but not through our files.
+        assert 'train.py", line' not in outcome.err
+        assert "zeco_train/" not in outcome.err
+    assert not (tmp_path / "early").exists()
+    assert not (tmp_path / "joined").exists()

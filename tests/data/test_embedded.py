@@ -1,0 +1,119 @@
+"""The embedded corpus: which files it is made of, and preparing it once for all processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.corpora import prepare_embedded, standard_library_documents
+from data.store import TokenStore, is_store, shard_name
+from zeco_train.errors import DataError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small standard library with what has to be left out of it."""
+    folder = tmp_path / "library"
+    for name in ["os.py", "json/__init__.py", "site-packages/a.py", "dist-packages/b.py", "json/__pycache__/c.py"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+    (folder / "bad.py").write_bytes(b"# -*- coding: latin-1 -*- \xe9")
+    (folder / "empty.py").write_text("")
+    (folder / "data.txt").write_text("no source")
+    for index in range(60):
+        (folder / f"module_{index:02}.py").write_text(f"value = {index}\n" * 20)
+    return folder
+
+
+def test_standard_library_documents(library: Path) -> None:
+    corpus = standard_library_documents(library)
+    names = [name for name, _ in corpus.documents]
+    assert names == sorted(names)
+    assert names == ["json/__init__.py", *(f"module_{index:02}.py" for index in range(60)), "os.py"]
+    assert corpus.not_utf8 == 1
+    assert corpus.documents[0][1] == "# json/__init__.py\n"
+    assert standard_library_documents(library).manifest_sha256 == corpus.manifest_sha256
+    (library / "os.py").write_text("# changed\n")
+    assert standard_library_documents(library).manifest_sha256 != corpus.manifest_sha256
+    with pytest.raises(DataError, match="no standard library sources"):
+        standard_library_documents(library / "site-packages" / "none")
+
+
+def test_the_running_pythons_library_is_there() -> None:
+    corpus = standard_library_documents()
+    names = {name for name, _ in corpus.documents}
+    assert "json/decoder.py" in names
+    assert not any("site-packages" in name or "dist-packages" in name for name in names)
+    assert sum(len(text) for _, text in corpus.documents) > 5_000_000
+
+
+def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
+    corpus = standard_library_documents(library)
+    path = prepare_embedded(tmp_path / "cache", 0.25, corpus)
+    main, held_out = TokenStore.open(path), TokenStore.open(path / "validation")
+    assert main.meta.sources_sha256 == corpus.manifest_sha256
+    assert main.meta.num_documents + held_out.meta.num_documents == len(corpus.documents)
+    assert 5 <= held_out.meta.num_documents <= 26  # 62 files, each held out with probability 1/4: ± 3 deviations
+
+    def documents(opened: TokenStore) -> list[str]:
+        ids = [opened.read(start, stop) for start, stop in itertools.pairwise(opened.doc_offsets.tolist())]
+        assert all(tokens[-1] == 1 for tokens in ids)
+        return [bytes((tokens[:-1] - 3).astype(np.uint8)).decode() for tokens in ids]
+
+    train_texts, held_out_texts = documents(main), documents(held_out)
+    assert sorted(train_texts + held_out_texts) == sorted(text for _, text in corpus.documents)
+    # Held-out files are spread over the library, not its end.
+    order = [text in set(held_out_texts) for _, text in corpus.documents]
+    assert any(order[: len(order) // 2])
+    assert any(order[len(order) // 2 :])
+
+    before = (path / shard_name(0)).stat().st_ino
+    assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
+    assert (path / shard_name(0)).stat().st_ino == before, "prepared a second time"
+    assert prepare_embedded(tmp_path / "cache", 0.5, corpus) != path
+    os.truncate(path / shard_name(0), 10)
+    assert prepare_embedded(tmp_path / "cache", 0.25, corpus) == path
+    TokenStore.open(path).verify()
+    without = prepare_embedded(tmp_path / "cache", 0.0, corpus)
+    assert not (without / "validation").exists()
+    assert not [folder for folder in (tmp_path / "cache").iterdir() if not is_store(folder)]
+
+
+@pytest.mark.processes
+def test_two_processes_prepare_the_embedded_corpus_at_once(library: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from data.corpora import prepare_embedded, standard_library_documents\n"
+        "corpus = standard_library_documents(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
+        "print(prepare_embedded(Path(sys.argv[2]), 0.25, corpus))"
+    )
+    command = [sys.executable, "-c", code, str(library), str(tmp_path / "cache")]
+    processes = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    paths = {process.communicate()[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(paths) == 1
+    TokenStore.open(paths.pop()).verify()
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_unwritable_cache(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written \(.*\); choose another folder with .*ZECO_CACHE"):
+        prepare_embedded(tmp_path / "cache", 0.25, standard_library_documents(library))

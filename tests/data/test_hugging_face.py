@@ -1,0 +1,312 @@
+"""Data sets of the `datasets` library: its real loading paths on small local ones, and what is said when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from omegaconf import OmegaConf
+from pyarrow import parquet
+
+from data import preparation
+from data.prepare import PrepareOptions, main, prepare_store
+from data.recipes import FOLDER, Recipe, load_recipe, recipe_names
+from data.store import TokenStore, read_meta
+from tests.data.test_resume import Stopped, contents, stop_before, write_lines
+from tests.support.stores import documents
+from zeco_train.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TEXTS = [f"document {index} " + "é" * (index % 50) for index in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own cache, elsewhere."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def write_dataset(folder: Path, kind: str, field: str = "text") -> Path:
+    """A local data set in three files of a kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    third = len(TEXTS) // 3
+    for index in range(3):
+        part = TEXTS[index * third : (index + 1) * third]
+        table = pyarrow.table({field: part, "id": list(range(len(part)))})
+        name = folder / f"train-{index:05d}"
+        if kind == "parquet":
+            parquet.write_table(table, f"{name}.parquet", row_group_size=30)
+        elif kind == "arrow":
+            with pyarrow.OSFile(f"{name}.arrow", "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=17)
+        else:
+            compression = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd"}[kind]
+            lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+            with pyarrow.output_stream(f"{name}.{kind}", compression=compression) as stream:
+                stream.write(lines.encode())
+    return folder
+
+
+def prepare(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_local_dataset(tmp_path: Path, kind: str, streaming: str) -> None:
+    folder = write_dataset(tmp_path / "corpus", kind)
+    assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
+    assert documents(tmp_path / "store") == TEXTS
+    preparation_of = read_meta(tmp_path / "store").preparation
+    assert (preparation_of["name"], preparation_of["split"]) == (str(folder), "train")
+    # The same files without the library.
+    assert prepare(folder, "--out", tmp_path / "plain", "--workers", "1") == 0
+    assert documents(tmp_path / "plain") == TEXTS
+
+
+@pytest.mark.parametrize(("kind", "streaming"), [("parquet", True), ("jsonl.gz", True), ("parquet", False)])
+def test_processes_and_interruptions_do_not_change_the_result(
+    tmp_path: Path, kind: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_dataset(tmp_path / "corpus", kind)
+
+    def options(out: str, workers: int) -> PrepareOptions:
+        return PrepareOptions(
+            (),
+            tmp_path / out,
+            dataset=preparation.DatasetSpec(str(folder), streaming=streaming),
+            workers=workers,
+            min_tokens=20,
+            validation_fraction=0.1,
+            shard_tokens=2000,
+            part_characters=1000,
+            unit_bytes=1500,
+            save_seconds=0.0,
+        )
+
+    prepare_store(options("unbroken", 1))
+    runs = 0
+    # Starting two processes that import the library takes seconds, so only one of the kinds has them.
+    for workers in (2 if kind == "jsonl.gz" else 1, *[1] * 100):
+        runs += 1
+        with monkeypatch.context() as patched:
+            stop_before(patched, preparation._Preparation, "_take", 3)
+            try:
+                prepare_store(options("store", workers))
+                break
+            except Stopped:
+                continue
+    assert runs > 2
+    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+    kept = documents(tmp_path / "store") + documents(tmp_path / "store" / "validation")
+    assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
+
+
+def test_a_dataset_that_changed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dataset(tmp_path / "corpus", "parquet")
+    arguments = ["--dataset", folder, "--streaming", "--out", tmp_path / "store", "--workers", 1, "--save-seconds", 0]
+    with monkeypatch.context() as patched:
+        stop_before(patched, preparation._Preparation, "_take", 5)
+        with pytest.raises(Stopped):
+            prepare(*arguments)
+    os.utime(folder / "train-00002.parquet", (1, 1))
+    assert prepare(*arguments) == 3
+    assert "corpus: has changed since the interrupted preparation read it; give --over" in capsys.readouterr().err
+
+
+def test_saved_to_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
+    rows.save_to_disk(tmp_path / "one")
+    chosen = rows.select(range(0, 300, 7))
+    datasets.DatasetDict(train=rows, validation=chosen).save_to_disk(tmp_path / "splits")
+    assert prepare(tmp_path / "one", "--out", tmp_path / "store", "--workers", 1) == 0
+    assert documents(tmp_path / "store") == TEXTS
+    assert prepare(tmp_path / "splits", "--split", "validation", "--out", tmp_path / "held_out", "--workers", 1) == 0
+    assert documents(tmp_path / "held_out") == TEXTS[::7]
+    assert prepare("--dataset", tmp_path / "one", "--streaming", "--out", tmp_path / "again", "--workers", 1) == 0
+    assert documents(tmp_path / "again") == TEXTS
+    capsys.readouterr()
+    assert prepare(tmp_path / "splits", "--split", "test", "--out", tmp_path / "none") == 3
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / 'splits'}: no split 'test'; its splits: train, validation (--split)\n"
+    )
+    assert prepare(tmp_path / "one", tmp_path / "splits", "--out", tmp_path / "none") == 3
+    assert "is a data set of save_to_disk, which stands alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--text-field", "body"], "no field 'body'; fields there: text, id; choose one with --text-field"),
+        (["--text-field", "id"], "field 'id' holds int64, not text"),
+        (["--split", "test"], "--config, --split, --data-dir and --data-files"),
+        (["--config", "other"], "cannot be loaded (BuilderConfig 'other' not found. Available: ['default']); check"),
+        (["--data-files", "no/*"], "cannot be loaded ("),
+    ],
+)
+def test_mistakes(
+    tmp_path: Path, streaming: str, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dataset(tmp_path / "corpus", "parquet")
+    assert prepare("--dataset", folder, streaming, *arguments, "--out", tmp_path / "store") == 3
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {folder}: ")
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_a_file_that_breaks_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_dataset(tmp_path / "corpus", "jsonl.gz")
+    path = folder / "train-00001.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-40])
+    for source in (["--dataset", folder, "--streaming"], [folder]):
+        assert prepare(*source, "--out", tmp_path / "store", "--workers", "1") == 3
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"error: {folder}")
+        assert "cannot be " in captured.err
+        assert captured.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--recipe", "pg19", "--tokenizer", "bytes"], "emozilla/pg19: cannot be loaded ("),
+        (["--recipe", "pg19"], "EleutherAI/gpt-neox-20b: transformers cannot load a tokenizer from it ("),
+    ],
+)
+def test_without_a_network(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    """In a process of its own: the hub's library reads its environment once."""
+    command = [sys.executable, "-m", "data.prepare", *arguments, "--out", str(tmp_path / "store")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert result.stderr.startswith(f"error: {expected}")
+    assert result.stderr.count("\n") == 1
+    assert "network" in result.stderr or "that the hub knows" in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+# What the data sets of the recipes look like: the kind of their files, and their columns, with the folder of a part.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "slimpajama": ("jsonl.zst", {"text": "", "meta": {"redpajama_set_name": "RedPajamaC4"}}),
+    "common_pile": ("jsonl.gz", {"id": "1", "text": "", "source": "x", "metadata": {"license": "CC0"}}),
+    "stack_v2_edu": ("jsonl.gz", {"id": "1", "text": "", "source": "x", "metadata": {"license": "MIT"}}),
+    "fineweb_edu": (
+        "parquet",
+        {
+            **dict.fromkeys(("id", "dump", "url", "file_path", "language"), "x"),
+            "text": "",
+            "language_score": 0.9,
+            "token_count": 9,
+            "score": 3.1,
+            "int_score": 3,
+        },
+    ),
+    "pg19": ("parquet", {"short_book_title": "x", "publication_date": 1880, "url": "x", "text": ""}),
+    "starcoderdata": (
+        "parquet",
+        {"max_stars_repo_path": "a.py", "max_stars_repo_name": "x", "max_stars_count": 1, "id": "1", "content": ""},
+    ),
+}
+
+
+def write_like(folder: Path, name: str, recipe: Recipe) -> list[str]:
+    """A local data set with the layout, the columns and the kind of files of a recipe's; returns its documents."""
+    kind, row = SHAPES[name]
+    place = folder / (recipe.data_dir or ("sample/10BT" if recipe.config else "data"))
+    place.mkdir(parents=True)
+    if recipe.config:
+        configs = [{"config_name": recipe.config, "data_files": [{"split": "train", "path": "sample/10BT/*"}]}]
+        (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    texts = [f"{name} {index} " + "word " * (index % 9) for index in range(120)]
+    for number in range(2):
+        rows = [{**row, recipe.text_field: text} for text in texts[number * 60 : number * 60 + 60]]
+        path = place / f"train-{number}.{kind}"
+        if kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=25)
+        else:
+            with pyarrow.output_stream(str(path), compression="gzip" if kind.endswith("gz") else "zstd") as stream:
+                stream.write("".join(json.dumps(each) + "\n" for each in rows).encode())
+    return texts
+
+
+def test_every_recipe_has_a_test() -> None:
+    assert sorted(SHAPES) == recipe_names()
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_recipes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file has all fields of the schema and no others; its own loading path reads data of that shape."""
+    recipe = load_recipe(name)
+    given = OmegaConf.to_object(OmegaConf.load(FOLDER / f"{name}.yaml"))
+    required = {"description", "homepage", "licence", "size", "dataset", "split", "text_field", "tokenizer"}
+    assert isinstance(given, dict)
+    assert required | {"min_tokens", "validation_fraction", "streaming"} <= set(given)
+    assert recipe.homepage.endswith(recipe.dataset)
+    assert recipe.streaming
+    texts = write_like(tmp_path / "corpus", name, recipe)
+    arguments = [
+        "--recipe",
+        name,
+        "--dataset",
+        tmp_path / "corpus",
+        "--tokenizer",
+        "bytes",
+        "--out",
+        tmp_path / "store",
+    ]
+    flags = ["--validation-fraction", "0.1"] if recipe.validation_fraction else []
+    assert prepare(*arguments, *flags, "--out", tmp_path / "store", "--workers", "1") == 0, capsys.readouterr().err
+    held_out = documents(tmp_path / "store" / "validation") if recipe.validation_fraction else []
+    assert documents(tmp_path / "store") + held_out == texts
+    recorded = TokenStore.open(tmp_path / "store").meta.preparation
+    assert (recorded["recipe"], recorded["licence"]) == (name, recipe.licence)
+
+
+def test_recipes_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_dataset(tmp_path / "corpus", "parquet", field="body")
+    values = {"description": "d", "homepage": "h", "licence": "l", "size": "s", "dataset": str(folder)}
+    (tmp_path / "mine.yaml").write_text(json.dumps({**values, "tokenizer": "bytes", "text_field": "body"}))
+    flags = ["--min-tokens", "40", "--workers", 1]
+    assert prepare("--recipe", tmp_path / "mine.yaml", "--out", tmp_path / "store", *flags) == 0
+    assert documents(tmp_path / "store") == [text for text in TEXTS if len(text.encode()) >= 40]
+    for text, expected in [
+        (json.dumps({**values, "tokenizer": "bytes", "min_tokens": "many"}), "'many'"),
+        (json.dumps({**values, "tokenizer": "bytes", "text_feild": "body"}), "text_feild"),
+        ("dataset: [a\n b: c: d", "expected ',' or ']', but got ':'"),
+        ("- dataset", "not a mapping"),
+    ]:
+        (tmp_path / "bad.yaml").write_text(text)
+        capsys.readouterr()
+        assert prepare("--recipe", tmp_path / "bad.yaml", "--out", tmp_path / "none") == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert error.count("\n") == 1
+    (tmp_path / "less.yaml").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_recipe(str(tmp_path / "less.yaml"))
+    assert prepare("--recipe", "the_pile", "--out", tmp_path / "none") == 2
+    assert f"--recipe=the_pile: allowed: {', '.join(recipe_names())}, or the path of" in capsys.readouterr().err
+
+
+def test_sources_or_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    assert prepare(source, "--dataset", "x", "--out", tmp_path / "store") == 2
+    assert "give either SOURCE (files and folders) or --dataset" in capsys.readouterr().err
+    assert prepare("--out", tmp_path / "store") == 2
+    assert "give either SOURCE (files and folders) or --dataset" in capsys.readouterr().err
+    assert prepare(source, "--config", "x", "--out", tmp_path / "store") == 2
+    assert "--config=x: goes with --dataset or --recipe only" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""`python -m data.inspect`: what it says of whole stores, and which shard it names of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import inspect as inspect_module
+from data.inspect import draw_lengths, main
+from data.prepare import PrepareOptions, prepare_store
+from data.store import META_FILE, TokenStore, shard_name
+from tests.data.test_prepare import hugging_face
+from tests.support.stores import write_lines
+
+__all__ = ["hugging_face"]
+
+
+@pytest.fixture(autouse=True)
+def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect_module, "_READ_SECONDS", 0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    texts = [f"text {index}: " + "Ähnlich. " * (index * index) for index in range(60)]
+    source = write_lines(folder / "texts.jsonl", [{"text": text} for text in texts])
+    options = PrepareOptions((source,), folder / "store", validation_fraction=0.1, shard_tokens=100_000)
+    prepare_store(options)
+    return folder / "store"
+
+
+@pytest.fixture
+def store(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "store")
+
+
+def test_a_whole_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(store), "--document", "3"]) == 0
+    printed = capsys.readouterr()
+    opened = TokenStore.open(store)
+    assert printed.out.startswith(f"{store}: 58 documents, {opened.num_tokens:,} tokens of uint16\n")
+    assert f"shards       {opened.num_shards}, of up to 100,000 tokens" in printed.out
+    assert "made with    text_field=text" in printed.out
+    assert "| text 3: " + "Ähnlich. " * 9 in printed.out
+    assert re.search(r"lengths      9 to [\d,]+ tokens, mean [\d,]+; 50% ≤ [\d,]+, 90% ≤", printed.out)
+    assert re.search(r"reads        [\d.]+[kMG] tokens/s", printed.out)
+    shards = opened.num_shards + TokenStore.open(store / "validation").num_shards
+    assert re.search(
+        rf"integrity    {shards} shards, offsets and ends of documents are as prepared: .*B/s\)", printed.out
+    )
+    assert printed.err == ""
+    assert (store.parent / "store_lengths.png").read_bytes()[:4] == b"\x89PNG"
+    # Nothing of it is left in the store.
+    assert TokenStore.open(store).meta == opened.meta
+    assert sorted(path.name for path in store.parent.iterdir()) == ["store", "store_lengths.png"]
+
+
+def test_the_tokenizer_of_the_store_decodes(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(hugging_face / "whole", tmp_path / "tokenizer")
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "w7 w70000 w5"}, {"text": "w1 w2 w3 w4"}])
+    prepare_store(PrepareOptions((source,), tmp_path / "store", tokenizer=str(copy), validation_fraction=0.6))
+    shutil.rmtree(copy)  # the store has its own
+    assert main([str(tmp_path / "store"), "--document", "0"]) == 0
+    assert "| w7 w70000 w5 </s>" in capsys.readouterr().out
+    assert main([str(tmp_path / "store" / "validation"), "--document", "0"]) == 0
+    assert "| w1 w2 w3 w4 </s>" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "store" / "tokenizer")
+    assert main([str(tmp_path / "store"), "--document", "0"]) == 0
+    assert f"| [9, 70002, 7, 1] … (not decoded: {copy}: no such tokenizer" in capsys.readouterr().out
+
+
+def flip(store: Path) -> str:
+    path = store / shard_name(2)
+    data = bytearray(path.read_bytes())
+    data[4001 * 2] ^= 1
+    path.write_bytes(data)
+    return f"{path}: its contents differ from what was prepared; copy the store again or prepare it again"
+
+
+def beyond(store: Path) -> str:
+    path = store / shard_name(1)
+    data = np.frombuffer(path.read_bytes(), np.uint16).copy()
+    data[5] = 999
+    path.write_bytes(data.tobytes())
+    return f"{path}"  # whether the timed reads or the check of the whole shard meets it first
+
+
+def missing(store: Path) -> str:
+    (store / shard_name(2)).unlink()
+    return f"{store / shard_name(2)}: cannot be read (No such file or directory)"
+
+
+def truncated(store: Path) -> str:
+    path = store / shard_name(2)
+    path.write_bytes(path.read_bytes()[:-2])
+    return f"{path}: truncated: "
+
+
+def in_validation(store: Path) -> str:
+    path = store / "validation" / shard_name(0)
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    return f"{path}: its contents differ from what was prepared"
+
+
+def other_offsets(store: Path) -> str:
+    """Offsets that fit in number and range, with a digest that fits too: only the tokens tell."""
+    path = store / "doc_offsets.npy"
+    offsets = np.load(path)
+    offsets[10] -= 1
+    np.save(path, offsets)
+    return f"{path}: its contents differ from what was prepared"
+
+
+@pytest.mark.parametrize("damage", [flip, beyond, missing, truncated, in_validation, other_offsets])
+def test_damaged_stores(damage: Callable[[Path], str], store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = damage(store)
+    assert main([str(store)]) == 3
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {expected}")
+    assert errors.count("\n") == 1
+
+
+def test_quick_reads_no_shard(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(store)
+    assert main([str(store), "--quick"]) == 0
+    assert "the shards were not read (--quick)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"eos_id": 2}, "tokens-00000.bin: document 0 does not end with the end-of-sequence id 2; copy the"),
+        ({"vocab_size": 150}, "has ids below 150; copy the"),
+    ],
+)
+def test_tokens_that_do_not_fit_the_index(
+    store: Path, change: dict[str, int], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the digests are right: a store that was prepared wrongly, or a meta.json of another."""
+    record = json.loads((store / META_FILE).read_text())
+    (store / META_FILE).write_text(json.dumps(record | change))
+    assert main([str(store), "--sample-tokens", "1"]) == 3
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["none"], 3, "none: no such token store"),
+        (["store", "--document", "58"], 2, "--document=58: allowed: 0 to 57"),
+        (["store", "--document", "x"], 2, "argument --document: invalid int value: 'x'; --help lists all"),
+        (["store", "--seed", "-1"], 2, "--seed=-1: must be ≥ 0"),
+        (["store", "--png", "none/x.png"], 2, "--png=none/x.png: its folder does not exist"),
+        (["store", "--png", "x.nope"], 3, "x.nope: cannot be written ("),
+    ],
+)
+def test_mistakes(
+    arguments: list[str],
+    code: int,
+    expected: str,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(store.parent)
+    assert main(arguments) == code
+    errors = capsys.readouterr().err
+    assert expected in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 10**9], list(range(1, 3000))])
+def test_pictures_of_any_lengths(tmp_path: Path, lengths: list[int]) -> None:
+    draw_lengths(np.array(lengths, dtype=np.int64), tmp_path / "a", "a store")
+    assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a").stat().st_size > 1000

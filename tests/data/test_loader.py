@@ -1,0 +1,395 @@
+"""The loader: order of sequences, slices of ranks, labels at their edges, documents, and every value it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from data.config import (
+    DataConfig,
+    DataKind,
+    Shuffle,
+    StorePaths,
+    check_batch,
+    check_config,
+    check_reset,
+    check_seq_len,
+    locate_stores,
+)
+from data.documents import Documents, shard_cu_seqlens
+from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
+from data.permutation import Permutation
+from data.store import PREPARE_HINT, TokenStore, shard_name
+from tests.support.stores import write_numbered_store
+from tests.support.waiting import ENOUGH
+from zeco_train.errors import ConfigError, DataError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SEQ_LEN = 24
+# Documents with borders at edges of shards and sequences, inside shards, of one token, over several sequences.
+LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    write_numbered_store(tmp_path / "store", LENGTHS)  # 240 tokens: 9 sequences, the tenth lacks its last label
+    return TokenStore.open(tmp_path / "store")
+
+
+def loader(store: TokenStore, seed: int = 7, global_batch: int = 4, **split: Any) -> SequenceLoader:
+    return SequenceLoader(
+        [Source(Documents(store))], DataSplit(**({"seq_len": SEQ_LEN} | split)), seed=seed, global_batch=global_batch
+    )
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 255, 256, 257, 1000, 1024, 4097])
+def test_permutation_is_a_bijection(n: int) -> None:
+    for epoch, of in [(0, "sequences"), (1, "sequences"), (1, "documents")]:
+        permutation = Permutation(n, seed=3, epoch=epoch, of=of)
+        order = list(map(permutation, range(n)))
+        assert sorted(order) == list(range(n))
+        assert permutation.map(np.arange(n)).tolist() == order
+
+
+def test_permutation_depends_on_seed_and_epoch_and_mixes() -> None:
+    n = 10_000
+    orders = {key: [Permutation(n, *key)(i) for i in range(n)] for key in [(0, 0), (0, 1), (1, 0), (-1, 0)]}
+    assert orders[0, 0] == [Permutation(n, 0, 0)(i) for i in range(n)]
+    for first, second in itertools.combinations(orders.values(), 2):
+        # Two random orders agree in 1 place on average (Poisson); 10 or more has probability 1e-7.
+        assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+    for order in orders.values():
+        # Correlation of a random order with its index is 0 ± 1/√n, also between neighbours; 5 deviations.
+        for a, b in [(range(n), order), (order[:-1], order[1:])]:
+            assert abs(np.corrcoef(a, b)[0, 1]) < 5 / n**0.5
+    assert 0 <= Permutation(10**15, 0, 0)(10**15 - 1) < 10**15  # no memory, no time, whatever n
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_small_orders_all_occur(n: int) -> None:
+    orders = {tuple(map(Permutation(n, 0, epoch), range(n))) for epoch in range(400)}
+    assert len(orders) == {2: 2, 3: 6, 4: 24}[n]
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_slices_make_up_the_whole(store: TokenStore, sp_size: int, micro_batch: int) -> None:
+    whole = loader(store, micro_batch=micro_batch)
+    for consumed, micro_step in [(0, 0), (0, 1), (4, 1), (8, 0), (21, 1)]:
+        expected = whole.batch(consumed, micro_step)
+        start = torch.tensor(expected.sequence_ids)[:, None] * SEQ_LEN
+        assert torch.equal(expected.input_ids, start + torch.arange(SEQ_LEN))
+        assert torch.equal(expected.labels, expected.input_ids + 1), "a label is lost or moved"
+        assert expected.input_ids.dtype == expected.labels.dtype == torch.int64
+        parts = []
+        for rank in range(sp_size):
+            before = store.bytes_requested
+            part = loader(store, micro_batch=micro_batch, sp_rank=rank, sp_size=sp_size).batch(consumed, micro_step)
+            length = SEQ_LEN // sp_size
+            assert store.bytes_requested - before == micro_batch * (length + 1) * store.itemsize
+            assert part.sequence_ids == expected.sequence_ids
+            assert part.input_ids.shape == part.labels.shape == (micro_batch, length)
+            assert (part.offset, part.continues, part.cu_seqlens) == (rank * length, rank > 0, None)
+            parts.append(part)
+        assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
+        assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)
+
+
+@pytest.mark.parametrize(("sp_size", "segments"), [(2**30, 1), (2**10, 2**20), (1, 2**30)])
+def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -> None:
+    write_numbered_store(tmp_path / "store", [10])
+    num_tokens = 2**33 + 1
+    path = tmp_path / "store" / shard_name(0)
+    os.truncate(path, 2 * num_tokens)  # a hole: it takes no space on disk
+    with path.open("r+b") as file:
+        file.seek(2 * (num_tokens - 9))
+        file.write(np.arange(100, 109, dtype=np.uint16).tobytes())
+    offsets = tmp_path / "store" / "doc_offsets.npy"
+    np.save(offsets, np.array([0, num_tokens - 4, num_tokens]))
+    digest = hashlib.sha256(offsets.read_bytes()).hexdigest()
+    meta = json.loads((tmp_path / "store" / "meta.json").read_text())
+    shards = [meta["shards"][0] | {"num_tokens": num_tokens}]
+    (tmp_path / "store" / "meta.json").write_text(
+        json.dumps(
+            meta | {"num_tokens": num_tokens, "num_documents": 2, "shards": shards, "doc_offsets_sha256": digest}
+        )
+    )
+    split = {"sp_size": sp_size, "sp_rank": sp_size - 1, "segments": segments, "reset_state_at_document": True}
+    batch = loader(TokenStore.open(tmp_path / "store"), seq_len=2**33, **split).batch(0, 0, segments - 1)
+    assert batch.input_ids[0].tolist() == list(range(100, 108))
+    assert batch.labels[0].tolist() == list(range(101, 109))
+    assert batch.offset == 2**33 - 8
+    assert batch.cu_seqlens is not None
+    assert (batch.cu_seqlens.tolist(), batch.continues) == ([0, 5, 8], True)
+
+
+def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
+    write_numbered_store(tmp_path / "a", [48])
+    write_numbered_store(tmp_path / "b", [49])
+    assert loader(TokenStore.open(tmp_path / "a")).num_sequences == 1
+    whole = SequenceReader(Documents(TokenStore.open(tmp_path / "b")), DataSplit(SEQ_LEN, sp_rank=1, sp_size=2))
+    assert whole.num_sequences == 2
+    assert whole.read([1]).labels[0].tolist() == list(range(37, 49))
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_a_step_has_the_same_sequences_on_every_split(store: TokenStore, sp_size: int) -> None:
+    for consumed in range(0, 40, 4):
+        expected = None
+        for dp_size, micro_batch in [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)]:
+            ids: list[int] = []
+            for dp_rank in range(dp_size):
+                part = loader(store, micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size, sp_size=sp_size)
+                assert part.micro_steps == 4 // dp_size // micro_batch
+                for micro_step in range(part.micro_steps):
+                    ids += part.batch(consumed, micro_step).sequence_ids
+            expected = expected or ids
+            assert ids == expected, (dp_size, micro_batch)
+
+
+def test_epochs(store: TokenStore) -> None:
+    whole = loader(store, global_batch=6)
+    assert whole.num_sequences == 9
+    # 6 does not divide 9: the second step crosses into the second epoch, and none is lost or doubled there.
+    stream = [whole.sequence_ids(consumed, step)[0] for consumed in range(0, 36, 6) for step in range(6)]
+    epochs = [stream[start : start + 9] for start in range(0, 36, 9)]
+    assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
+    # `consumed` need not be a multiple of the batch: a resume with another batch goes on in the same stream.
+    assert loader(store, global_batch=3).sequence_ids(7, 1) == [stream[8]]
+    other = [loader(store, seed=8).sequence_id(position) for position in range(9)]
+    assert sorted(other) == list(range(9))
+    assert other != epochs[0]
+
+
+def pieces_by_hand(offsets: list[int], sequence_start: int, offset: int, length: int) -> tuple[list[int], bool]:
+    """The definition, token by token."""
+    starts = {0, *(border - sequence_start for border in offsets)}  # a sequence starts afresh
+    cuts = [0, *(t for t in range(1, length) if offset + t in starts), length]
+    return cuts, offset not in starts
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 3, 4, 6, 24])
+def test_documents_on_every_shard(store: TokenStore, sp_size: int) -> None:
+    length = SEQ_LEN // sp_size
+    seen = set()
+    for rank in range(sp_size):
+        split = DataSplit(SEQ_LEN, sp_rank=rank, sp_size=sp_size, reset_state_at_document=True)
+        part = SequenceReader(Documents(store), split)
+        for sequence in range(9):
+            batch = part.read([sequence])
+            cuts, continues = pieces_by_hand(
+                np.cumsum([0, *LENGTHS]).tolist(), sequence * SEQ_LEN, rank * length, length
+            )
+            assert batch.cu_seqlens is not None
+            assert batch.cu_seqlens.dtype == torch.int64
+            assert (batch.cu_seqlens.tolist(), batch.continues) == (cuts, continues)
+            seen.add((rank > 0, continues, len(cuts) > 2))
+    assert (False, True, False) not in seen
+    if sp_size == 4:  # the lengths above do exercise: continued and not, with and without a border inside
+        assert {(True, *case) for case in itertools.product([False, True], repeat=2)} <= seen
+
+
+def test_a_document_over_three_shards() -> None:
+    offsets = np.array([0, 3, 10, 12])
+    got = [shard_cu_seqlens(offsets, 0, 12, offset, 4) for offset in (0, 4, 8)]
+    assert [(cuts.tolist(), continues) for cuts, continues in got] == [
+        ([0, 3, 4], False),
+        ([0, 4], True),
+        ([0, 2, 4], True),
+    ]
+
+
+def test_validation_gives_every_sequence_once(store: TokenStore) -> None:
+    for dp_size, micro_batch, most in itertools.product([1, 2, 4], [1, 2], [None, 5, 100]):
+        count = min(9, most or 9)
+        ids, rounds = [], set()
+        for dp_rank in range(dp_size):
+            split = DataSplit(SEQ_LEN, micro_batch, dp_rank, dp_size, sp_rank=1, sp_size=2)
+            batches = list(validation_batches(SequenceReader(Documents(store), split), max_sequences=most))
+            rounds.add(len(batches))
+            for batch in batches:
+                assert batch.input_ids.shape[0] >= 1
+                assert batch.is_padding == (batch.sequence_ids == [])
+                first = [row[0] for row in batch.input_ids.tolist()]
+                assert batch.is_padding or first == [i * SEQ_LEN + 12 for i in batch.sequence_ids]
+                ids += batch.sequence_ids
+        assert sorted(ids) == list(range(count))
+        assert len(rounds) == 1, "ranks with fewer batches than others: a collective would hang"
+
+
+def test_prefetching_gives_the_same_batches(store: TokenStore) -> None:
+    direct = loader(store, dp_size=2, dp_rank=1)
+    ahead = PrefetchingLoader(direct, consumed=8)
+    for consumed in (8, 12, 16):
+        for micro_step in range(2):
+            expected, got = direct.batch(consumed, micro_step), ahead.next()
+            assert torch.equal(got.input_ids, expected.input_ids)
+            assert got.sequence_ids == expected.sequence_ids
+    ahead.close()
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="closed"):
+        ahead.next()
+
+
+@pytest.mark.processes
+def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = loader(store)
+    read: list[int] = []
+    second = threading.Event()
+
+    def batch(consumed: int, micro_step: int, segment: int = 0) -> Batch:
+        read.append(micro_step)
+        if len(read) == 3:
+            second.set()
+        return SequenceLoader.batch(direct, consumed, micro_step, segment)
+
+    monkeypatch.setattr(direct, "batch", batch)
+    ahead = PrefetchingLoader(direct, consumed=0, ahead=1)
+    ahead.next()
+    assert second.wait(ENOUGH)  # given, waiting in the queue, and read but without a place in it
+    ahead._thread.join(0.3)  # time to read more than that
+    assert len(read) == 3
+    ahead.close()
+
+
+def test_prefetching_passes_errors_on(store: TokenStore) -> None:
+    (store.path / shard_name(0)).write_bytes(b"")
+    ahead = PrefetchingLoader(loader(store), consumed=0)
+    for _ in range(2):
+        with pytest.raises(DataError, match="has become shorter since it was opened"):
+            ahead.next()
+    ahead.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((1001, 4), "data.seq_len=1001: must divide by sp.size=4; nearest legal values: 1000, 1004"),
+        ((3, 4), "data.seq_len=3: must divide by sp.size=4; nearest legal values: 4"),
+        ((1001, 4, 1003), "data.seq_len=1001: must divide by sp.size=4; nearest legal values: 1000"),
+        ((0, 4), "data.seq_len=0: must be positive; nearest legal value: 4"),
+        ((-8, 4), "data.seq_len=-8: must be positive; nearest legal value: 4"),
+        (
+            (1004, 4, 1004),
+            "data.seq_len=1004: longer than the corpus of 1004 tokens; largest legal value: 1000; "
+            f"for longer sequences {PREPARE_HINT}",
+        ),
+        ((4, 4, 4), "data.seq_len=4: the corpus has only 4 tokens, too few for any sequence with sp.size=4"),
+    ],
+)
+def test_seq_len(arguments: tuple[int, ...], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_seq_len(*arguments)
+    assert str(caught.value) == expected
+    assert caught.value.field == "data.seq_len"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            (10, 2, 4),
+            "data.global_batch=10: must be a multiple of dp × data.micro_batch = 4 × 2 = 8; nearest legal valu",
+        ),
+        (
+            (3, 1, 4),
+            "data.global_batch=3: must be a multiple of dp × data.micro_batch = 4 × 1 = 4; nearest legal values: 4",
+        ),
+        ((0, 1, 4), "data.global_batch=0: must be positive; nearest legal value: 4"),
+        ((4, 0, 1), "data.micro_batch=0: must be positive; nearest legal value: 1"),
+    ],
+)
+def test_batch(arguments: tuple[int, int, int], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_batch(*arguments)
+    assert str(caught.value).startswith(expected)
+
+
+def test_legal_values_pass() -> None:
+    check_seq_len(1000, 4, 1001)
+    check_batch(16, 2, 4)
+    check_reset(True, 1)
+    check_reset(False, 2)
+    check_config(DataConfig())
+
+
+def test_the_loader_refuses_what_the_checks_refuse(store: TokenStore) -> None:
+    with pytest.raises(ConfigError, match=r"data\.seq_len=25: must divide by sp\.size=2; nearest legal values: 24, 26"):
+        loader(store, seq_len=25, sp_size=2)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .*store of 240 tokens"):
+        loader(store, seq_len=240)
+    with pytest.raises(ConfigError, match=r"data\.global_batch=4: must be a multiple"):
+        loader(store, dp_size=3)
+    with pytest.raises(ConfigError, match=r"^data\.micro_batch=2: must be 1 with data\.reset_state_at_document=true$"):
+        loader(store, micro_batch=2, reset_state_at_document=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kind": DataKind.tokens}, "data.path=None: data=tokens needs the folder of a token store; prepare one with"),
+        ({"path": "x"}, "data.path=x: data=embedded takes none; use data=tokens"),
+        ({"validation_path": "x"}, "data.validation_path=x: data=embedded takes none; use data=tokens"),
+        ({"validation_fraction": 0.6}, "data.validation_fraction=0.6: allowed: 0 (none) to 0.5"),
+        ({"seq_len": 0}, "data.seq_len=0: must be positive"),
+        ({"global_batch": -1}, "data.global_batch=-1: must be positive"),
+        ({"micro_batch": 2, "reset_state_at_document": True}, "data.micro_batch=2: must be 1 with"),
+    ],
+)
+def test_config(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(DataConfig(**changes))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("name", ["embedded", "tokens", "mixture", "synthetic"])
+def test_yaml_has_the_fields_of_the_config(name: str) -> None:
+    values = OmegaConf.load(REPOSITORY / "configs" / "data" / f"{name}.yaml")
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), values))
+    assert config == DataConfig(
+        kind=DataKind(name), shuffle=Shuffle.documents if name == "mixture" else Shuffle.sequences
+    )
+    assert set(values) == set(vars(config)) - (set() if name == "synthetic" else {"synthetic"})
+
+
+def test_stores_of_a_config(store: TokenStore, tmp_path: Path) -> None:
+    config = DataConfig(kind=DataKind.tokens, path=str(store.path))
+    assert locate_stores(config) == [StorePaths(store.path, None)]
+    other = tmp_path / "other"
+    assert locate_stores(replace(config, validation_path=str(other))) == [StorePaths(store.path, other)]
+    write_numbered_store(store.path / "validation", [40])
+    assert locate_stores(config) == [StorePaths(store.path, store.path / "validation")]
+    with pytest.raises(ConfigError, match=r"^data\.path=None"):
+        locate_stores(DataConfig(kind=DataKind.tokens))
+
+
+def test_embedded_corpus(tmp_path: Path) -> None:
+    [paths] = locate_stores(DataConfig(cache_dir=str(tmp_path)))
+    assert paths.validation is not None
+    train, validation = TokenStore.open(paths.train), TokenStore.open(paths.validation)
+    assert train.num_tokens > 5_000_000
+    assert 0.02 < validation.num_tokens / (train.num_tokens + validation.num_tokens) < 0.1
+    first = SequenceReader(Documents(train), DataSplit(4096)).read([0]).input_ids[0]
+    assert b"import" in bytes((first[first >= 3] - 3).tolist())
+
+
+@pytest.mark.processes
+def test_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zeco_train.bench.loader", "--tokens", "65536", "--sp", "2"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "one sequence of 65,536 tokens, 2 ranks, uint16" in result.stdout

@@ -1,0 +1,262 @@
+"""`python -m data.prepare`: what it makes of files, and that it can be killed at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data.prepare import PrepareOptions, main, prepare_store
+from data.store import TokenStore, is_store
+from data.tokenizer import ByteTokenizer, load_tokenizer
+from tests.support.stores import documents, write_lines
+from tests.support.waiting import ENOUGH
+from zeco_train.errors import DataError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[Path, list[str]]:
+    """A folder with every kind of file, and its documents in order."""
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    (folder / "B.md").write_text("# Überschrift\n", encoding="utf-8")
+    (folder / "a.txt").write_text("first\r\nsecond 𝄞\n", encoding="utf-8", newline="")
+    (folder / "b" / "code.py").write_text("print('x')\n")
+    (folder / "b" / "empty.txt").write_text("")
+    lines = [{"text": f"line {index} " + "é" * (index % 40), "id": index} for index in range(200)]
+    write_lines(folder / "c.jsonl", lines)
+    (folder / "c.jsonl").write_bytes((folder / "c.jsonl").read_bytes().replace(b"\n", b"\n\n  \n", 3).rstrip(b"\n"))
+    rows = [f"row {index}" if index % 7 else None for index in range(50)]
+    parquet.write_table(pyarrow.table({"n": range(50), "text": rows}), folder / "d.parquet", row_group_size=20)
+    for name in ["e.csv", "f.csv", "README", ".hidden.txt", ".git/config.txt"]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("not to be read")
+    expected = ["# Überschrift\n", "first\r\nsecond 𝄞\n", "print('x')\n"]
+    expected += [line["text"] for line in lines] + [row for row in rows if row]  # type: ignore[misc]
+    return folder, expected
+
+
+def test_byte_tokenizer_has_the_ids_of_byt5() -> None:
+    from transformers import ByT5Tokenizer
+
+    reference = ByT5Tokenizer(extra_ids=0)
+    text = "".join(map(chr, range(300))) + "𝄞 and </s> as text"
+    tokenizer = ByteTokenizer()
+    plain = text.replace("</s>", "")
+    assert tokenizer.encode([plain])[0].tolist() == reference(plain, add_special_tokens=False)["input_ids"]
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (len(reference), reference.eos_token_id)
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_folder_of_all_kinds(
+    corpus: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, expected = corpus
+    assert main([str(folder), "--out", str(tmp_path / "store")]) == 0
+    assert documents(tmp_path / "store") == expected
+    captured = capsys.readouterr()
+    # 3 of other suffixes, .hidden.txt and .git
+    assert "skipped 5 files of other kinds: hidden 2, .csv 2, no suffix 1" in captured.out
+    assert "left out 9 documents without text" in captured.out  # 8 missing rows, 1 empty file
+    total = sum(len(text.encode()) + 1 for text in expected)
+    assert f"store: {len(expected)} documents, {total:,} tokens of uint16 from 6 files, vocabulary 259" in captured.out
+    assert captured.err == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]
+    meta = TokenStore.open(tmp_path / "store").meta
+    assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ({"kind": "bytes"}, 1, 259)
+
+
+def test_files_by_name_in_the_order_given(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, expected = corpus
+    sources = [str(folder / name) for name in ["b/code.py", "a.txt", "b/code.py"]]
+    assert main([*sources, "--out", str(tmp_path / "deep" / "er" / "store"), "--min-tokens", "12"]) == 0
+    assert documents(tmp_path / "deep" / "er" / "store") == [expected[1]]
+
+
+@pytest.mark.parametrize("unit_bytes", [7, 97, 5000])
+def test_units_do_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path, unit_bytes: int) -> None:
+    folder, expected = corpus
+    prepare_store(PrepareOptions((folder,), tmp_path / "store", unit_bytes=unit_bytes))
+    assert documents(tmp_path / "store") == expected
+
+
+def test_workers_do_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, _ = corpus
+    for workers in (1, 3):
+        options = PrepareOptions(
+            (folder,), tmp_path / str(workers), validation_fraction=0.3, workers=workers, unit_bytes=300
+        )
+        prepare_store(options)
+    names = ["tokens-00000.bin", "doc_offsets.npy", "meta.json"]
+    for name in names + [f"validation/{name}" for name in names]:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes(), name
+
+
+def test_validation_is_the_last_documents(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, expected = corpus
+    assert main([str(folder), "--out", str(tmp_path / "store"), "--validation-fraction", "0.25"]) == 0
+    main_part, held_out = documents(tmp_path / "store"), documents(tmp_path / "store" / "validation")
+    assert main_part + held_out == expected
+    sizes = [len(text.encode()) + 1 for text in expected]
+    assert sum(sizes[len(main_part) :]) <= 0.25 * sum(sizes) < sum(sizes[len(main_part) - 1 :])
+
+
+@pytest.fixture(scope="session")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local folder with a tokenizer of 70,003 words, and one beside it without an end of sequence."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "</s>": 1, **{f"w{index}": index + 2 for index in range(70_001)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "whole")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "endless")
+    return folder
+
+
+def test_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path) -> None:
+    records = [{"body": "w0 w70000 w5"}, {"body": ""}, {"body": "other w1"}]
+    source = write_lines(tmp_path / "text.jsonl", records)
+    options = ["--tokenizer", str(hugging_face / "whole"), "--text-field", "body", "--workers", "2"]
+    assert main([str(source), "--out", str(tmp_path / "store"), *options]) == 0
+    opened = TokenStore.open(tmp_path / "store")
+    assert opened.read(0, opened.num_tokens).tolist() == [2, 70_002, 7, 1, 0, 3, 1]
+    assert opened.doc_offsets.tolist() == [0, 4, 7]
+    assert (opened.vocab_size, opened.meta.dtype, opened.meta.eos_id) == (70_003, "uint32", 1)
+    assert opened.meta.tokenizer["kind"] == "huggingface"
+    assert opened.meta.tokenizer["path"] == str(hugging_face / "whole")
+    assert len(opened.meta.tokenizer["sha256"]) == 64
+
+
+def test_unusable_tokenizers(hugging_face: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such tokenizer; give 'bytes', the folder of a tokenizer on this"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(
+        DataError, match=r"gpt2: transformers cannot load a tokenizer from it \(.*\); give 'bytes', the"
+    ):
+        load_tokenizer("gpt2")
+    with pytest.raises(DataError, match="the tokenizer has no end-of-sequence token; set eos_token"):
+        load_tokenizer(str(hugging_face / "endless"))
+    with pytest.raises(DataError, match="transformers cannot load a tokenizer from it"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_existing_store_is_replaced_only_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "a.txt", tmp_path / "store"
+    source.write_text("old")
+    out.mkdir()  # an empty folder is no obstacle
+    assert main([str(source), "--out", str(out)]) == 0
+    source.write_text("new")
+    assert main([str(source), "--out", str(out)]) == 3
+    assert "store: exists already; give --overwrite to replace it; nothing was changed" in capsys.readouterr().err
+    assert documents(out) == ["old"]
+    source.write_bytes(b"\xff")
+    assert main([str(source), "--out", str(out), "--overwrite"]) == 3
+    assert documents(out) == ["old"]
+    source.write_text("new")
+    assert main([str(source), "--out", str(out), "--overwrite"]) == 0
+    assert documents(out) == ["new"]
+    (out / "notes").write_text("what a user keeps in it")
+    assert main([str(source), "--out", str(out), "--overwrite"]) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "store"]
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children (Linux)."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + ENOUGH
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("number", "code", "overwrite"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, False),
+        (signal.SIGKILL, -signal.SIGKILL, True),
+        (signal.SIGTERM, 128 + signal.SIGTERM, False),
+        (signal.SIGINT, 128 + signal.SIGINT, False),
+    ],
+)
+def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrite: bool) -> None:
+    line = json.dumps({"text": "some words of text " * 100}) + "\n"
+    source = tmp_path / "text.jsonl"
+    source.write_text(line * 60_000)  # 115 MB: about two seconds of work
+    place = tmp_path / "place"
+    out = place / "store"
+    if overwrite:
+        (tmp_path / "old.txt").write_text("old")
+        assert main([str(tmp_path / "old.txt"), "--out", str(out)]) == 0
+    command = [sys.executable, "-m", "data.prepare", str(source), "--out", str(out), "--workers", "2", "--overwrite"]
+    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+
+        def is_writing() -> bool:
+            assert process.poll() is None, process.communicate()
+            return any(path.stat().st_size for path in place.glob(".store.preparing/store/tokens-*.bin"))
+
+        wait_until(is_writing, "nothing was written")
+        # Lest it be done before it is told.
+        process.send_signal(signal.SIGSTOP)
+        workers = children(process.pid)
+        assert len(workers) >= 2
+        if number is signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=ENOUGH)
+    assert process.returncode == code
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), f"{workers} are still there")
+    # After SIGKILL Python's own resource tracker may speak; nothing of ours can.
+    assert number is signal.SIGKILL or errors == "interrupted: nothing was written\n"
+    assert "Traceback" not in errors
+    if overwrite:
+        assert documents(out) == ["old"]
+    loadable = [path for path in place.rglob("*") if path.is_dir() and path != out and is_store(path)]
+    assert not loadable
+    if number is not signal.SIGKILL:
+        assert not list(place.iterdir())
+    # The next run is not disturbed, and tidies up.
+    source.write_text(line)
+    assert main([str(source), "--out", str(out), "--overwrite"]) == 0
+    assert documents(out) == ["some words of text " * 100]
+    assert [path.name for path in place.iterdir()] == ["store"]
+
+
+@pytest.mark.processes
+def test_starts_without_torch_and_transformers() -> None:
+    code = "import sys, data.prepare; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert output.stdout == "set()\n"
+
+
+def test_tokens_match_numpy_on_a_large_document(tmp_path: Path) -> None:
+    contents = np.random.default_rng(0).integers(32, 127, 3_000_000).astype(np.uint8).tobytes()
+    (tmp_path / "a.txt").write_bytes(contents)
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "store")]) == 0
+    opened = TokenStore.open(tmp_path / "store")
+    np.testing.assert_array_equal(opened.read(0, 3_000_000), np.frombuffer(contents, np.uint8).astype(np.int64) + 3)
+    assert opened.read(3_000_000, 3_000_001).tolist() == [1]

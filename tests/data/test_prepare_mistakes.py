@@ -1,0 +1,204 @@
+"""What `python -m data.prepare` says of texts and arguments that it cannot use; nothing is written then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data import pipeline
+from data.prepare import PrepareOptions, main, prepare_store
+from tests.support.stores import write_lines
+from zeco_train.errors import DataError
+
+KINDS = ".txt .md .py .jsonl .jsonl.gz .jsonl.zst .parquet .arrow"
+
+
+def not_utf8(folder: Path) -> str:
+    (folder / "a.txt").write_text("fine")
+    (folder / "b.txt").write_bytes(b"12345\xff")
+    return f"{folder / 'b.txt'}: not UTF-8 at byte 5; convert it, for example with iconv"
+
+
+def lines_not_utf8(folder: Path) -> str:
+    (folder / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xe9"}\n')
+    return f"{folder / 'a.jsonl'}: not UTF-8 at byte 24; convert it, for example with iconv"
+
+
+def no_field(folder: Path) -> str:
+    write_lines(folder / "a.jsonl", [*[{"text": "x" * 50}] * 20, {"id": 1, "body": "y"}])
+    problem = "no field 'text'; fields there: id, body; choose one with --text-field"
+    return f"{folder / 'a.jsonl'}, line 21: {problem}"
+
+
+def field_is_no_text(folder: Path) -> str:
+    write_lines(folder / "a.jsonl", [{"text": ["x"]}])
+    return f"{folder / 'a.jsonl'}, line 1: field 'text' is of type list, not text"
+
+
+def lone_surrogate(folder: Path) -> str:
+    (folder / "a.jsonl").write_text('{"text": "ok"}\n{"text": "ab\\ud800"}\n')
+    return f"{folder / 'a.jsonl'}, line 2: field 'text' has a lone surrogate at character 2"
+
+
+def not_json(folder: Path) -> str:
+    (folder / "a.jsonl").write_text('\n{"text": "ok"}\n{"text": \n')
+    return f"{folder / 'a.jsonl'}, line 3: not JSON (Expecting value); each line must be one JSON object"
+
+
+def not_an_object(folder: Path) -> str:
+    (folder / "a.jsonl").write_text('["text"]\n')
+    return f"{folder / 'a.jsonl'}, line 1: a JSON list, not an object; each line must be one JSON object"
+
+
+def no_column(folder: Path) -> str:
+    parquet.write_table(pyarrow.table({"id": [1], "body": ["y"]}), folder / "a.parquet")
+    return f"{folder / 'a.parquet'}: no column 'text'; columns there: id, body; choose one with --text-field"
+
+
+def column_is_no_text(folder: Path) -> str:
+    parquet.write_table(pyarrow.table({"text": [1]}), folder / "a.parquet")
+    return f"{folder / 'a.parquet'}: column 'text' holds int64, not text"
+
+
+def column_not_utf8(folder: Path) -> str:
+    text = pyarrow.array([b"fine", b"12\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": text}), folder / "a.parquet")
+    return f"{folder / 'a.parquet'}, row 1: not UTF-8 at byte 2 of column 'text'"
+
+
+def not_parquet(folder: Path) -> str:
+    (folder / "a.parquet").write_text("no")
+    return f"{folder / 'a.parquet'}: cannot be read as parquet ("
+
+
+def nothing_known(folder: Path) -> str:
+    (folder / "a.csv").write_text("x")
+    return f"{folder}: no text found; read are files of {KINDS}; skipped: .csv 1"
+
+
+def empty_folder(folder: Path) -> str:
+    return f"{folder}: no text found; read are files of {KINDS}"
+
+
+def only_empty_files(folder: Path) -> str:
+    (folder / "a.txt").write_text("")
+    return f"{folder}: no text in 1 files; left out 1 documents without text"
+
+
+def dangling_link(folder: Path) -> str:
+    (folder / "a.txt").symlink_to(folder / "none")
+    return f"{folder / 'a.txt'}: is a link to nothing; remove it or repair it"
+
+
+def link_to_a_folder(folder: Path) -> str:
+    (folder / "a.txt").symlink_to(folder)
+    return f"{folder}: no text found; read are files of {KINDS}; skipped: link to a folder 1"
+
+
+PROBLEMS: list[Callable[[Path], str]] = [
+    not_utf8,
+    lines_not_utf8,
+    no_field,
+    field_is_no_text,
+    lone_surrogate,
+    not_json,
+    not_an_object,
+    no_column,
+    column_is_no_text,
+    column_not_utf8,
+    not_parquet,
+    nothing_known,
+    empty_folder,
+    only_empty_files,
+    dangling_link,
+    link_to_a_folder,
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
+def test_unusable_text(problem: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    expected = problem(folder)
+    assert main([str(folder), "--out", str(tmp_path / "store")]) == 3
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {expected}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_errors_from_workers_are_those_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [*[{"text": "x" * 50}] * 20, {"id": 1}, *[{"text": "x"}] * 20])
+    options = PrepareOptions((source,), tmp_path / "store", workers=2, unit_bytes=100)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 21: no field 'text'; fields there: id; choose one with"):
+        prepare_store(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_worker_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("x")
+    monkeypatch.setattr(pipeline, "_start_worker", os._exit)  # stands for one killed for its memory
+    with pytest.raises(DataError, match="a worker process ended by itself"):
+        prepare_store(PrepareOptions((source,), tmp_path / "store", workers=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["none.txt", "--out", "s"], 3, "error: none.txt: no such file or folder"),
+        (
+            ["a.csv", "--out", "s"],
+            3,
+            f"error: a.csv: unknown kind of file '.csv'; known are {KINDS}",
+        ),
+        (["/dev/null", "--out", "s"], 3, "error: /dev/null: is neither a file nor a folder"),
+        (["a.txt", "--out", "a.txt/s"], 3, "a.txt is a file); choose another folder"),
+        (["a.txt", "--out", "a.csv"], 3, "a.csv: exists and is not a token store; choose another --out"),
+        (["a.txt", "--out", "folder"], 3, "folder: exists and is not a token store; choose another --out"),
+        (["a.txt", "--out", "folder", "--overwrite"], 3, "folder: exists and is not a token store"),
+        (["a.txt", "--out", "s", "--tokenizer", "no/such/path"], 3, "error: no/such/path: no such tokenizer"),
+        (
+            ["a.txt", "--out", "s", "--validation-fraction", "0.5"],
+            3,
+            "error: the validation part: would be empty: its ",
+        ),
+        (["a.txt", "--out", "s", "--validation-fraction", "1"], 2, "error: --validation-fraction=1.0: allowed: from 0"),
+        (["a.txt", "--out", "s", "--workers", "0"], 2, "error: --workers=0: allowed: 1 or more"),
+        (["a.txt", "--out", "s", "--min-tokens", "0"], 2, "error: --min-tokens=0: allowed: 1 or more"),
+        (["", "--out", "s"], 2, "argument SOURCE: is empty; --help lists all"),
+        (["a.txt", "--out", ""], 2, "argument --out: is empty; --help lists all"),
+        (["a.txt", "--out", "/"], 2, "error: --out=/: needs a folder of its own"),
+        (["a.txt"], 2, "the following arguments are required: --out; --help lists all"),
+        (
+            ["a.txt", "--out", "s", "--workers", "two"],
+            2,
+            "argument --workers: invalid int value: 'two'; --help lists all",
+        ),
+    ],
+)
+def test_unusable_arguments(
+    arguments: list[str],
+    code: int,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    Path("a.csv").write_text("text")
+    Path("folder").mkdir()
+    Path("folder", "precious").write_text("text")
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.csv", "a.txt", "folder", "precious"]

@@ -1,0 +1,347 @@
+"""A preparation that is killed at any moment and started again makes the bytes of one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import preparation
+from data.pipeline import Part, UnitTokenizer
+from data.prepare import PrepareOptions, main, prepare_store
+from data.sources import Unit
+from data.store import TokenStore, read_meta
+from data.store_writer import StoreWriter
+from tests.support.stores import documents, write_lines
+from tests.support.waiting import ENOUGH
+from zeco_train.errors import DataError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# ZECO_PREPARE_KILLS=20 for more of them.
+KILLS = int(os.environ.get("ZECO_PREPARE_KILLS", "4"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_corpus(folder: Path, lines: int, seed: int = 0) -> Path:
+    """Lines, a compressed file, and texts: units of every kind, the compressed one with many parts."""
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir()
+    generator = random.Random(seed)
+    texts = ["word " * generator.randrange(1, 400) + str(index) for index in range(lines)]
+    write_lines(folder / "a.jsonl", [{"text": text} for text in texts])
+    with pyarrow.output_stream(str(folder / "b.jsonl.gz"), compression="gzip") as stream:
+        stream.write("".join(json.dumps({"text": text[::-1]}) + "\n" for text in texts).encode())
+    for index in range(20):
+        (folder / f"c{index:02}.txt").write_text(texts[index])
+    return folder
+
+
+class Stopped(Exception):
+    """Stands for a kill: nothing of ours runs after it, but what `finally` does."""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus", 24)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A corpus, and the store that an unbroken run makes of it. Read only."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    corpus = write_corpus(folder / "corpus", 24)
+    prepare_store(options(corpus, folder / "store", save_seconds=10.0))
+    return corpus, folder / "store"
+
+
+def options(corpus: Path, out: Path, workers: int = 1, **changes: object) -> PrepareOptions:
+    values = {
+        "validation_fraction": 0.1,
+        "min_tokens": 30,
+        "shard_tokens": 7001,
+        "unit_bytes": 9000,
+        "part_characters": 4000,
+        "save_seconds": 0.0,
+    }
+    return PrepareOptions((corpus,), out, workers=workers, **(values | changes))  # type: ignore[arg-type]
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, count: int) -> None:
+    """Make the `count`th call of a method (from 0) the end of the process."""
+    method, calls = getattr(owner, name), iter(range(10**6))
+
+    def stopping(*args: object, **keywords: object) -> object:
+        if next(calls) == count:
+            raise Stopped
+        return method(*args, **keywords)
+
+    monkeypatch.setattr(owner, name, stopping)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_stopped_at_every_part(
+    unbroken: tuple[Path, Path], tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run ends after a few parts; where there are two processes, one with one follows, and so on."""
+    corpus, expected = unbroken
+    runs = 0
+    for runs in range(1, 100):
+        with monkeypatch.context() as patched:
+            stop_before(patched, preparation._Preparation, "_take", 2 if workers == 1 else 5)
+            try:
+                made = prepare_store(options(corpus, tmp_path / "store", workers=workers if runs % 2 else 1))
+                break
+            except Stopped:
+                continue
+    assert runs > 3
+    assert made.meta == read_meta(expected)
+    assert contents(tmp_path / "store") == contents(expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_was_made_ahead_is_not_made_again(
+    unbroken: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, expected = unbroken
+    with monkeypatch.context() as patched:
+        stop_before(patched, preparation._Preparation, "_take", 6)
+        with pytest.raises(Stopped):
+            prepare_store(options(corpus, tmp_path / "store", workers=2))
+    state = json.loads((tmp_path / ".store.preparing" / "state.json").read_text())["state"]
+    waiting = {part["name"] for part in state["waiting"]}
+    assert waiting
+    made: list[str] = []
+    make = UnitTokenizer.part
+
+    def spy(self: UnitTokenizer, index: int, unit: Unit, first: int) -> Part:
+        made.append(f"part-{index:010d}-{first:010d}")
+        return make(self, index, unit, first)
+
+    monkeypatch.setattr(UnitTokenizer, "part", spy)
+    prepare_store(options(corpus, tmp_path / "store"))
+    assert made
+    assert not waiting & set(made)
+    assert contents(tmp_path / "store") == contents(expected)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        (StoreWriter, "tail_state", 0),
+        (StoreWriter, "tail_state", 1),
+        (StoreWriter, "copy_tail", 0),
+        (StoreWriter, "finish", 0),  # of the validation part
+        (StoreWriter, "resume", 0),
+        (StoreWriter, "finish", 1),
+        (preparation.WorkFolder, "move_to", 0),
+        (preparation, "read_meta", 0),  # after the move, before the work folder is gone
+    ],
+)
+def test_stopped_at_the_end(
+    unbroken: tuple[Path, Path],
+    tmp_path: Path,
+    owner: type,
+    name: str,
+    count: int,
+    overwrite: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus, expected = unbroken
+    if overwrite:
+        (tmp_path / "old.txt").write_text("old")
+        prepare_store(PrepareOptions((tmp_path / "old.txt",), tmp_path / "store"))
+    again = options(corpus, tmp_path / "store", overwrite=overwrite, save_seconds=10.0)
+    with monkeypatch.context() as patched:
+        stop_before(patched, owner, name, count)
+        with pytest.raises(Stopped):
+            prepare_store(again)
+    assert (tmp_path / ".store.preparing").exists() == (name != "tail_state" or count > 0)
+    if overwrite and name != "read_meta":
+        assert documents(tmp_path / "store") == ["old"]
+    prepare_store(again)
+    assert contents(tmp_path / "store") == contents(expected)
+    assert not (tmp_path / ".store.preparing").exists()
+
+
+@pytest.fixture
+def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The work folder of a preparation of `corpus` that ended in its middle."""
+    with monkeypatch.context() as patched:
+        stop_before(patched, preparation._Preparation, "_take", 4)
+        with pytest.raises(Stopped):
+            prepare_store(options(corpus, tmp_path / "store"))
+    return tmp_path / ".store.preparing"
+
+
+def test_other_arguments_are_refused_and_nothing_is_lost(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+    before = contents(interrupted)
+    with pytest.raises(
+        DataError,
+        match=r"\.store\.preparing: holds an interrupted preparation with min_tokens 30, not 5; give the same "
+        r"arguments to continue it, or give --overwrite to start anew, or choose another --out$",
+    ):
+        prepare_store(options(corpus, tmp_path / "store", min_tokens=5))
+    assert contents(interrupted) == before
+    prepare_store(options(corpus, tmp_path / "store", min_tokens=5, overwrite=True))
+    prepare_store(options(corpus, tmp_path / "unbroken", min_tokens=5))
+    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+
+
+def test_changed_sources_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+    status = (corpus / "a.jsonl").stat()
+    text = (corpus / "a.jsonl").read_text()
+    (corpus / "a.jsonl").write_text(text.replace("word", "WORD", 1))  # of the same size
+    before = contents(interrupted)
+    with pytest.raises(DataError, match=r"corpus: has changed since the interrupted preparation read it; give --over"):
+        prepare_store(options(corpus, tmp_path / "store"))
+    after = contents(interrupted)
+    assert after == {name: before[name] for name in after}  # parts that no state knew of are gone
+    (corpus / "a.jsonl").write_text(text)
+    os.utime(corpus / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))
+    # What was not yet read may change: the store is that of the text as it is read.
+    (corpus / "c19.txt").write_text("changed " * 50)
+    prepare_store(options(corpus, tmp_path / "store"))
+    prepare_store(options(corpus, tmp_path / "unbroken"))
+    assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
+
+
+def test_less_sources_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+    for path in corpus.iterdir():
+        path.unlink()
+    (corpus / "a.txt").write_text("one")
+    with pytest.raises(DataError, match="has changed since the interrupted preparation read it"):
+        prepare_store(options(corpus, tmp_path / "store"))
+
+
+def test_a_work_folder_that_lost_tokens_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+    os.truncate(interrupted / "store" / "tokens-00000.bin", 100)
+    with pytest.raises(DataError, match=r"tokens-00000\.bin: has 100 bytes, \d+ were written; prepare the store from"):
+        prepare_store(options(corpus, tmp_path / "store"))
+
+
+def test_one_process_at_a_time(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = preparation._Preparation._take
+    seen: list[str] = []
+
+    def second(self: object, writer: StoreWriter, part: Part) -> bool:
+        if not seen:
+            seen.append("")
+            with pytest.raises(DataError, match=r"store: another process is preparing it; wait for it, or choose") as e:
+                prepare_store(options(corpus, tmp_path / "store"))
+            seen.append(str(e.value))
+        return taken(self, writer, part)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(preparation._Preparation, "_take", second)
+    prepare_store(options(corpus, tmp_path / "store"))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_mistake_in_a_text_costs_nothing_that_came_before(
+    tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    write_lines(tmp_path / "texts" / "a.jsonl", [{"text": "x" * 3_000_000}] * 3)
+    bad = tmp_path / "texts" / "b.jsonl"
+    bad.write_text('{"text": "y"}\nno json\n')
+    flags = ["--out", str(tmp_path / "store"), "--workers", workers, "--save-seconds", "0"]
+    assert main([str(tmp_path / "texts"), *flags]) == 3
+    line = f"{bad}, line 2: not JSON (Expecting value); each line must be one JSON object"
+    kept = "9,000,003 tokens are kept, the same command goes on from there"
+    assert capsys.readouterr().err == f"error: {line}; {kept}\n"
+    bad.write_text('{"text": "y"}\n{"text": "z"}\n')
+    assert main([str(tmp_path / "texts"), *flags]) == 0
+    assert "went on from 9,000,003 tokens of an interrupted preparation" in capsys.readouterr().out
+    assert documents(tmp_path / "store")[3:] == ["y", "z"]
+
+
+def test_interrupted_and_started_anew(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "x" * 3_000_000}] * 3)
+    arguments = [str(source), "--out", str(tmp_path / "store"), "--workers", "1", "--save-seconds", "0"]
+    calls = iter(range(10))
+    taken = preparation._Preparation._take
+
+    def interrupt(self: object, writer: StoreWriter, part: Part) -> bool:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return taken(self, writer, part)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation._Preparation, "_take", interrupt)
+        assert main(arguments) == 128 + signal.SIGINT
+    kept = "3,000,001 tokens are kept, the same command goes on from there"
+    assert capsys.readouterr().err == f"interrupted: {kept}\n"
+    source.write_text('{"text": "new"}\n')
+    assert main(arguments) == 3
+    assert capsys.readouterr().err.endswith("; give --overwrite to start anew, or choose another --out\n")
+    assert main([*arguments, "--overwrite"]) == 0
+    assert documents(tmp_path / "store") == ["new"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_max_tokens(corpus: Path, tmp_path: Path, workers: int) -> None:
+    prepare_store(options(corpus, tmp_path / "all", validation_fraction=0.0, save_seconds=10.0))
+    prepare_store(options(corpus, tmp_path / "some", workers, validation_fraction=0.0, max_tokens=9_000))
+    whole, some = TokenStore.open(tmp_path / "all"), TokenStore.open(tmp_path / "some")
+    assert some.num_tokens == whole.doc_offsets[np.searchsorted(whole.doc_offsets, 9_000)]
+    assert 9_000 <= some.num_tokens < whole.num_tokens
+    np.testing.assert_array_equal(some.read(0, some.num_tokens), whole.read(0, some.num_tokens))
+
+
+def test_stopped_once_there_are_enough(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all the tokens that are wanted, and before the state says so: not one document more."""
+    save = preparation._Preparation._save
+
+    def stopping(self: preparation._Preparation, writer: StoreWriter, phase: str = preparation.READING) -> None:
+        if phase != preparation.READING:
+            raise Stopped
+        save(self, writer, phase)
+
+    for most in range(2_000, 8_000, 500):
+        some = options(corpus, tmp_path / "store", validation_fraction=0.0, max_tokens=most, overwrite=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(preparation._Preparation, "_save", stopping)
+            with pytest.raises(Stopped):
+                prepare_store(some)
+        found = prepare_store(some)
+        assert found.earlier_tokens < most
+        assert found.meta == prepare_store(some).meta, most
+
+
+@pytest.mark.processes
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """SIGKILL of a real process with its workers, again and again, until one run comes through."""
+    corpus = write_corpus(tmp_path / "corpus", 4_000)  # 4 MB, and as much compressed
+    flags = ["--validation-fraction", "0.02", "--shard-tokens", "1000000", "--save-seconds", "0.2", "--workers", "2"]
+    command = [sys.executable, "-m", "data.prepare", str(corpus), *flags, "--out"]
+    subprocess.run([*command, str(tmp_path / "unbroken")], cwd=REPOSITORY, check=True, capture_output=True)
+    store, state = tmp_path / "store", tmp_path / ".store.preparing" / "state.json"
+    generator = random.Random(1)
+    killed = 0
+    while killed < KILLS and not store.exists():
+        with subprocess.Popen([*command, str(store)], cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
+            # The first of them is to leave something to go on from; the others come at any moment, the start included.
+            while not killed and not state.exists() and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(generator.uniform(0.0, 0.6) if killed else 0.0)
+            process.kill()
+            killed += 1
+        assert killed > 1 or state.exists()
+    if not store.exists():  # no kill came after the last rename
+        subprocess.run([*command, str(store)], cwd=REPOSITORY, check=True, timeout=ENOUGH)
+    assert contents(store) == contents(tmp_path / "unbroken")
+    TokenStore.open(store).verify()

@@ -1,0 +1,214 @@
+"""Sequences cut in time: the segments of all ranks, one after another, are the sequence that one rank reads at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.config import check_seq_len
+from data.documents import Documents
+from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
+from data.store import PREPARE_HINT, TokenStore, shard_name
+from tests.support.stores import write_numbered_store
+from tests.support.waiting import ENOUGH
+from zeco_train.errors import ConfigError, DataError
+
+SEQ_LEN = 24
+# Borders at the edges of segments, of shards and of sequences and inside them; documents over several of each.
+LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
+# Segments and ranks; a shard has 24 tokens at most, and 1 at least.
+CUTS = [(1, 1), (2, 1), (6, 1), (24, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 3), (8, 3), (6, 4)]
+GLOBAL_BATCH = 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    write_numbered_store(tmp_path / "store", LENGTHS)  # 240 tokens: 9 sequences, the tenth lacks its last label
+    return TokenStore.open(tmp_path / "store")
+
+
+def loader(store: TokenStore, **split: Any) -> SequenceLoader:
+    return SequenceLoader(
+        [Source(Documents(store))], DataSplit(**({"seq_len": SEQ_LEN} | split)), seed=7, global_batch=GLOBAL_BATCH
+    )
+
+
+def same(a: Batch, b: Batch) -> bool:
+    """Whether two batches are the same in every field."""
+    tensors = [(a.input_ids, b.input_ids), (a.labels, b.labels)]
+    if a.cu_seqlens is not None and b.cu_seqlens is not None:
+        tensors.append((a.cu_seqlens, b.cu_seqlens))
+    return (
+        all(torch.equal(*pair) for pair in tensors)
+        and (a.cu_seqlens is None) == (b.cu_seqlens is None)
+        and (a.offset, a.segment, a.continues, a.is_padding) == (b.offset, b.segment, b.continues, b.is_padding)
+        and a.sequence_ids == b.sequence_ids
+    )
+
+
+def document_starts(parts: list[Batch]) -> list[int]:
+    """Where documents start in the sequence that these shards make up."""
+    starts: list[int] = []
+    for part in parts:
+        assert part.cu_seqlens is not None
+        assert part.cu_seqlens.dtype == torch.int64
+        assert (part.cu_seqlens[0], part.cu_seqlens[-1]) == (0, part.input_ids.shape[1])
+        starts += [part.offset + cut for cut in part.cu_seqlens[:-1].tolist() if cut > 0 or not part.continues]
+    return starts
+
+
+@pytest.mark.parametrize(("segments", "sp_size"), CUTS)
+@pytest.mark.parametrize(
+    ("dp_size", "micro_batch", "documents"), [(1, 1, True), (2, 1, True), (1, 2, False), (2, 2, False)]
+)
+def test_segments_of_all_ranks_make_up_the_whole(
+    store: TokenStore, segments: int, sp_size: int, dp_size: int, micro_batch: int, documents: bool
+) -> None:
+    length = SEQ_LEN // segments // sp_size
+    for dp_rank in range(dp_size):
+        dp = {"micro_batch": micro_batch, "dp_rank": dp_rank, "dp_size": dp_size, "reset_state_at_document": documents}
+        whole = loader(store, **dp)
+        ranks = [loader(store, **dp, sp_rank=rank, sp_size=sp_size, segments=segments) for rank in range(sp_size)]
+        assert {(rank.micro_steps, rank.num_sequences) for rank in ranks} == {(whole.micro_steps, whole.num_sequences)}
+        for consumed, micro_step in itertools.product([0, 4, 8, 21], range(whole.micro_steps)):
+            expected = whole.batch(consumed, micro_step)
+            parts = []
+            for segment, (rank, part_loader) in itertools.product(range(segments), enumerate(ranks)):
+                before = store.bytes_requested
+                part = part_loader.batch(consumed, micro_step, segment)
+                assert store.bytes_requested - before == micro_batch * (length + 1) * store.itemsize
+                assert part.input_ids.shape == part.labels.shape == (micro_batch, length)
+                assert (part.segment, part.offset) == (segment, segment * (SEQ_LEN // segments) + rank * length)
+                assert part.sequence_ids == expected.sequence_ids
+                parts.append(part)
+            assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
+            assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)
+            for part, following in itertools.pairwise(parts):  # of the next rank, or the first one's next segment
+                assert torch.equal(part.labels[:, -1], following.input_ids[:, 0])
+            if documents:
+                assert document_starts(parts) == document_starts([expected])
+            else:
+                assert all(part.cu_seqlens is None and part.continues == (part.offset > 0) for part in parts)
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_documents_at_the_edges_of_segments(store: TokenStore, sp_size: int) -> None:
+    """By hand: documents of 6, 3 and 15 tokens, a whole sequence, and the middle of one that is longer than that."""
+    found: dict[int, list[tuple[list[int], bool]]] = {0: [], 1: [], 5: []}
+    for sequence, pieces in found.items():
+        for segment, rank in itertools.product(range(4 // sp_size), range(sp_size)):
+            split = DataSplit(
+                SEQ_LEN, sp_rank=rank, sp_size=sp_size, segments=4 // sp_size, reset_state_at_document=True
+            )
+            batch = SequenceReader(Documents(store), split).read([sequence], segment)
+            assert batch.cu_seqlens is not None
+            pieces.append((batch.cu_seqlens.tolist(), batch.continues))
+    assert found == {
+        0: [([0, 6], False), ([0, 3, 6], False), ([0, 6], True), ([0, 6], True)],
+        1: [([0, 6], False), ([0, 6], True), ([0, 6], True), ([0, 6], True)],
+        # It began before this sequence, so its first token here is a fresh start.
+        5: [([0, 6], False), ([0, 6], True), ([0, 6], True), ([0, 6], True)],
+    }
+
+
+def test_prefetching_gives_segment_after_segment(store: TokenStore) -> None:
+    direct = loader(store, segments=3, sp_rank=1, sp_size=2, dp_rank=1, dp_size=2)
+    ahead = PrefetchingLoader(direct, consumed=8, ahead=3)
+    for consumed, micro_step, segment in itertools.product((8, 12, 16), range(2), range(3)):
+        got = ahead.next()
+        assert got.segment == segment
+        assert same(got, direct.batch(consumed, micro_step, segment))
+        assert same(got, ahead.again(consumed, micro_step, segment))
+    ahead.close()
+
+
+@pytest.mark.processes
+def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = loader(store, segments=6)
+    read: list[tuple[int, int, int]] = []
+    enough = threading.Event()
+
+    def batch(consumed: int, micro_step: int, segment: int = 0) -> Batch:
+        read.append((consumed, micro_step, segment))
+        if len(read) == 8:
+            enough.set()
+        return SequenceLoader.batch(direct, consumed, micro_step, segment)
+
+    monkeypatch.setattr(direct, "batch", batch)
+    ahead = PrefetchingLoader(direct, consumed=0, ahead=6)
+    ahead.next()
+    assert enough.wait(ENOUGH)  # one given, six waiting in the queue, and one read but without a place in it
+    ahead._thread.join(0.3)  # time to read more than that
+    assert read == [*((0, 0, segment) for segment in range(6)), (0, 1, 0), (0, 1, 1)]
+    ahead.close()
+
+
+def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = loader(store, segments=4)
+    sequence, read = direct.sequence_ids(0, 0)[0], direct.batch
+
+    def batch(consumed: int, micro_step: int, segment: int) -> Batch:
+        if segment == 2:
+            os.truncate(store.path / shard_name(0), (sequence * SEQ_LEN + 13) * store.itemsize)
+        return read(consumed, micro_step, segment)
+
+    monkeypatch.setattr(direct, "batch", batch)
+    ahead = PrefetchingLoader(direct, consumed=0)
+    assert [ahead.next().segment for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(DataError, match="has become shorter since it was opened"):
+            ahead.next()
+    ahead.close()
+
+
+@pytest.mark.parametrize(("segments", "sp_size"), [(1, 1), (2, 3), (6, 2), (24, 1)])
+def test_validation_gives_every_sequence_segment_by_segment(store: TokenStore, segments: int, sp_size: int) -> None:
+    for dp_size, micro_batch, most in itertools.product([1, 2, 4], [1, 2], [None, 5]):
+        groups_of_ranks = []
+        for dp_rank, sp_rank in itertools.product(range(dp_size), range(sp_size)):
+            split = DataSplit(SEQ_LEN, micro_batch, dp_rank, dp_size, sp_rank, sp_size, segments=segments)
+            batches = list(validation_batches(SequenceReader(Documents(store), split), max_sequences=most))
+            assert [batch.segment for batch in batches] == [*range(segments)] * (len(batches) // segments)
+            for batch in batches:
+                first = torch.tensor(batch.sequence_ids or [0])[:, None] * SEQ_LEN + split.offset(batch.segment)
+                assert torch.equal(batch.input_ids, first + torch.arange(split.length))
+                assert batch.is_padding == (batch.sequence_ids == [])
+            groups = [batches[start : start + segments] for start in range(0, len(batches), segments)]
+            assert all(len({tuple(batch.sequence_ids) for batch in group}) == 1 for group in groups)
+            groups_of_ranks.append([group[0].sequence_ids for group in groups])
+        assert len({len(groups) for groups in groups_of_ranks}) == 1, "a collective would hang"
+        ids = sorted(itertools.chain(*itertools.chain(*groups_of_ranks)))
+        assert ids == sorted([*range(min(9, most or 9))] * sp_size)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "num_tokens", "expected"),
+    [
+        (1001, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000, 1008"),
+        (1004, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000, 1008"),
+        (3, None, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 8"),
+        (1001, 1008, "must divide by sp.size × train.segments = 2 × 4 = 8; nearest legal values: 1000"),
+        (0, None, "must be positive; nearest legal value: 8"),
+        (1008, 1008, "longer than the corpus of 1008 tokens; largest legal value: 1000; for longer sequences "),
+        (8, 8, "the corpus has only 8 tokens, too few for any sequence with sp.size × train.segments = 2 × 4 = 8"),
+    ],
+)
+def test_seq_len(seq_len: int, num_tokens: int | None, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_seq_len(seq_len, 2, num_tokens, 4)
+    assert str(caught.value).removesuffix(PREPARE_HINT) == f"data.seq_len={seq_len}: {expected}"
+    check_seq_len(1000, 2, 1001, 4)
+
+
+def test_the_loader_refuses_what_the_checks_refuse(store: TokenStore) -> None:
+    with pytest.raises(ConfigError, match=r"data\.seq_len=24: must divide by .* = 2 × 5 = 10; .*: 20, 30$"):
+        DataSplit(SEQ_LEN, sp_size=2, segments=5)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 232; "):
+        loader(store, seq_len=240, sp_size=2, segments=4)
+    assert loader(store, seq_len=232, sp_size=2, segments=4).num_sequences == 1

@@ -1,0 +1,247 @@
+"""A tokenizer of a stranger's: no code of it runs, and nothing outside of its folder is read, kept or exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.preparation import PrepareOptions, prepare_store
+from data.tokenizer import load_tokenizer, tokenizer_name
+from tests.data.test_prepare import hugging_face
+from tests.support.commands import Outcome, run_here, train_here
+from tests.support.stores import write_lines
+from zeco_train import export as export_command
+from zeco_train.errors import DataError
+from zeco_train.generate import command as generate_command
+
+__all__ = ["hugging_face"]
+SECRET = "-----BEGIN PRIVATE KEY-----"
+
+
+@pytest.fixture(scope="module")
+def store(hugging_face: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small token store with a Hugging Face tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("stranger")
+    source = write_lines(folder / "text.jsonl", [{"text": " ".join(f"w{i}" for i in range(4000))}])
+    tokenizer = str(hugging_face / "whole")
+    prepare_store(PrepareOptions((source,), folder / "store", tokenizer=tokenizer, validation_fraction=0))
+    return folder / "store"
+
+
+@pytest.fixture
+def own_store(store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store, tmp_path / "store"))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "home" / "id_rsa"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+def _train(store: Path, run: Path) -> Outcome:
+    options = ["model.vocab_size=70003", "train.steps=1", "checkpoint.every=1"]
+    return train_here(f"run_dir={run}", "data=tokens", f"data.path={store}", *options)
+
+
+def _holds_secret(folder: Path) -> bool:
+    return any(SECRET.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_code_beside_a_tokenizer_never_runs(own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on stdin; whatever is answered there, nothing runs."""
+    folder, marker = own_store / "tokenizer", tmp_path / "code_ran"
+    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine:\n    pass\n")
+    settings = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(DataError, match="needs code of its own, which is never run; give a tokenizer that transf"):
+        load_tokenizer(str(folder))
+    assert not marker.exists()
+    assert questions == []
+
+
+def test_commands_refuse_a_runs_tokenizer_with_code(own_store: Path, tmp_path: Path) -> None:
+    run, marker = tmp_path / "run", tmp_path / "code_ran"
+    assert _train(own_store, run).code == 0
+    (run / "tokenizer" / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine:\n    pass\n")
+    settings = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine", "eos_token": "</s>"}
+    (run / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    for outcome in (
+        run_here(export_command.main, str(run), str(tmp_path / "out")),
+        run_here(generate_command.main, str(run), "--prompt", "w1", "--max-tokens", "2"),
+    ):
+        assert outcome.code == 3
+        assert len(outcome.errors) == 1
+        assert "the tokenizer needs code of its own, which is never run" in outcome.errors[0]
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".hidden", "id_rsa", "README.md"])
+def test_only_a_tokenizers_files_are_kept_and_exported(
+    name: str, own_store: Path, secret: Path, tmp_path: Path
+) -> None:
+    (own_store / "tokenizer" / name).symlink_to(secret)
+    assert _train(own_store, tmp_path / "run").code == 0
+    kept = {path.name for path in (tmp_path / "run" / "tokenizer").iterdir()}
+    assert kept == {"tokenizer.json", "tokenizer_config.json"}
+    # A run that an older version has made may hold more.
+    (tmp_path / "run" / "tokenizer" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / "tokenizer" / name).write_text(SECRET)
+    outcome = run_here(export_command.main, str(tmp_path / "run"), str(tmp_path / "out"))
+    assert outcome.code == 0, outcome.err
+    assert not _holds_secret(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "additional_chat_templates/a.jinja"])
+def test_a_link_out_of_the_store_is_refused_when_a_run_begins(
+    name: str, own_store: Path, secret: Path, tmp_path: Path
+) -> None:
+    link = own_store / "tokenizer" / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret)
+    outcome = _train(own_store, tmp_path / "run")
+    assert outcome.code == 3
+    assert outcome.errors == [f"{link}: is a link out of its folder; it is not followed; put the file itself there"]
+    assert not _holds_secret(tmp_path / "run")
+
+
+def test_a_tokenizer_folder_that_is_a_link_out_of_the_store_is_refused(own_store: Path, tmp_path: Path) -> None:
+    shutil.move(own_store / "tokenizer", tmp_path / "private")
+    (own_store / "tokenizer").symlink_to(tmp_path / "private")
+    with pytest.raises(DataError, match="is a link to another place; it is not followed; put the folder itself there"):
+        tokenizer_name({"kind": "huggingface", "path": ""}, own_store)
+    assert _train(own_store, tmp_path / "run").code == 3
+
+
+def test_a_link_to_nothing_names_the_store(own_store: Path, tmp_path: Path) -> None:
+    link = own_store / "tokenizer" / "added_tokens.json"
+    link.symlink_to("gone.json")
+    outcome = _train(own_store, tmp_path / "run")
+    assert outcome.code == 3
+    assert outcome.errors == [f"{link}: is a link to a file that is not there; put the file itself there"]
+
+
+def _replace(path: Path, make: Callable[[], object]) -> None:
+    path.unlink(missing_ok=True)
+    make()
+
+
+@pytest.mark.parametrize("kind", ["outside", "/dev/zero", "fifo", "loop", "folder", "huge"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab_file", "tekken.json", "config.json"])
+def test_loading_reads_regular_files_of_the_folder_only(kind: str, name: str, own_store: Path, tmp_path: Path) -> None:
+    """Also those that transformers finds by a pattern; nothing waits for a FIFO or for the end of /dev/zero."""
+    path = own_store / "tokenizer" / name
+    if path.exists():
+        path.rename(tmp_path / name)
+    else:
+        (tmp_path / name).write_text("{}")
+    make = {
+        "outside": lambda: path.symlink_to(tmp_path / name),
+        "/dev/zero": lambda: path.symlink_to("/dev/zero"),
+        "fifo": lambda: os.mkfifo(path),
+        "loop": lambda: path.symlink_to(name),
+        "folder": path.mkdir,
+        "huge": lambda: (path.touch(), os.truncate(path, 1 << 40)),
+    }
+    make[kind]()
+    problem = {
+        "fifo": "is not a regular file",
+        "folder": "is not a regular file",
+        "loop": "is a link that leads back to itself",
+        "huge": "has 1,099,511,627,776 bytes; files of a tokenizer have at most 268,435,456",
+    }.get(kind, "is a link out of its folder")
+    with pytest.raises(DataError, match=f"{name}: {problem}"):
+        load_tokenizer(str(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            '{"fast_tokenizer_files": ["../../tokenizer.4.0.json"]}',
+            "fast_tokenizer_files may only name files beside it",
+        ),
+        ('{"fast_tokenizer_files": {"a": 1}}', "fast_tokenizer_files may only name files beside it"),
+        ('{"init_inputs": ["/etc/passwd"]}', "init_inputs names files to read"),
+        ('{"gguf_file": "/etc/passwd"}', "gguf_file names files to read"),
+        ("[" * 100_000, "nested deeper than 32 levels"),
+        ("[]", "not a JSON object"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_settings_that_name_other_files_are_refused(settings: str, problem: str, own_store: Path) -> None:
+    (own_store / "tokenizer" / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=problem):
+        load_tokenizer(str(own_store / "tokenizer"))
+
+
+def test_a_single_file_is_to_be_a_regular_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="is not a regular file"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_links_inside_the_folder_are_followed(own_store: Path) -> None:
+    folder = own_store / "tokenizer"
+    (folder / "tokenizer.json").rename(folder / "shared.json")
+    (folder / "tokenizer.json").symlink_to("shared.json")
+    assert load_tokenizer(str(folder)).encode(["w7"])[0].tolist() == [9]
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_and_copied_as_files(hugging_face: Path, tmp_path: Path) -> None:
+    """Its files are links to ../../blobs; the store, and a run with the tokenizer in its settings, have files."""
+    cache = tmp_path / "hub" / "models--org--name"
+    snapshot = cache / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(hugging_face / "whole", cache / "blobs")
+    for path in (cache / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    source = write_lines(tmp_path / "text.jsonl", [{"text": " ".join(f"w{i}" for i in range(2000))}])
+    options = PrepareOptions((source,), tmp_path / "store", tokenizer=str(snapshot), validation_fraction=0)
+    prepare_store(options)
+    assert _train(tmp_path / "store", tmp_path / "run").code == 0
+    for folder in (tmp_path / "store", tmp_path / "run"):
+        assert not any(path.is_symlink() for path in (folder / "tokenizer").iterdir())
+        assert load_tokenizer(str(folder / "tokenizer")).encode(["w7"])[0].tolist() == [9]
+    (cache / "blobs" / "vocab.txt").symlink_to("/etc/passwd")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/vocab.txt")
+    with pytest.raises(DataError, match="is a link out of its folder"):
+        load_tokenizer(str(snapshot))
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "transformers cannot load a tokenizer"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}}, "cannot encode a text"),
+        (
+            {
+                "model": {"type": "WordLevel", "vocab": {"</s>": 0, "w": 1}, "unk_token": "w"},
+                "decoder": {"type": "Strip", "content": "w", "start": 100, "stop": 100},
+                "added_tokens": [],
+            },
+            "cannot decode its ids",
+        ),
+    ],
+)
+def test_a_panic_of_the_tokenizers_library_is_an_error(parts: dict[str, object], problem: str, own_store: Path) -> None:
+    path = own_store / "tokenizer" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    with pytest.raises(DataError, match=problem):
+        _round_trip(path.parent)
+
+
+def _round_trip(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.decode(tokenizer.encode(["w"])[0])

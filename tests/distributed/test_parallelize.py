@@ -1,0 +1,70 @@
+"""What the strategies keep on a rank, between the micro-batches of a step too."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.distributed import run_distributed
+from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, parallelize
+
+pytestmark = pytest.mark.numeric
+
+
+def _gradients(rank: int, world_size: int) -> dict[str, tuple[bool, bool, float]]:
+    """By strategy: does a rank hold whole gradients after the first of two micro-batches; likewise whole parameters;
+    and the norm of the whole gradient after the second."""
+    mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=30))
+    results = {}
+    for strategy in Strategy:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3)))
+        parallelize(model, list(model), strategy, torch.float64, mesh)
+        whole_gradients = whole_parameters = False
+        for last in (False, True):
+            begin_micro_batch(model, strategy, last)
+            model(torch.full((1, 8), rank + 1.0, dtype=torch.float64)).square().sum().backward()
+            if not last:
+                whole_gradients = _holds_whole_gradients(model)
+                # Gathered parameters are plain ones of the module, sharded ones are DTensors.
+                whole_parameters = all(type(p) is nn.Parameter for p in model.parameters())
+        results[strategy.value] = (whole_gradients, whole_parameters, global_norm(model).item())
+    return results
+
+
+def _holds_whole_gradients(model: nn.Module) -> bool:
+    """Where FSDP2 keeps gradients that it has not reduced yet; there is no public way to ask."""
+    parameters = [p for layer in model for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    return any(
+        p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
+        for p in parameters
+        if hasattr(p, "_unsharded_param")
+    )
+
+
+def test_what_a_rank_holds_between_micro_batches() -> None:
+    results = run_distributed(_gradients, 4)
+    expected = {"ddp": (True, False), "zero2": (False, True), "zero3": (False, False), "hsdp": (False, False)}
+    norms = []
+    for rank in results:
+        for strategy, (gradients, parameters, norm) in rank.items():
+            assert (gradients, parameters) == expected[strategy], strategy
+            norms.append(norm)
+    assert max(norms) - min(norms) <= 1e-12 * max(norms)
+
+
+def _timeouts(rank: int, world_size: int) -> set[float]:
+    mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=57))
+    groups = [*mesh.devices.get_all_groups(), *mesh.scan_groups]
+    # A group is made here before its peers are done with it: one that ended now would break theirs.
+    dist.barrier()
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_every_group_of_the_mesh_has_the_timeout() -> None:
+    assert run_distributed(_timeouts, 4) == [{57.0}] * 4

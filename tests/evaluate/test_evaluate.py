@@ -1,0 +1,316 @@
+"""`python -m zeco_train.evaluate` as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from data import prepare
+from tests.data.test_prepare import hugging_face
+from tests.support.commands import REPOSITORY, Command, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.stores import write_lines, write_store
+from zeco_train import export
+from zeco_train.evaluate.command import main
+from zeco_train.tracking.metrics import read_metrics
+
+pytestmark = pytest.mark.numeric
+
+__all__ = ["hugging_face"]
+
+needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+# Of a task of lm_eval on local files, but for where they are.
+DATA = """
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: FILE}
+test_split: test
+metadata: {version: 1.0}
+"""
+TASKS = {
+    "zeco_choice": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    # Blanks before an answer are part of it: there is nothing before them.
+    "zeco_blank": """
+output_type: multiple_choice
+doc_to_text: " "
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    "zeco_text": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+    "zeco_reply": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{reply}}"
+generation_kwargs: {until: ["|"], max_gen_toks: 4, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a store of its own, whose held-out part has 20 sequences of its length."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    store = write_store(folder / "store")
+    write_store(store / "validation", num_tokens=64 * 20 + 11, seed=1)
+    data = ("data=tokens", f"data.path={store}", "train.dtype=fp64", "train.eval_sequences=5")
+    trained = train_here(*data, f"run_dir={folder / 'run'}", "train.steps=2", "sp=dp", "checkpoint.every=1")
+    assert trained.code == 0, trained
+    return folder / "run"
+
+
+def evaluate(*arguments: object) -> Outcome:
+    return run_here(main, *map(str, arguments))
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "results.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_loss_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
+    # The batch of training is 4.
+    assert evaluate(run, "validation.sequences=5", "data.micro_batch=3", "--out", tmp_path / "out").code == 0
+    found = results(tmp_path / "out")
+    loss = read_metrics(run / "metrics.jsonl")[-1]["val_loss"]
+    metrics = found["tasks"]["validation"]["metrics"]
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-12)
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
+    assert metrics["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-12)
+    assert (found["step"], found["ranks"], found["config"]["data"]["seq_len"]) == (2, 1, 64)
+    assert (run / "loss_by_position.png").is_file()
+    # An earlier checkpoint is another model.
+    assert evaluate(run / "checkpoints/step_00000001", "validation.sequences=5", "--out", tmp_path / "older").code == 0
+    assert results(tmp_path / "older")["tasks"]["validation"]["metrics"]["loss"] != metrics["loss"]
+
+
+def test_other_lengths_and_what_is_left_out(run: Path, tmp_path: Path) -> None:
+    outcome = evaluate(run, "validation.lengths=[16,64,1000]", "train.segments=2", "--out", tmp_path)
+    assert outcome.code == 0, outcome
+    assert "80 of 80 held-out sequences of 16 tokens; left out: 10 tokens behind the last whole one" in outcome.out
+    assert "1 of 1 held-out sequences of 1,000 tokens; left out: 290 tokens behind" in outcome.out
+    details = results(tmp_path)["tasks"]["validation"]["lengths"]
+    assert [details[length]["by_position"]["edges"][-1] for length in ("16", "64", "1000")] == [16, 64, 1000]
+    # Cut in two in time or not: what a model knows of the first 64 tokens is the same.
+    assert evaluate(run, "validation.lengths=[1000]", "--out", tmp_path / "whole").code == 0
+    whole = results(tmp_path / "whole")["tasks"]["validation"]["lengths"]["1000"]
+    assert whole["by_position"]["losses"] == pytest.approx(details["1000"]["by_position"]["losses"], rel=1e-9)
+    assert details["1000"]["error"] is None
+
+
+def test_what_a_file_of_a_group_replaces_is_said(run: Path, tmp_path: Path) -> None:
+    moved, store = tmp_path / "run", f"data.path={run.parent / 'store'}"
+    shutil.copytree(run, moved)
+    text = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(text.replace("reset_state_at_document: false", "reset_state_at_document: true"))
+    short = ("validation.sequences=1", "data=tokens", store)
+    outcome = evaluate(moved, *short)
+    line = (
+        "data=tokens sets data.reset_state_at_document=false (true in the run); name those that are to be as in the run"
+    )
+    assert outcome.out.splitlines()[1] == line, outcome
+    assert results(moved / "evaluation/step_00000002")["config"]["data"]["reset_state_at_document"] is False
+    for arguments in (
+        (moved, *short, "data.reset_state_at_document=true"),
+        (moved, "validation.sequences=1", store),
+        # The batch of training and the order of its sequences differ, which no evaluation reads.
+        (run, *short, "data.seq_len=32", "--out", tmp_path / "out"),
+    ):
+        outcome = evaluate(*arguments)
+        assert outcome.code == 0
+        assert " sets " not in outcome.out
+
+
+def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    for name in ("step_00000002", "step_00000002.1"):
+        before = snapshot(moved)
+        outcome = evaluate(moved, "validation.sequences=1")
+        assert outcome.out.splitlines()[-1] == f"results: {moved / 'evaluation' / name / 'results.json'}"
+        after = snapshot(moved)
+        assert {path: after[path] for path in before} == before
+        assert set(after) - set(before) - {"evaluation"} == {
+            f"evaluation/{name}{file}" for file in ("", "/results.json", "/loss_by_position.png")
+        }
+    # The folder is still one to go on with.
+    store = run.parent / "store"
+    more = ("data=tokens", f"data.path={store}", "train.dtype=fp64", "train.eval_sequences=5", "train.steps=3", "sp=dp")
+    assert train_here(*more, f"run_dir={moved}").code == 0
+
+
+def test_an_interrupted_evaluation_leaves_nothing_behind(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    before = snapshot(tmp_path)
+    for out in ([], ["--out", tmp_path / "out" / "folder"]):
+        with mock.patch("zeco_train.evaluate.held_out.HeldOut.run", side_effect=KeyboardInterrupt):
+            assert evaluate(moved, *out).code == 130
+        assert snapshot(tmp_path) == before
+
+
+def test_the_training_store_may_be_gone(run: Path, tmp_path: Path) -> None:
+    moved, held_out = tmp_path / "run", tmp_path / "held_out"
+    shutil.copytree(run, moved)
+    shutil.copytree(run.parent / "store" / "validation", held_out)
+    override = (f"data.path={tmp_path / 'gone'}", f"data.validation_path={held_out}")
+    assert evaluate(moved, "validation.sequences=1", *override).code == 0
+
+
+def test_an_export_whose_tokenizer_is_of_hugging_face(hugging_face: Path, tmp_path: Path) -> None:
+    """What it was trained on is found to be its own text by the export's files, and other text to be another's."""
+    store, out = tmp_path / "store", tmp_path / "export"
+    source = write_lines(tmp_path / "text.jsonl", [{"text": "w5 w7 " * 100} for _ in range(4)])
+    prepared = ["--tokenizer", str(hugging_face / "whole"), "--validation-fraction", "0.5", "--out", str(store)]
+    assert prepare.main([str(source), *prepared]) == 0
+    model = ("model.vocab_size=70003", "model.hidden_size=8", f"run_dir={tmp_path / 'run'}", "train.steps=1")
+    assert train_here("data=tokens", f"data.path={store}", *model).code == 0
+    assert run_here(export.main, str(tmp_path / "run"), str(out)).code == 0
+    found = []
+    for path in (tmp_path / "run", out):
+        assert evaluate(path, "--out", tmp_path / f"results of {path.name}").code == 0
+        found.append(results(tmp_path / f"results of {path.name}")["tasks"]["validation"]["metrics"])
+    assert found[0] == found[1]
+    tokenizer = out / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("w9999", "v9999"))
+    check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "that of the model is")
+
+
+def test_mistakes(run: Path, tmp_path: Path) -> None:
+    other = write_store(tmp_path / "other", vocab_size=200, kind="words")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    for arguments, code, problem in (
+        (["nowhere"], 2, "no such folder"),
+        ([run, "--tasks", "validation,"], 2, "must be names with commas between them"),
+        ([run, "--tasks=validation,validation"], 2, "names validation twice"),
+        ([run, "validation.lenghts=[3]"], 2, "validation.lenghts=[3]: unknown key; did you mean"),
+        ([run, "validaton.sequences=3"], 2, "did you mean validation.sequences?"),
+        ([run, "lm_eval.limit=3"], 2, "would be ignored; it needs one of lm_eval's tasks"),
+        ([run, "validation.sequences=-1"], 2, "validation.sequences=-1: must be ≥ 0"),
+        ([run, "validation.lengths=[3,3]"], 2, "names one twice"),
+        ([run, "validation.lengths=[0]"], 2, "validation.lengths=0: must be positive"),
+        ([run, "validation.lengths=[64,100000]"], 2, "validation.lengths=100000: longer than the corpus"),
+        ([run, "data.seq_len=100000"], 2, "data.seq_len=100000: longer than the corpus"),
+        ([run, "data.seq_len=65", "train.segments=2"], 2, "nearest legal values: 64, 66"),
+        ([run, "train.steps=3"], 2, "an evaluation does not read it"),
+        ([run, "optim.lr=3"], 2, "an evaluation does not read it"),
+        ([run, "data.global_batch=3"], 2, "an evaluation does not read it"),
+        ([run, "+experiment=gla_1b_8m"], 2, "is of a training"),
+        ([run, "model.num_layers=7"], 2, "model.num_layers=7"),
+        ([run, "other"], 2, "one model at a time"),
+        ([run, "sp=zeco", "sp.size=3"], 2, "must divide the world size 1"),
+        ([run, "--out", full], 2, "is not empty; name a new folder"),
+        ([run, "--out", full / "file"], 2, f"cannot be written ({full / 'file'} is a file); name a folder with --out"),
+        ([run, "--out", full / "file" / "out"], 2, f"({full / 'file'} is a file); name a folder with --out"),
+        ([run, f"data.path={other}", f"data.validation_path={other}"], 3, "that of the model is {'kind': 'bytes'}"),
+        ([run, f"data.path={other}"], 2, "holds nothing out"),
+        ([run, f"data.path={tmp_path / 'gone'}"], 2, f"there is no {tmp_path / 'gone'}; name a store with"),
+        ([run, "--frobnicate"], 2, "--help lists all"),
+    ):
+        before = snapshot(tmp_path), snapshot(run)
+        check_line(evaluate(*arguments), code, problem)
+        assert (snapshot(tmp_path), snapshot(run)) == before, arguments
+
+
+def test_help() -> None:
+    outcome = evaluate("--help")
+    assert outcome.code == 0
+    for text in ("validation.KEY=VALUE", "lm_eval.KEY=VALUE", "sequences=0", "batch_tokens=16384"):
+        assert text in outcome.out
+
+
+def test_without_lm_eval(run: Path) -> None:
+    with mock.patch.dict(sys.modules, {"lm_eval": None}), mock.patch("importlib.util.find_spec", return_value=None):
+        check_line(evaluate(run, "--tasks", "piqa"), 2, "--tasks=piqa: is one of lm_eval's, which is not installed")
+
+
+def write_tasks(folder: Path) -> Path:
+    """Tasks on texts of several lengths, whose right answers anybody can tell; ours need not."""
+    rows = [
+        {
+            "question": "def f(x):\n" * (1 + 7 * n),
+            "choices": ["    return x\n", "§", "\n\n"],
+            "answer": n % 3,
+            "reply": "?",
+        }
+        for n in range(5)
+    ]
+    path = write_lines(folder / "rows.jsonl", rows)
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(f"task: {name}{text}{DATA.replace('FILE', str(path))}")
+    return folder
+
+
+@pytest.mark.processes
+@needs_lm_eval
+def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tasks").mkdir()
+    tasks = [f"--tasks=validation,{','.join(TASKS)}", f"lm_eval.include_path={write_tasks(tmp_path / 'tasks')}"]
+    outcome = evaluate(run, *tasks, "--out", tmp_path / "one")
+    assert outcome.code == 0, outcome
+    for name in TASKS:
+        assert f"  {name} " in outcome.out
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    split = ["sp=zeco", "sp.size=2", "parallel=zero3", "lm_eval.batch_tokens=32", "--out", str(tmp_path / "two")]
+    with Command([*launcher, "-m", "zeco_train.evaluate", str(run), *tasks, *split], REPOSITORY) as command:
+        assert command.wait().code == 0, command.err
+    one, two = (results(tmp_path / name)["tasks"] for name in ("one", "two"))
+    assert set(one["lm_eval"]["metrics"]) == {
+        "zeco_choice/acc",
+        "zeco_blank/acc",
+        "zeco_text/bits_per_byte",
+        "zeco_reply/exact_match",
+    }
+    for task in ("validation", "lm_eval"):
+        assert two[task]["metrics"] == pytest.approx(one[task]["metrics"], rel=1e-9)
+    assert one["lm_eval"]["n-samples"]["zeco_choice"] == {"original": 5, "effective": 5}
+
+
+@needs_lm_eval
+def test_a_task_that_is_not_there_or_has_no_data(run: Path, tmp_path: Path) -> None:
+    check_line(evaluate(run, "--tasks=hellaswagg"), 2, "--tasks=hellaswagg", "did you mean", "hellaswag")
+    write_tasks(tmp_path)
+    (tmp_path / "rows.jsonl").unlink()
+    own = f"lm_eval.include_path={tmp_path}"
+    check_line(evaluate(run, "--tasks=zeco_choice", own), 3, "--tasks zeco_choice: lm_eval: ", "rows.jsonl")
+
+
+@needs_lm_eval
+def test_what_generation_is_asked_for() -> None:
+    from data.tokenizer import ByteTokenizer
+    from zeco_train.errors import ConfigError
+    from zeco_train.evaluate.language_model import LanguageModel
+
+    model = LanguageModel(mock.Mock(), ByteTokenizer(), seed=7)
+    sampling, limits = model._settings({"until": "\n", "max_gen_toks": 5, "do_sample": False, "temperature": 0.8})
+    assert (sampling.temperature, limits.stops, limits.max_tokens) == (0.0, ("\n",), 5)
+    sampling, limits = model._settings({"do_sample": True, "top_k": 4, "top_p": 0.9})
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (1.0, 4, 0.9, 7)
+    assert (limits.stops, limits.max_tokens) == ((), 256)
+    with pytest.raises(ConfigError, match="num_beams"):
+        model._settings({"num_beams": 4})

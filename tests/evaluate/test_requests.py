@@ -1,0 +1,92 @@
+"""Requests to be scored: the same scores as of one text after another, however they are packed, cut and dealt out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models.gla import GLAForCausalLM
+from models.hooks import sharding_units
+from tests.models.test_model import build, whole
+from tests.support.distributed import run_distributed
+from tests.support.steps import TINY, make_mesh
+from zeco_train.distributed.parallelize import Strategy, parallelize
+from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
+from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.training.forward import SequenceForward
+
+# Lengths of all kinds: one token scored, nothing before it but one, longer than what a rank takes at once, equal ones.
+LENGTHS = [(2, 1), (3, 1), (9, 8), (9, 4), (40, 1), (131, 1), (131, 130), (64, 10), (65, 64), (1, 1), (300, 200)]
+
+
+def requests() -> list[ScoreRequest]:
+    generator = np.random.default_rng(0)
+    found = [ScoreRequest(generator.integers(0, TINY.vocab_size, n), first) for n, first in LENGTHS]
+    # What the model itself would say, so that some are greedy.
+    model, tokens = build(TINY, spread=1.0), found[3].tokens.copy()
+    for place in range(4, len(tokens)):
+        tokens[place] = int(_logits(model, tokens[:place])[-1].argmax())
+    return [*found, ScoreRequest(tokens, 4)]
+
+
+def _logits(model: GLAForCausalLM, tokens: np.ndarray) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)[None], whole(len(tokens)))[0]
+
+
+def one_by_one() -> list[Score]:
+    model, found = build(TINY, spread=1.0), []
+    for request in requests():
+        if len(request.tokens) == 1:
+            found.append(Score(0.0, True))
+            continue
+        logits = _logits(model, request.tokens[:-1])[request.first - 1 :]
+        wanted = torch.from_numpy(request.tokens[request.first :])
+        loss = F.cross_entropy(logits, wanted, reduction="sum").item()
+        found.append(Score(-loss, bool((logits.argmax(-1) == wanted).all())))
+    return found
+
+
+def score_on_ranks(rank: int, world_size: int) -> list[tuple[str, list[Score]]]:
+    results = []
+    splits = [(sp, s) for sp in (1, 2) if sp <= world_size for s in (Strategy.zero3, Strategy.ddp)]
+    for (sp_size, strategy), batch_tokens in itertools.product(splits, (16, 1 << 14)):
+        mesh = make_mesh(rank, world_size, sp_size)
+        model = build(TINY, spread=1.0)
+        parallelize(model, sharding_units(model), strategy, torch.float64, mesh)
+        scan = build_scan(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout)
+        scores = score(SequenceForward(model, scan, mesh), requests(), batch_tokens)
+        results.append((f"sp.size {sp_size} of {world_size}, {strategy.value}, {batch_tokens} at once", scores))
+        assert score(SequenceForward(model, scan, mesh), [], batch_tokens) == []
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scores_do_not_depend_on_how_they_are_computed(world_size: int) -> None:
+    expected = one_by_one()
+    assert {one.is_greedy for one in expected if one.log_likelihood} == {True, False}
+    ranks = run_distributed(score_on_ranks, world_size)
+    for of_rank in ranks:
+        for where, scores in of_rank:
+            for number, (own, other) in enumerate(zip(scores, expected, strict=True)):
+                assert own.log_likelihood == pytest.approx(other.log_likelihood, rel=1e-11), (where, number)
+                assert own.is_greedy == other.is_greedy, (where, number)
+
+
+@pytest.mark.parametrize(("dp_size", "sp_size", "batch_tokens"), [(1, 1, 64), (3, 1, 50), (2, 4, 8), (4, 2, 1)])
+def test_all_groups_have_as_many_passes_and_every_request_is_taken_once(
+    dp_size: int, sp_size: int, batch_tokens: int
+) -> None:
+    work = requests()
+    plan = _deal(work, batch_tokens, dp_size, sp_size)
+    assert sorted(number for own in plan for pack in own for number in pack.numbers) == list(range(len(work)))
+    assert len({sum(pack.segments for pack in own) for own in plan}) == 1
+    for pack in itertools.chain(*plan):
+        per_rank = pack.length // (pack.segments * sp_size)
+        assert pack.length == per_rank * pack.segments * sp_size
+        assert max(len(pack.numbers), 1) * per_rank <= batch_tokens
+        assert all(len(work[number].tokens) - 1 <= pack.length for number in pack.numbers)

@@ -1,0 +1,193 @@
+"""`python -m zeco_train.generate` as a user runs it: on a run that was trained here, on one rank and on two."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.tokenizer import ByteTokenizer
+from tests.support.commands import Command, Outcome, check_line, run_here, train_here
+from zeco_train import export
+from zeco_train.generate import command
+from zeco_train.generate.output import Printer
+from zeco_train.hf.folder import ORIGIN_FILE
+
+pytestmark = pytest.mark.numeric
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate") / "run"
+    outcome = train_here("name=run", f"run_dir='{folder}'", "train.steps=2", "train.dtype=fp64", "data.seq_len=128")
+    assert outcome.code == 0, outcome
+    return folder
+
+
+def generate(*arguments: str | Path) -> Outcome:
+    return run_here(command.main, *map(str, arguments))
+
+
+def launcher(ranks: int, *arguments: str | Path) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [*command, "zeco_train.generate", *map(str, arguments)]
+
+
+def texts(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["completions"]
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Path, tmp_path: Path) -> None:
+    arguments = [run, "--prompt", "def ", "--max-tokens", "30", "--ignore-eos", "--seed", "5"]
+    found = generate(*arguments, "--json", tmp_path / "found.json")
+    assert found.code == 0, found
+    (text,) = texts(tmp_path / "found.json")
+    assert found.out == text["text"] + ("" if text["text"].endswith("\n") else "\n")
+    assert (text["prompt"], text["seed"], text["ended_by"]) == ("def ", 5, "length")
+    assert text["text"] == ByteTokenizer().decode(np.asarray(text["tokens"]))
+    assert found.err.startswith("prompts: 4 tokens in ")
+    assert found.err.endswith("ended 1 by length\n")
+    # The same seed, the same text; also shown at once, and from the checkpoint by its own name.
+    checkpoint = run / "checkpoints" / "step_00000002"
+    assert generate(checkpoint, *arguments[1:], "--no-stream").out == found.out
+    assert generate(*arguments[:-1], "6").out != found.out
+
+
+def test_an_export_writes_what_its_run_writes(run: Path, tmp_path: Path) -> None:
+    """Also one that somebody else wrote, of which no run is known; it is computed in fp32 then."""
+    arguments = ["--prompt", "def ", "--max-tokens", "30", "--ignore-eos"]
+    expected = generate(run, *arguments).out
+    outcome = run_here(export.main, str(run), str(tmp_path / "export"))
+    assert outcome.code == 0, outcome
+    assert generate(tmp_path / "export", *arguments).out == expected
+    (tmp_path / "export" / ORIGIN_FILE).unlink()
+    assert generate(tmp_path / "export", *arguments, "--json", tmp_path / "found.json").code == 0
+    assert json.loads((tmp_path / "found.json").read_text())["step"] is None
+
+
+def test_headings_and_ends(run: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("é\n", encoding="utf-8")
+    found = generate(run, "--prompt", "a", "--prompt-file", prompt, "--samples", "2", "--greedy", "--max-tokens", "3")
+    headings = [line for line in found.out.splitlines() if line.startswith("== ")]
+    assert headings == [f"== prompt {p}, sample {s}" for p in (1, 2) for s in (1, 2)]
+    # Greedy, so that samples are equal; 2 tokens of "é" and one of the line's end.
+    assert found.err.startswith("prompts: 4 tokens in ")
+
+
+@pytest.mark.processes
+def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
+    """In fp64: a prompt over both ranks, and texts on both; the rank that has none of a batch, too."""
+    long = tmp_path / "long.txt"
+    long.write_text("import os\n" * 40)
+    arguments = [
+        run,
+        "--prompt-file",
+        long,
+        "--prompt",
+        "x = ",
+        "--prompt",
+        "",
+        "--max-tokens",
+        "20",
+        "--ignore-eos",
+        "--seed",
+        "1",
+    ]
+    alone = generate(*arguments, "--json", tmp_path / "one.json")
+    assert alone.code == 0, alone
+    with Command(launcher(2, *arguments, "--json", tmp_path / "two.json", "--batch", "1"), tmp_path) as two:
+        outcome = two.wait()
+    assert outcome.code == 0, outcome
+    assert texts(tmp_path / "two.json") == texts(tmp_path / "one.json")
+    assert outcome.out == alone.out
+    assert len(texts(tmp_path / "two.json")) == 3
+
+
+@pytest.mark.processes
+def test_interrupted(run: Path, tmp_path: Path) -> None:
+    arguments = [run, "--prompt", "a", "--max-tokens", "10000000", "--ignore-eos"]
+    program = [sys.executable, "-m", "zeco_train.generate", *map(str, arguments)]
+    with Command(program, tmp_path) as command:
+        command.wait_until(lambda: len(command.out) > 20, "text")
+        command.signal(signal.SIGINT)
+        outcome = command.wait()
+    assert outcome.code == 130, outcome
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.endswith("ended 1 by signal\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (["--prompt", "x", "--top-k", "-1"], 2, ["top_k=-1", "≥ 0"]),
+        (["--prompt", "x", "--top-p", "0"], 2, ["top_p=0.0", "> 0"]),
+        (["--prompt", "x", "--temperature", "-1"], 2, ["temperature=-1.0"]),
+        (["--prompt", "x", "--temperature", "1e-39"], 2, ["temperature=1e-39", "or 0"]),
+        (["--prompt", "x", "--temperature", "warm"], 2, ["argument --temperature"]),
+        (["--prompt", "a\udcff"], 2, ["--prompt='a\\udcff'", "not UTF-8", "character 2"]),
+        (["--prompt", "x", "--greedy", "--top-k", "3"], 2, ["--greedy", "leave out"]),
+        (["--prompt", "x", "--max-tokens", "0"], 2, ["max_tokens=0", "≥ 1"]),
+        (["--prompt", "x", "--samples", "0"], 2, ["--samples=0", "≥ 1"]),
+        (["--prompt", "x", "--stop", ""], 2, ["stop="]),
+        (["--prompt", "x", "--loud"], 2, ["unrecognized arguments: --loud", "--help"]),
+        (["--prompt", "x", "optim.lr=1"], 2, ["optim.lr=1", "would be ignored", "train.dtype"]),
+        (["--prompt", "x", "model.num_layers=3"], 2, ["model.num_layers=3", "would be ignored"]),
+        (["--prompt", "x", "train.dtype=fp8"], 2, ["train.dtype=fp8", "bf16, fp32, fp64"]),
+        (["--prompt", "x", "sp.size=3"], 2, ["sp.size=3", "must divide the world size 1"]),
+        (["--prompt", "x", "sp"], 2, ["argument=sp", "KEY=VALUE"]),
+        ([], 2, ["--prompt", "--prompt-file"]),
+        (["--prompt-file", "nowhere.txt"], 3, ["nowhere.txt", "cannot be read"]),
+        (["--prompt-file", "-", "--prompt-file", "-"], 2, ["--prompt-file=-", "once"]),
+        (["--prompt", "x", "--json", "nowhere/out.json"], 2, ["--json=nowhere/out.json", "folder"]),
+    ],
+)
+def test_mistakes(run: Path, arguments: list[str], code: int, parts: list[str]) -> None:
+    check_line(generate(run, *arguments), code, *parts)
+
+
+def test_nothing_to_generate_with(run: Path, tmp_path: Path) -> None:
+    check_line(generate("nowhere", "--prompt", "x"), 2, "RUN=nowhere", "no such folder")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"ok \xff")
+    check_line(generate(run, "--prompt-file", binary), 3, "binary", "not UTF-8", "byte 3")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    weights = next((damaged / "checkpoints" / "step_00000002").glob("*.distcp"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    check_line(generate(damaged, "--prompt", "x"), 4, "damaged")
+
+
+def test_printer_keeps_the_order() -> None:
+    """Texts come in any order, some from other ranks at the end; the first that has not ended is shown as it comes."""
+    from zeco_train.generate.generator import Completion
+
+    out = io.StringIO()
+    printer = Printer(3, 1, out)
+    printer.tell(1, 0, "two", False)
+    assert out.getvalue() == ""
+    printer.tell(0, 0, "o", False)
+    assert out.getvalue() == "== prompt 1\no"
+    printer.tell(0, 0, "ne", True)
+    assert out.getvalue() == "== prompt 1\none\n== prompt 2\ntwo"
+    printer.tell(1, 0, "\n", True)
+    rest = [Completion(0, 0, "one", [], "eos"), Completion(1, 0, "two\n", [], "eos"), Completion(2, 0, "3", [], "eos")]
+    printer.finish(rest)
+    assert out.getvalue() == "== prompt 1\none\n== prompt 2\ntwo\n== prompt 3\n3\n"
+
+
+@pytest.mark.processes
+def test_a_reader_that_leaves_ends_it(run: Path, tmp_path: Path) -> None:
+    program = f"{sys.executable} -m zeco_train.generate {run} --prompt a --max-tokens 10000000 --ignore-eos"
+    script = f"set -o pipefail; {program} | head -c 5 >/dev/null; echo code $?"
+    with Command(["bash", "-c", script], tmp_path) as command:
+        outcome = command.wait()
+    assert outcome.out == "code 141\n"
+    assert "Traceback" not in outcome.err

@@ -1,0 +1,93 @@
+"""The recurrent step: against the oracle and the chunked operator, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.gla_config import FeatureMap
+from tests.models.test_model import SMALL, build, tokens_and_labels, whole
+from zeco_train.ops import naive_gla
+from zeco_train.ops.recurrent import recurrent_step
+from zeco_train.sp.segments import LayerStates
+
+pytestmark = pytest.mark.numeric
+
+
+def operands(dtype: torch.dtype, tokens: int = 30, device: str = "cpu") -> tuple[Tensor, ...]:
+    """q, k, v, g of two sequences, with strong and weak decays, and a state before them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, g = (torch.randn(2, tokens, 3, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    v = torch.randn(2, tokens, 3, 20, generator=generator, dtype=torch.float64)
+    state = torch.randn(2, 3, 8, 20, generator=generator, dtype=torch.float64)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    g = torch.nn.functional.logsigmoid(4 * g).to(wide)
+    return tuple(x.to(device) for x in (q.to(dtype), k.to(dtype), v.to(dtype), g, state.to(wide)))
+
+
+def steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
+    columns = zip(*(x.split(1, dim=1) for x in (q, k, v, g)), strict=True)
+    return torch.cat([recurrent_step(*column, state) for column in columns], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
+)
+def test_steps_equal_the_recurrence(dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v, g, state = operands(dtype)
+    wide = [x.double() for x in (q, k, v, g)]
+    expected, final_state = naive_gla(*wide, initial_state=state.double())
+    o = steps(q, k, v, g, state)
+    assert o.dtype == dtype
+    assert (o - expected).norm() <= tolerance * expected.norm()
+    # The state is kept in fp32 at least, and moved on where it lies.
+    assert (state - final_state).norm() <= min(tolerance, 1e-6) * final_state.norm()
+
+
+def test_misfits_are_named() -> None:
+    q, k, v, g, state = operands(torch.float32, tokens=1)
+    with pytest.raises(ValueError, match="state: expected shape"):
+        recurrent_step(q, k, v, g, state[:1])
+    with pytest.raises(ValueError, match="state: expected the dtype of g"):
+        recurrent_step(q, k, v, g, state.double())
+    with pytest.raises(ValueError, match="one token"):
+        recurrent_step(*operands(torch.float32))
+
+
+@pytest.mark.parametrize("prompt", [1, 64, 100])
+def test_steps_of_the_model_equal_the_chunked_operator(prompt: int) -> None:
+    """Logits after each token, in fp64: all at once, and a prompt at once with a step a token from there."""
+    model, (ids, _) = build(), tokens_and_labels(tokens=150)
+    with torch.no_grad():
+        expected = model(ids, whole(150))
+        states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
+        logits = [model(ids[:, :prompt], whole(prompt), states=states)]
+    for column in ids[:, prompt:].T:
+        logits.append(model.step(column, states.carry_out)[:, None])
+    error = (torch.cat(logits, dim=1) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-12, error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_kv_heads": 1},
+        {"feature_map": FeatureMap.relu, "clamp_min": -0.3},
+        {"use_output_gate": False, "tie_word_embeddings": True},
+    ],
+)
+def test_all_steps_from_the_zero_state(changes: dict[str, Any]) -> None:
+    """Whatever the layers are made of."""
+    model, (ids, _) = build(dataclasses.replace(SMALL, **changes)), tokens_and_labels(tokens=70)
+    states = model.zero_states(2, ids.device)
+    before = [state.data_ptr() for state in states]
+    logits = torch.stack([model.step(column, states) for column in ids.T], dim=1)
+    expected = model(ids, whole(70))
+    assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
+    assert [state.data_ptr() for state in states] == before
+    assert not logits.requires_grad

@@ -1,0 +1,328 @@
+"""Folders that others wrote: read where our model is theirs, refused by name where it is not; and training on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from data.prepare import PrepareOptions, prepare_store
+from models.gla import GLAConfig
+from models.gla_config import FeatureMap
+from tests.data.test_prepare import hugging_face
+from tests.models.test_model import reference_logits
+from tests.support.commands import train_here
+from tests.support.stores import write_lines
+from zeco_train.config.schema import Dtype
+from zeco_train.distributed.mesh import Launch
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.errors import CheckpointError, ConfigError, DataError
+from zeco_train.export import main
+from zeco_train.hf import parity
+from zeco_train.hf.continuing import other_tokenizer
+from zeco_train.hf.export import ExportSettings, export
+from zeco_train.hf.fla_config import from_fla
+from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
+from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.training.build import init
+
+pytestmark = pytest.mark.numeric
+
+__all__ = ["hugging_face"]
+# The file of fla-hub's 1.3B models of 2024, without what later versions added.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["GLAForCausalLM"], "attn_mode": "chunk", "bos_token_id": 1, "clamp_min": None, "conv_size": 4,
+    "elementwise_affine": True, "eos_token_id": 2, "expand_k": 0.5, "expand_v": 1, "feature_map": None,
+    "fuse_cross_entropy": True, "fuse_norm": True, "hidden_act": "swish", "hidden_ratio": 4, "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": None, "max_position_embeddings": 2048, "model_type": "gla",
+    "norm_eps": 1e-06, "num_heads": 4, "num_hidden_layers": 24, "num_kv_heads": None, "share_conv_kernel": True,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.38.2", "use_cache": True,
+    "use_gk": True, "use_gv": False, "use_output_gate": True, "use_short_conv": False, "vocab_size": 32000,
+}  # fmt: skip
+HERE = Path("model")
+
+
+def test_a_published_configuration() -> None:
+    model = from_fla(PUBLISHED, HERE).model
+    assert (model.head_k_dim, model.head_v_dim, model.intermediate_size) == (256, 512, 5632)
+    assert from_fla({"model_type": "gla"}, HERE).model == model
+    assert from_fla({**PUBLISHED, "num_kv_heads": 4}, HERE).model == model
+    assert from_fla({**PUBLISHED, "feature_map": "swish"}, HERE).model.feature_map is FeatureMap.silu
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("model_type", "gsa", "only 'gla' can be read"),
+        ("architectures", ["GLAForSequenceClassification"], "only GLAForCausalLM can be read"),
+        ("use_short_conv", True, "short convolutions before the operator: not supported"),
+        ("attn", {"layers": [3], "num_heads": 4}, "layers of softmax attention: not supported"),
+        ("attnres_block_size", 4, "residuals over blocks of layers: not supported"),
+        ("elementwise_affine", False, "norms without weights: not supported"),
+        ("hidden_act", "powlu", "another activation of the MLP and the output gate: not supported"),
+        ("feature_map", "gelu", "not supported, only relu, sqrelu, silu, sigmoid, swish"),
+        ("gate_low_rank_dim", 32, "another one than fla's layer has: not supported, only 16"),
+        ("quantization_config", {"bits": 4}, "quantised weights: not supported"),
+        ("hidden_size", "2048", "must be a whole number"),
+        ("expand_k", True, "must be a number"),
+        ("num_heads", 7, "must divide"),
+        ("num_kv_heads", 3, "must divide num_heads=4: 1, 2, 4"),
+        ("clamp_min", 0.5, "must be finite and < 0"),
+        ("use_output_gate", 1, "must be true or false"),
+    ],
+)
+def test_what_our_model_is_not_is_refused_by_name(key: str, value: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_fla({**PUBLISHED, key: value}, HERE)
+    assert "config.json" in str(error.value)
+    assert f"{key}=" in str(error.value)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fuse_norm": False, "num_kv_heads": 2, "feature_map": "sqrelu"},
+        {"use_output_gate": False, "clamp_min": -0.3, "tie_word_embeddings": True},
+    ],
+    ids=["plain norms", "no gate"],
+)
+def test_a_model_that_fla_wrote(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Its names and shapes; in fp64, our forward pass is that of the recurrence with the tensors of its file."""
+    from fla.models import GLAConfig as FlaConfig
+    from fla.models import GLAForCausalLM as FlaModel
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 61, "hidden_size": 48, "num_heads": 4, "num_hidden_layers": 2, "intermediate_size": 40}
+    theirs = FlaModel(FlaConfig(**shape, **settings))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1).add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "fla")
+    stored = load_file(tmp_path / "fla" / WEIGHTS_FILE)
+
+    trained = find_trained(str(tmp_path / "fla"))
+    assert (trained.config, trained.step, trained.model.name) == (None, None, "fla")
+    mesh = init(trained.configure(["data.seq_len=64", "train.dtype=fp64"]), Launch(0, 1, 0))
+    ours = load_trained(trained, mesh, dtype=Dtype.fp64, strategy=Strategy.zero2)
+    dist.destroy_process_group()
+    names = {name.replace("g_norm_swish_gate", "g_norm") if "fuse_norm" in settings else name for name in stored}
+    assert names == stored.keys()
+    parameters = {name: tensor.double() for name, tensor in stored.items()}
+    if "fuse_norm" in settings:
+        parameters = {name.replace("g_norm.", "g_norm_swish_gate."): value for name, value in parameters.items()}
+    ids = torch.randint(61, (40,), generator=torch.Generator().manual_seed(1))
+    logits = ours(ids[None], SequenceShard(scan=(scan := LocalScan()), offset=0, seq_len=40))[0]
+    scan.drain()
+    expected = reference_logits(parameters, trained.model, ids)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("import") / "run"
+    assert train_here(f"run_dir={folder}", "train.steps=1").code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path) -> Path:
+    export(str(run), run.with_name("out"), ExportSettings())
+    return run.with_name("out")
+
+
+@pytest.fixture
+def exported(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "exported")
+
+
+def test_training_goes_on_from_an_export(run: Path, exported: Path, tmp_path: Path) -> None:
+    """A step with a learning rate that fp32 cannot hold, and out again: the same weights."""
+    load = [f"checkpoint.load=hf:{exported}", "train.steps=1", "optim.lr=1e-20", "optim.weight_decay=0"]
+    outcome = train_here(*load, f"run_dir={tmp_path / 'on'}")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert main([str(tmp_path / "on"), str(tmp_path / "again")]) == 0
+    first, again = (load_file(folder / WEIGHTS_FILE) for folder in (exported, tmp_path / "again"))
+    assert first.keys() == again.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+    # An export is no run's folder, and the prefix says which of both is meant.
+    outcome = train_here(f"checkpoint.load={exported}", f"run_dir={tmp_path / 'other'}")
+    assert outcome.errors == [
+        f"checkpoint.load={exported}: holds no complete checkpoint; name a run's folder, a step_… folder, or hf:PATH "
+        "for a Hugging Face model"
+    ]
+    outcome = train_here(*load, f"run_dir={tmp_path / 'other'}", "model.num_layers=2", "model.feature_map=relu")
+    assert outcome.errors == [
+        f"model.num_layers=2: the model in {exported} is another one; it takes: model.num_layers=1 "
+        "model.feature_map=null"
+    ]
+    assert not (tmp_path / "other").exists()
+    (exported / "tokenizer_config.json").unlink()
+    outcome = train_here(*load, f"run_dir={tmp_path / 'without'}")
+    assert outcome.code == 0
+    assert "has no tokenizer: whether its tokens are those of the data, nobody has checked" in outcome.err
+
+
+def flip(folder: Path) -> str:
+    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    data[-100] ^= 1
+    (folder / WEIGHTS_FILE).write_bytes(data)
+    return "model.safetensors is not what was written (SHA-256)"
+
+
+def cut(folder: Path) -> str:
+    data = (folder / WEIGHTS_FILE).read_bytes()
+    (folder / WEIGHTS_FILE).write_bytes(data[:-2])
+    return f"{folder / WEIGHTS_FILE}: damaged: "
+
+
+def pickled(folder: Path) -> str:
+    (folder / WEIGHTS_FILE).rename(folder / "pytorch_model.bin")
+    return "model.safetensors is missing (there is pytorch_model.bin: convert it with transformers, save_pretrained)"
+
+
+def doubled(folder: Path) -> str:
+    shutil.copy(folder / WEIGHTS_FILE, folder / "consolidated.safetensors")
+    return "consolidated.safetensors is none of the files that it should have; move it away"
+
+
+def edited(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS_FILE)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS_FILE)
+
+    return edit
+
+
+def without_norm(folder: Path) -> str:
+    edited(lambda tensors: tensors.pop("model.norm.weight"))(folder)
+    return "model.norm.weight is missing, which config.json asks for"
+
+
+def with_more(folder: Path) -> str:
+    edited(lambda tensors: tensors.update({"model.layers.0.attn.q_conv1d.weight": torch.ones(4)}))(folder)
+    return "has model.layers.0.attn.q_conv1d.weight, of which config.json knows nothing"
+
+
+def other_shape(folder: Path) -> str:
+    edited(lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)}))(folder)
+    return "model.norm.weight is [33], config.json makes it [32]"
+
+
+def whole_numbers(folder: Path) -> str:
+    edited(lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))(folder)
+    return "model.norm.weight is I8; only F64, F32, F16, BF16 can be read"
+
+
+def not_json(folder: Path) -> str:
+    (folder / "config.json").write_text("{")
+    return f"{folder / 'config.json'}: cannot be read: "
+
+
+def other_origin(folder: Path) -> str:
+    (folder / "zeco_train.json").write_text(json.dumps({"step": 3}))
+    return f"{folder / 'zeco_train.json'}: cannot be read: "
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut, pickled, doubled, without_norm, with_more, other_shape, whole_numbers, not_json, other_origin],
+    ids=lambda damage: damage.__name__,
+)
+def test_folders_that_cannot_be_read(damage: Callable[[Path], str], exported: Path) -> None:
+    expected = damage(exported)
+    with pytest.raises(CheckpointError) as error:
+        find_trained(str(exported))
+    assert expected in str(error.value)
+    if damage is not other_origin:
+        with pytest.raises(CheckpointError):
+            checked_fla_model(exported)
+
+
+def test_a_flipped_bit(exported: Path, tmp_path: Path) -> None:
+    problem = flip(exported)
+    outcome = train_here(f"checkpoint.load=hf:{exported}", f"run_dir={tmp_path / 'on'}")
+    assert outcome.errors == [f"{exported}: damaged: {problem}; name another checkpoint"]
+    assert outcome.code == 4
+
+
+def test_exports_that_are_refused(
+    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    broken = shutil.copytree(run, tmp_path / "broken")
+    file = broken / "checkpoints" / "step_00000001" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "new")
+    for arguments, problem in {
+        (str(run),): "must be: python -m zeco_train.export RUN OUT [KEY=VALUE ...]",
+        (str(run), str(taken)): f"OUT={taken}: exists; name a new folder",
+        (str(run), str(tmp_path / "file" / "out")): f"out: cannot be written ({tmp_path / 'file'} is a file)",
+        (str(exported), out): f"RUN={exported}: is an export already",
+        (str(broken), out): "damaged: __0_0.distcp is not what was written (SHA-256)",
+        (str(run), out, "dtype=fp16"): "dtype=fp16: must be one of bf16, fp32, fp64 or null",
+        (str(run), out, "shard_mb=0"): "shard_mb=0: must be ≥ 1",
+    }.items():
+        assert main(list(arguments)) != 0
+        errors = capsys.readouterr().err
+        assert problem in errors
+        assert errors.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert parity.main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: EXPORT={run}: is none; make one with: ")
+    assert main([str(run), out, "dtype=bf16"]) == 0
+    rounded, stored = load_file(Path(out) / WEIGHTS_FILE), load_file(exported / WEIGHTS_FILE)
+    assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in rounded.items())
+    assert json.loads((Path(out) / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_fla_cannot_say_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(f"run_dir={tmp_path / 'run'}", "train.steps=1", "model.gate_logit_normalizer=8").code == 0
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err
+    assert errors == "error: model.gate_logit_normalizer=8: fla's GLA knows 16 only, so this model cannot be exported\n"
+    assert not (tmp_path / "out").exists()
+    assert GLAConfig().gate_logit_normalizer == 16
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_said(exported: Path) -> None:
+    (exported / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
+    told = other_tokenizer(exported, {"kind": "huggingface", "sha256": "of the data"})
+    assert told is not None
+    assert told.startswith(f"whether its tokens are those of the data, nobody can check: {exported}: transformers can")
+
+
+def test_a_tokenizer_outlives_its_store(hugging_face: Path, tmp_path: Path) -> None:
+    """The run keeps the files; the export has them as they are."""
+    words = " ".join(f"w{index}" for index in range(200))
+    source = write_lines(tmp_path / "a.jsonl", [{"text": words}] * 3)
+    copy = shutil.copytree(hugging_face / "whole", tmp_path / "tokenizer")
+    prepare_store(PrepareOptions((source,), tmp_path / "store", tokenizer=str(copy), validation_fraction=0))
+    data = ["data=tokens", f"data.path={tmp_path / 'store'}", "data.seq_len=64", "data.global_batch=4"]
+    run = tmp_path / "run"
+    assert train_here(*data, f"run_dir={run}", "train.steps=1", "model.vocab_size=70003").code == 0
+    shutil.rmtree(copy)
+    shutil.rmtree(tmp_path / "store")
+    assert find_trained(str(run)).tokenizer.encode(["w7 w70000"])[0].tolist() == [9, 70002]
+    export(str(run), tmp_path / "out", ExportSettings())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (run / "tokenizer" / name).read_bytes()
+    exported = find_trained(str(tmp_path / "out"))
+    assert exported.tokenizer.decode(exported.tokenizer.encode(["w7 w70000"])[0]) == "w7 w70000"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
+    shutil.rmtree(run / "tokenizer")
+    with pytest.raises(DataError, match=r"no such token store|no tokenizer there"):
+        _ = find_trained(str(run)).tokenizer

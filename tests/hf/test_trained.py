@@ -1,0 +1,141 @@
+"""A trained model is found wherever it lies, and loaded on any split."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.commands import train_here
+from tests.support.distributed import run_distributed
+from tests.support.training import full, train
+from zeco_train.checkpoint.weights import load_weights
+from zeco_train.config.schema import Device, Dtype
+from zeco_train.distributed.mesh import Launch, host_group
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.hf.export import ExportSettings, export
+from zeco_train.hf.trained import find_trained, load_trained
+from zeco_train.training.build import build_model, init
+
+pytestmark = pytest.mark.numeric
+
+LAYOUTS = [(Strategy.zero3, Dtype.fp64), (Strategy.ddp, Dtype.fp64), (Strategy.zero2, Dtype.bf16)]
+
+
+def _train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    tied = ["model.tie_word_embeddings=true", "train.dtype=fp64", "parallel.strategy=zero3"]
+    return train(rank, world_size, folder, *tied, "train.steps=2", "checkpoint.keep=1")["parameters"]
+
+
+def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    trained = find_trained(folder)
+    config = trained.configure(["train.eval_sequences=1"])
+    mesh = init(config, Launch(rank, world_size, rank))
+    loaded = []
+    for strategy, dtype in LAYOUTS:
+        model = load_trained(trained, mesh, dtype=dtype, strategy=strategy)
+        assert not model.training
+        assert model.lm_head.weight is model.model.embeddings.weight
+        loaded.append({name: full(parameter).clone() for name, parameter in model.named_parameters()})
+    with (trained.path / "__0_0.distcp").open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=r"damaged: __0_0.distcp is not what was written"):
+        load_trained(trained, mesh, dtype=Dtype.fp64, strategy=Strategy.ddp)
+    return loaded
+
+
+def test_weights_on_other_splits(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    expected = run_distributed(_train, 2, run)[0]
+    for loaded in run_distributed(_load, 3, run):
+        for (_, dtype), found in zip(LAYOUTS, loaded, strict=True):
+            assert found.keys() == expected.keys()
+            for name, parameter in found.items():
+                assert torch.equal(parameter, expected[name].to(dtype.compute)), (name, dtype)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert train_here(f"run_dir={folder}", "train.steps=2", "checkpoint.every=1", "sp=lasp2").code == 0
+    return folder
+
+
+def test_found_in_a_run_or_a_checkpoint(run: Path) -> None:
+    newest = find_trained(str(run))
+    older = find_trained(str(run / "checkpoints" / "step_00000001"))
+    assert (newest.step, older.step) == (2, 1)
+    assert newest.path == run / "checkpoints" / "step_00000002"
+    assert find_trained(str(run / "checkpoints" / "latest")).path == newest.path
+    assert newest.model == older.model
+    assert newest.model.hidden_size == 32
+    assert newest.tokenizer.decode(newest.tokenizer.encode(["naïve"])[0]) == "naïve"
+
+
+def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) -> None:
+    config = find_trained(f"{checkpoints}/latest").configure([])
+    mesh = init(config, Launch(rank, world_size, rank))
+    name = f"step_{rank + 1:08}"
+    for folder, found in (
+        (checkpoints, r"checkpoint=step_00000002: rank 1 differs, rank 0 has step_00000001"),
+        (exports, r"export of step=2: rank 1 differs, rank 0 has 1"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{found}; name one step_… folder, or one export, for all ranks$"):
+            load_trained(find_trained(f"{folder}/{name}"), mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
+        # As a training does with checkpoint.load.
+        model = build_model(config.model, config.train, Strategy.ddp, mesh, seed=0)
+        with pytest.raises(ConfigError, match=found):
+            load_weights(Path(folder, name), model, mesh, host_group(mesh))
+
+
+def test_another_checkpoint_on_another_rank(run: Path, tmp_path: Path) -> None:
+    for name in ("step_00000001", "step_00000002"):
+        export(f"{run}/checkpoints/{name}", tmp_path / name, ExportSettings())
+    run_distributed(_load_different, 2, f"{run}/checkpoints", str(tmp_path))
+
+
+def test_configuration_on_top_of_the_runs(run: Path) -> None:
+    trained = find_trained(str(run))
+    config = trained.configure(["data.seq_len=128", "sp=zeco"])
+    assert (config.data.seq_len, config.data.global_batch) == (128, 4)
+    assert config.sp.backend.value == "zeco"
+    assert trained.configure([]).sp.backend.value == "lasp2"
+    assert trained.configure(["data=tokens", "data.path=other"]).data.seq_len == 64
+    assert trained.configure(["data=tokens", "data.path=other", "data.seq_len=128"]).data.seq_len == 128
+    # Those of the machine that it was trained on.
+    assert (config.sp.size, config.train.device) == (-1, Device.auto)
+    with pytest.raises(ConfigError, match=r"model.num_layers=3: is decided by the trained model"):
+        trained.configure(["model.num_layers=3"])
+    with pytest.raises(ConfigError, match=r"data.seq_lne=3: unknown key; did you mean data.seq_len"):
+        trained.configure(["data.seq_lne=3"])
+
+
+def test_mistakes(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "step_00000001"
+    shutil.copytree(run / "checkpoints" / "step_00000001", moved)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(run / "config.yaml", begun)
+    file = tmp_path / "file"
+    file.touch()
+    broken = tmp_path / "broken"
+    shutil.copytree(run, broken)
+    (broken / "config.yaml").write_text("model: {num_layers: many}")
+    for path, problem in {
+        tmp_path / "nothing": "no such folder; name a run's folder",
+        file: "is a file; name a run's folder",
+        empty: "holds no model",
+        begun: "is a run without a complete checkpoint",
+        moved: "has no config.yaml of its run",
+        broken: "cannot be read as a run's configuration",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            find_trained(str(path))

@@ -1,0 +1,208 @@
+"""`launch/slurm_256gpu.sh` under a real Slurm of four nodes on this machine: requeue, lost ranks, lost nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import REPOSITORY, SMALL, torchrun
+from tests.support.slurm_cluster import SlurmCluster, why_not
+from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(why_not() is not None, reason=f"needs Slurm: {why_not()}"),
+]
+
+SCRIPT = REPOSITORY / "launch" / "slurm_256gpu.sh"
+STEPS = 32
+# A step a row, a checkpoint now and then; what is compared with an unbroken run is the whole curve.
+SETTINGS = [*SMALL, "train.device=cpu", f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=0"]
+# A start of four nodes on two busy cores: Python and torch come up twelve times.
+START = 120.0
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+
+class SlurmJob:
+    """A job, of four nodes unless told otherwise, and what it leaves."""
+
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, *options: str, settings: list[str] = SETTINGS, **variables: str
+    ) -> None:
+        self.cluster, self.folder = cluster, folder
+        variables = {"RANKS_PER_NODE": "1", "CACHE_DIR": str(folder / "cache"), **variables}
+        exported = ",".join(f"{name}={value}" for name, value in variables.items())
+        sizes = ["--nodes=4", "--gpus-per-node=0", f"--export=ALL,{exported}", *options]
+        self.number = cluster.submit(*sizes, str(SCRIPT), "--", *settings, cwd=folder)
+        self.run_dir = folder / "runs" / f"zeco-{self.number}"
+
+    @property
+    def output(self) -> str:
+        path = self.folder / f"zeco-{self.number}.out"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def state(self) -> str:
+        return self.cluster.job(self.number)["JobState"]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All rows of metrics, those of steps that were done twice included."""
+        path = self.run_dir / METRICS_FILE
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(self, step: int, start: str) -> None:
+        """Wait for a step to be done in a certain start, `REQUEUES.ATTEMPT`."""
+
+        def reached() -> bool:
+            assert self.state not in ENDED, self.output
+            after = self.output.partition(f"start {start}:")[2]
+            return any(int(number) >= step for number in re.findall(r"^step +(\d+)/", after, re.M))
+
+        self.wait(reached, f"step {step} in start {start}")
+
+    def wait(self, condition: Any, what: str) -> None:
+        try:
+            self.cluster.wait(condition, what, START)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+
+    def finish(self) -> str:
+        """Wait for the end; returns the output."""
+        self.wait(lambda: self.state in ENDED, "end of the job")
+        return self.output
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with SlurmCluster() as cluster:
+        cluster.environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        yield cluster
+        # By their environment, so that nothing that a job has started is overlooked.
+        cluster.wait(lambda: not cluster.processes_of_jobs(), "end of all processes of jobs", 20)
+    assert not cluster.processes()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same run on the same split, without Slurm and without an interruption."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    with torchrun(4, folder, *SETTINGS, "name=unbroken") as command:
+        assert command.wait(2 * START).code == 0
+    return read_metrics(folder / "runs" / "unbroken" / METRICS_FILE)
+
+
+def check_curve(job: SlurmJob, unbroken: list[dict[str, Any]]) -> None:
+    """No step is missing, and each is to the last bit what it is without an interruption."""
+    rows = read_metrics(job.run_dir / METRICS_FILE)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert [row[key] for row in rows] == [row[key] for row in unbroken], key
+
+
+def resumed_at(output: str) -> list[int]:
+    """The steps from which the starts of a job went on."""
+    return [int(step or 0) for step in re.findall(r"from (?:the start|step (\d+))$", output, re.M)]
+
+
+def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
+    cluster: SlurmCluster, unbroken: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    job = SlurmJob(cluster, tmp_path)
+    job.wait_for_step(6, "0.0")
+    os.kill(cluster.ranks(job.number)[2], signal.SIGKILL)
+
+    # In the same allocation, from the newest checkpoint.
+    job.wait_for_step(10, "0.1")
+    # As Slurm does a while before the time limit.
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+
+    output = job.finish()
+    print(output)
+    assert job.state == "COMPLETED"
+    assert cluster.job(job.number)["Restarts"] == "1"
+    assert re.search(r"^check: 4 nodes with \d+ CPUs, no GPUs, torch .* 0 nodes at fault$", output, re.M)
+    assert "was ended by SIGKILL" in output
+    assert "ranks failed (code 70): starting again from step_" in output
+    assert re.search(r"^error: rank \d: step \d+.*: rank 2 no longer answers", output, re.M)
+    assert "SIGUSR1 after step" in output
+    assert "requeue: saved" in output
+    assert "Traceback" not in output
+    first, second, third = resumed_at(output)
+    assert (first, second % 4) == (0, 0)
+    # Nothing that the warned ranks had done is done again.
+    done = [row["step"] for row in job.lines()]
+    assert third >= 10
+    assert done[done.index(second + 1, second + 1) :] == list(range(second + 1, STEPS + 1))
+    check_curve(job, unbroken)
+    check_folder(job)
+
+
+def test_what_another_start_would_not_change_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = SlurmJob(cluster, tmp_path, "--nodes=2", settings=[*SETTINGS, "data.global_batch=3", "sp=dp"], CHECKS="off")
+    output = job.finish()
+    print(output)
+    assert job.state == "FAILED"
+    assert cluster.job(job.number)["ExitCode"] == "2:0"
+    (line,) = re.findall("^error: .*", output, re.M)
+    assert line.startswith("error: data.global_batch=3: must be a multiple of dp × data.micro_batch = 2 × 1 = 2")
+    assert output.count(", start ") == 1
+
+
+def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
+    # Slurm counts two GPUs on each node, and there are none.
+    job = SlurmJob(cluster, tmp_path, "--nodes=2", "--gpus-per-node=2")
+    output = job.finish()
+    assert job.state == "FAILED"
+    for node in ("n0", "n1"):
+        assert f"check: {node}: error: 0 GPUs, 1 needed" in output
+    assert "error: the checks above found faults (CHECKS=warn starts all the same)" in output
+    assert "step " not in output
+    assert not (job.run_dir / "logs").exists()
+
+
+def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Path) -> None:
+    def sweep(*options: str) -> list[str]:
+        grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=a sweep"]
+        settings = [s for s in SMALL if not s.startswith("data.seq_len")]
+        command = [sys.executable, str(REPOSITORY / "launch" / "sweep.py"), *grid, *options, "--", *settings]
+        output = cluster.run(*command, "train.steps=2", "train.device=cpu", cwd=tmp_path)
+        return [line.rpartition("-1n")[2].strip() for line in output.splitlines()[1:]]
+
+    cluster.environment |= {"CHECKS": "off", "CACHE_DIR": str(tmp_path / "cache")}
+    held = ["--sbatch=--hold"]
+    first = sweep(*held)
+    numbers = [re.fullmatch(r"submitted as job (\d+), from the start", state) for state in first]
+    dp, lasp2 = (match[1] for match in numbers if match is not None)
+    cluster.run("scontrol", "release", dp)
+    cluster.wait(lambda: cluster.job(dp)["JobState"] in ENDED, "end of the job", START)
+    assert cluster.job(dp)["JobState"] == "COMPLETED", (tmp_path / "a sweep" / f"dp-1k-1n-{dp}.out").read_text()
+    assert sweep(*held) == ["finished", f"pending as job {lasp2}"]
+    cluster.run("scancel", lasp2)
+    (again,) = sweep(*held)[1:]
+    assert again.startswith("submitted as job ")
+    assert again != first[1]
+    cluster.run("scancel", "--state=PENDING", f"--user={os.getuid()}")
+
+
+def check_folder(job: SlurmJob) -> None:
+    """One run's folder for all starts, with what each rank of each start has printed, and caches elsewhere."""
+    starts = sorted(path.name for path in (job.run_dir / "slurm").iterdir())
+    assert starts == [f"{job.number}.{start}" for start in ("0.0", "0.1", "1.0")]
+    for start in starts:
+        printed = {path.name for path in (job.run_dir / "slurm" / start).glob("rank_*")}
+        # Rank 0 prints to the job's own output.
+        assert printed == {f"rank_000{rank}.{kind}" for rank in (1, 2, 3) for kind in ("out", "err")}
+    logs = {path.name for path in (job.run_dir / "logs").iterdir()}
+    # The ranks that were left after the kill have written what they were in the middle of.
+    evidence = {name for name in logs if re.fullmatch(r"\w+_gloo_rank_[013]\.json", name)}
+    assert evidence
+    assert logs - evidence == {f"rank_{rank}.log" for rank in range(4)}
+    assert {path.name for path in (job.folder / "cache").iterdir()} == {"triton", "inductor", "cuda"}

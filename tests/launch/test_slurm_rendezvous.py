@@ -1,0 +1,152 @@
+"""The rendezvous of a Slurm job: no stranger's bytes are unpickled, and its stores listen where they are told to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from launch.slurm_rendezvous import SignedBackend
+from tests.support.commands import REPOSITORY
+
+# Where a rank is told to meet others, what listens there, and what it inherits.
+RANK = """
+import os
+from pathlib import Path
+
+port = int(os.environ["MASTER_PORT"])
+for port in (int(os.environ["HEAD_PORT"]), port):
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    print(port, sorted(row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")))
+print(os.environ["MASTER_ADDR"], "RENDEZVOUS_KEY" in os.environ)
+"""
+
+
+@contextlib.contextmanager
+def node(folder: Path, port: int, nodes: int = 1, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The first node of a job with one rank a node."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CACHE_DIR": str(folder / "cache"), **variables}
+    environment |= {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "HEAD_ADDRESS": "127.0.0.1", "HEAD_PORT": str(port)}
+    environment |= {"RENDEZVOUS_ID": "a" * 32, "RENDEZVOUS_KEY": "b" * 64, "SLURMD_NODENAME": "n0"}
+    (folder / "rank.py").write_text(RANK)
+    sizes = ["--nodes", str(nodes), "--ranks", "1", "--output", str(folder), "--", str(folder / "rank.py")]
+    command = [sys.executable, str(REPOSITORY / "launch" / "slurm_node.py"), *sizes]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def connect(port: int) -> dist.TCPStore:
+    """To a store that is about to listen."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
+    """One that finds the name of the rendezvous in the store, and writes a state of its own there."""
+    port, target = free_port(), tmp_path / "executed"
+    with node(tmp_path, port, nodes=2) as process:
+        store = connect(port)
+        deadline = time.monotonic() + 60
+        while not (names := [key for key in store.list_keys() if key.startswith("torch.rendezvous.")]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        forged = b64encode(pickle.dumps(Payload(target)))
+        # Whenever the agent writes its own state, until it has read this one.
+        with contextlib.suppress(dist.DistNetworkError):  # the store ends with its process
+            while process.poll() is None and not target.exists() and time.monotonic() < deadline:
+                store.set(names[0], forged.decode())
+                time.sleep(0.1)
+        _, errors = process.communicate(timeout=60)
+    assert not target.exists()
+    assert process.returncode == 70
+    assert "the rendezvous' state is not signed by this job: somebody else writes there" in errors
+
+
+def test_a_state_is_opened_by_the_key_that_signed_it() -> None:
+    class Kept:
+        """A backend in this process."""
+
+        name = "kept"
+        state: tuple[bytes, object] | None = None
+
+        def get_state(self) -> tuple[bytes, object] | None:
+            return self.state
+
+        def set_state(self, state: bytes, token: object = None) -> tuple[bytes, object, bool]:
+            self.state = state, token
+            return state, token, True
+
+    kept = Kept()
+    own, other = SignedBackend(kept, b"a"), SignedBackend(kept, b"b")  # type: ignore[arg-type]
+    assert own.get_state() is None
+    assert own.set_state(b"state", 1) == (b"state", 1, True)
+    assert own.get_state() == (b"state", 1)
+    with pytest.raises(RendezvousStateError):
+        other.get_state()
+    assert kept.state is not None
+    for damaged in (b"", b"short", kept.state[0][:-1], kept.state[0] + b"x", bytes(1) + kept.state[0][1:]):
+        kept.state = damaged, 1
+        with pytest.raises(RendezvousStateError):
+            own.get_state()
+
+
+@pytest.mark.parametrize("interface", ["lo", ""])
+def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path: Path) -> None:
+    port = free_port()
+    with node(tmp_path, port, CLUSTER_INTERFACE=interface) as process:
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    *stores, last = output.splitlines()
+    for line in stores:
+        listening = re.findall(r"'(\w+):\w+'", line)
+        # 127.0.0.1, as the kernel writes it, or all addresses.
+        assert listening == ["0100007F" if interface else "0" * 32], output
+    assert len(stores) == 2
+    assert last.split()[1] == "False"
+    if interface:
+        assert last.split()[0] == "127.0.0.1"
+
+
+def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+    with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
+        _, errors = process.communicate(timeout=60)
+    line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on n0 (No such device)\n"
+    assert (process.returncode, errors) == (102, line)

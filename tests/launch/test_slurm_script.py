@@ -1,0 +1,213 @@
+"""`launch/slurm_256gpu.sh` without a Slurm: on which nodes it trains, where their ranks meet, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from launch import slurm_node
+from tests.support.commands import REPOSITORY
+from tests.support.waiting import ENOUGH
+
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+"show hostnames") printf '%s\\n' n0 n1 n2 ;;
+"show node") echo "   NodeAddr=address-of-$3 NodeHostName=$3" ;;
+esac
+"""
+# The checks find the nodes of BAD at fault; the ranks fail as often as ENDS has words, then they finish. With the word
+# "saved" they leave a new checkpoint first.
+SRUN = """#!/bin/bash
+echo "srun at $HEAD_ADDRESS $*"
+echo "$HEAD_PORT $RENDEZVOUS_ID $RENDEZVOUS_KEY" >>meetings
+bad=($BAD)
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --report) report="$2" ;;
+    --need) needed="$2" ;;
+    */slurm_node.py) training=1 ;;
+  esac
+  shift
+done
+if [ -n "${training:-}" ]; then
+  echo >>starts
+  start=$(wc -l <starts) ends=($ENDS)
+  [ "${ends[start - 1]:-}" != saved ] || mkdir -p "$RUN_DIR/checkpoints/step_0000000$start"
+  [ "$start" -gt ${#ends[@]} ] || exit 70
+else
+  echo "{\\"bad\\": [$(printf '"%s",' $BAD | sed 's/,$//')]}" >"$report"
+  [ "$needed" -le $((3 - ${#bad[@]})) ]
+fi
+"""
+
+
+def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script as Slurm would, on three nodes."""
+    commands = folder / "bin"
+    commands.mkdir(exist_ok=True)
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment |= {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "zeco",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_NODELIST": "n[0-2]",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "PYTHON": sys.executable,
+        "RUN_DIR": str(folder / "a run"),
+        "XDG_CACHE_HOME": str(folder / "home"),
+        "RANKS_PER_NODE": "1",
+        "BAD": "n0",
+        "ENDS": "failed",
+        **variables,
+    }
+    command = ["bash", str(REPOSITORY / "launch" / "slurm_256gpu.sh"), "--", "train.steps=3"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=ENOUGH)
+
+
+def steps(output: str) -> list[tuple[str, str, str | None]]:
+    """Of each step of the job: where the first node is, how many there are, and which are left out."""
+    lines = re.findall(r"^srun at (\S+) --nodes=(\d) .*", output, re.M)
+    excluded = [re.search(r"--exclude=(\S+)", line) for line in output.splitlines() if line.startswith("srun at ")]
+    return [(*line, match and match[1]) for line, match in zip(lines, excluded, strict=True)]
+
+
+@pytest.mark.processes
+def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
+    """The ranks meet on the first node that trains, and each start's checks are for all nodes again."""
+    job = submit(tmp_path, TRAIN_NODES="2")
+    assert job.returncode == 0, job.stderr
+    start = [("address-of-n0", "3", None), ("address-of-n1", "2", "n0")]
+    assert steps(job.stdout) == start * 2
+    assert "starting again from the start, 1 of 3 without a new checkpoint" in job.stdout
+
+
+@pytest.mark.processes
+def test_where_ranks_meet_can_be_said(tmp_path: Path) -> None:
+    job = submit(tmp_path, TRAIN_NODES="2", HEAD_ADDRESS="10.0.0.1", CHECKS="off")
+    assert steps(job.stdout) == [("10.0.0.1", "2", None)] * 2
+
+
+@pytest.mark.processes
+def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """Nothing about it follows from the job's number, which is the same in both jobs."""
+    for _ in range(2):
+        assert submit(tmp_path, ENDS="failed failed", CHECKS="off").returncode == 0
+        (tmp_path / "starts").unlink()
+    meetings = [line.split() for line in (tmp_path / "meetings").read_text().splitlines()]
+    assert len(meetings) == 6
+    ports, names, keys = zip(*meetings, strict=True)
+    # Six of 6,000 are equal once in 10^16 times.
+    assert len(set(ports)) > 1
+    assert all(20000 <= int(port) < 32200 and int(port) % 2 == 0 for port in ports)
+    assert len({*names, *keys}) == 12
+    assert {len(name) for name in names} == {32}
+    assert {len(key) for key in keys} == {64}
+    submit(tmp_path, ENDS="failed", CHECKS="off", PORT="4000")
+    assert [line.split()[0] for line in (tmp_path / "meetings").read_text().splitlines()[6:]] == ["4000", "4002"]
+
+
+@pytest.mark.processes
+def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: Path) -> None:
+    """The step that asks for the address is the real program, on this machine."""
+    stub = SRUN.replace("bad=(", 'case "$*" in *slurm_network.py) exec "${@: -2}" ;; esac\nbad=(', 1)
+    stub = stub.replace('echo "srun', '[[ "$*" = *slurm_network.py ]] || echo "srun', 1)
+    with mock.patch(f"{__name__}.SRUN", stub):
+        job = submit(tmp_path, BAD="", ENDS="", CLUSTER_INTERFACE="lo", CHECKS="off")
+        assert steps(job.stdout) == [("127.0.0.1", "3", None)]
+        job = submit(tmp_path, BAD="", ENDS="", CLUSTER_INTERFACE="none0", CHECKS="off")
+        line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on this node (No such device)"
+        assert (job.returncode, job.stderr.strip(), steps(job.stdout)) == (2, line, [])
+
+
+@pytest.mark.processes
+def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> None:
+    job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
+    assert job.returncode == 0, job.stderr
+    assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("restarts", "ends", "starts", "code"),
+    [
+        ("0", "failed", 1, 2),
+        ("0", "saved saved", 3, 0),
+        ("0", "saved failed", 2, 2),
+        ("1", "failed", 2, 0),
+        ("1", "failed failed", 2, 2),
+        ("1", "failed saved failed", 4, 0),
+        ("1", "saved failed failed", 3, 2),
+    ],
+)
+def test_only_failures_without_a_new_checkpoint_count(
+    restarts: str, ends: str, starts: int, code: int, tmp_path: Path
+) -> None:
+    job = submit(tmp_path, RESTARTS=restarts, ENDS=ends, CHECKS="off")
+    assert (len(steps(job.stdout)), job.returncode) == (starts, code), job.stderr
+    if code:
+        many = int(restarts) + 1
+        assert f"error: {many} starts in a row failed without a new checkpoint, the last with code 70" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "lines", "of_node"),
+    [
+        # The first to end may be a peer of the rank that failed, which told the user, here or on another node.
+        (3, "", [], 103),
+        (7, "", [], 70),
+        (6, "", [], 70),
+        (3, "error: a file: is gone\n", ["error: a file: is gone", "rank 1 on n0 ended with exit code 3"], 103),
+        (1, "KeyError: ours\n", ["KeyError: ours", "rank 1 on n0 ended with exit code 1"], 70),
+        (-9, "", ["rank 1 on n0 was ended by SIGKILL"], 70),
+    ],
+)
+def test_what_a_node_says_of_its_ranks(
+    code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    files = slurm_node.RankFiles(tmp_path, console=2)
+    files.ranks = [0, 1]
+    (tmp_path / "rank_0001.err").write_text(written)
+    said, found = slurm_node._explain(1, cast(ProcessFailure, SimpleNamespace(exitcode=code)), files)
+    assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
+
+
+def test_a_cache_that_cannot_be_made_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slurm_node.py", "--nodes", "1", "--ranks", "1", "--output", "o", "--", "x"])
+    # It sets variables for the ranks.
+    with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        assert slurm_node.main() == 102
+    problem = "cannot be made (No such file or directory); name another folder (on n0)"
+    assert capsys.readouterr().err == f"error: CACHE_DIR=/proc/cache: {problem}\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("PORT", "ssh", "error: PORT=ssh: must be a number"),
+        ("PORT", "99999", "error: PORT=99999: must be 1024 to 65400"),
+        ("PORT", "08", "error: PORT=08: must be a number"),
+        ("TRAIN_NODES", "4", "error: TRAIN_NODES=4: must be 1 to 3, the nodes of the job"),
+        ("CHECKS", "no", "error: CHECKS=no: must be stop, warn or off"),
+    ],
+)
+def test_mistakes(name: str, value: str, line: str, tmp_path: Path) -> None:
+    job = submit(tmp_path, **{name: value})
+    assert (job.returncode, job.stderr.strip()) == (2, line)

@@ -1,0 +1,139 @@
+"""`launch/sweep.py` without a Slurm: what it would submit, what it refuses, what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from launch.sweep import main, tokens
+from tests.support.commands import SMALL
+from zeco_train.config.schema import load_config
+
+SETTINGS = [*(s for s in SMALL if not s.startswith("data.seq_len")), "train.steps=3"]
+
+
+def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[list[str]], list[str]]:
+    """The commands that a sweep would run, as lists of words, and the rows of its table."""
+    code = main(["--dry-run", "--folder", str(folder), *options])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    lines = captured.out.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("backend "))
+    return [shlex.split(line) for line in lines[:head]], lines[head + 1 :]
+
+
+def test_one_job_for_each_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = ["--backends", "dp", "zeco:chain", "--lengths", "1k", "2k", "--nodes", "1", "4", "--ranks-per-node", "2"]
+    options = ["--sbatch", "--partition 'a b' --time 9", "--at-once", "3", "--", "sp.size=2", "data.global_batch=8"]
+    commands, rows = dry_run(tmp_path, capsys, *grid, *options)
+    assert len(commands) == len(rows) == 8
+    configs = []
+    for number, command in enumerate(commands):
+        assert command[0] == "sbatch"
+        assert command[command.index("--partition") + 1] == "a b"
+        waits = [word for word in command if word.startswith("--dependency=")]
+        assert waits == ([f"--dependency=afterany:JOB{number - 2}"] if number >= 3 else [])
+        configs.append(load_config(command[command.index("--") + 1 :]))
+    # dp keeps sequences whole, whatever size the others are told to have.
+    assert [(c.sp.backend.value, c.sp.size, c.data.seq_len) for c in configs[::2]] == [
+        *(("dp", -1, length) for length in (1024, 2048)),
+        *(("zeco", 2, length) for length in (1024, 2048)),
+    ]
+    assert {c.sp.all_scan.algorithm.value for c in configs[4:]} == {"chain"}
+    assert len({c.run_dir for c in configs}) == 8
+    assert not any(tmp_path.iterdir())
+
+
+def test_finished_runs_are_left_alone_and_broken_ones_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for backend, steps in (("lasp1", 3), ("lasp2", 2)):
+        folder = tmp_path / f"{backend}-1k-1n"
+        folder.mkdir()
+        rows = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, steps + 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    grid = ["--backends", "lasp1", "lasp2", "zeco", "--lengths", "1k", "--ranks-per-node", "2"]
+    commands, rows = dry_run(tmp_path, capsys, *grid, "--", *SETTINGS)
+    assert [word for command in commands for word in command if word.startswith("name=")] == [
+        "name=lasp2-1k-1n",
+        "name=zeco-1k-1n",
+    ]
+    states = [row.rpartition("1n")[2].strip() for row in rows]
+    assert states == ["finished", "would go from step 2", "would go from the start"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--lengths", "2x"], "error: --lengths=2x: must be a number of tokens"),
+        (["--lengths", "1k", "--", "sp=dp"], "error: sp=dp: is what the sweep sets"),
+        (["--lengths", "1k", "--", "train.stepz=5"], "error: dp-1k-1n: train.stepz"),
+        (
+            ["--lengths", "1k", "--nodes", "3", "--", "data.global_batch=5"],
+            "error: dp-1k-3n: data.global_batch=5",
+        ),
+        (["--lengths", "1k", "1001", "--backends", "zeco"], "error: zeco-1001-1n: data.seq_len=1001"),
+        (["--lengths", "1k", "--backends", "ring"], "error: ring-1k-1n: sp=ring"),
+        (["--lengths", "1k", "--local", "--nodes", "2"], "error: --nodes=2: must be 1 with --local"),
+        (["--lengths", "1k", "--nodes", "0"], "error: --nodes=0: must be ≥ 1"),
+        (["--lengths", "1k", "--ranks-per-node", "0"], "error: --ranks-per-node=0: must be ≥ 1"),
+        (["--lengths", "1k", "--at-once", "-1"], "error: --at-once=-1: must be ≥ 0"),
+        (["--lengths", "1k", "--backends", "dp", "zeco", "dp"], "error: --backends=dp: comes twice"),
+        (["--lengths", "1k", "--sbatch", "--comment 'x"], "error: --sbatch=--comment 'x: cannot be split into words"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_submitted(
+    options: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--folder", str(tmp_path / "sweep"), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(line), captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever they are called, it is there that runs go, or they are refused."""
+    for name in ("a b", 'a"b', "a $b", "a%j=,b"):
+        commands, _ = dry_run(tmp_path / name, capsys, "--lengths", "1k", "--backends", "dp")
+        config = load_config(commands[0][commands[0].index("--") + 1 :])
+        assert config.run_dir == str(tmp_path / name / "dp-1k-1n")
+    for name, sign in (("it's", "'"), ("a\\'b", "\\"), ("${seed}", "${")):
+        assert main(["--dry-run", "--lengths", "1k", "--folder", str(tmp_path / name)]) == 2
+        line = f"error: --folder={tmp_path / name}: must have no {sign} in its path; name another folder\n"
+        assert capsys.readouterr() == ("", line)
+
+
+def test_a_run_here_ends_before_an_interrupted_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to the run, too, and that saves; no other is started then."""
+    start = mock.MagicMock()
+    process = start.return_value.__enter__.return_value
+    start.return_value.__exit__.return_value = False
+    process.wait.side_effect = [KeyboardInterrupt, 130]
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert main(["--local", "--lengths", "1k", "2k", "--ranks-per-node", "1", "--folder", str(tmp_path)]) == 130
+    assert process.wait.call_count == 2
+    assert start.call_count == 1
+
+
+def test_what_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without Slurm; a folder that cannot be made; a record that is none."""
+    monkeypatch.setenv("PATH", "")
+    options = ["--lengths", "1k", "--backends", "dp", "--ranks-per-node", "1"]
+    assert main([*options, "--folder", str(tmp_path / "sweep")]) == 1
+    assert "not submitted: sbatch: No such file or directory" in capsys.readouterr().out
+    assert main([*options, "--folder", "/proc/sweep"]) == 2
+    assert capsys.readouterr().err.startswith("error: --folder=/proc/sweep: cannot be made (")
+    (tmp_path / "sweep" / "sweep.json").touch()
+    assert main([*options, "--folder", str(tmp_path / "sweep")]) == 3
+    assert capsys.readouterr().err.endswith("is not what a sweep has left; remove it, or take another --folder\n")
+
+
+def test_lengths_are_powers_of_two() -> None:
+    assert [tokens(text) for text in ("16k", "1M", "3000")] == [1 << 14, 1 << 20, 3000]

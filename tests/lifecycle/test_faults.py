@@ -1,0 +1,270 @@
+"""Ranks that die or hang, signals, and non-finite losses: the job ends in time and saves only what is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.support.commands import Command, Outcome, is_running, torchrun, train_here
+from zeco_train.errors import NonFiniteError
+from zeco_train.tracking.metrics import read_metrics
+from zeco_train.training.validation import Validation, ValidationLoss
+
+# Bound of a wait for a peer in these runs.
+TIMEOUT = 10.0
+# What it takes to act on a loss: to listen to the others, and to hear of it from a neighbour.
+REACTION = 11.0
+# Ranks that meet before they join, see tests/support/faulty_train.py.
+NONE = "none:0"
+
+UNSTABLE = ["optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
+ENDLESS = ["train.steps=1000000", f"parallel.timeout_seconds={TIMEOUT}", "checkpoint.keep=0", "run_dir=run"]
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def checkpoints(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "run" / "checkpoints").glob("step_*")}
+
+
+def wait_for_steps(job: Command, folder: Path, count: int) -> float:
+    """Returns how many seconds a loss may take from here to the end of the ranks.
+
+    They are the product's bounds and as long again as the start took, which a busy machine slows down as it does the
+    end. The default of `parallel.timeout_seconds`, 300, is beyond them.
+    """
+    started = job.wait_until(lambda: steps_done(folder) >= count, f"step {count}")
+    # Looked up while they live, for `check_gone`.
+    job.ranks()
+    return TIMEOUT + REACTION + max(10.0, started)
+
+
+def check_named(outcome: Outcome, *parts: str) -> None:
+    """One rank spoke, and said each of `parts`; no traceback came with it."""
+    assert outcome.code != 0
+    assert len(outcome.errors) == 1, outcome.err
+    for part in parts:
+        assert part in outcome.errors[0]
+    assert "zeco_train/" not in outcome.err, outcome.err
+
+
+def check_gone(job: Command) -> None:
+    assert job.ranks()
+    assert not [rank for rank, process in job.ranks().items() if is_running(process)]
+
+
+@pytest.mark.processes
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3", fault=NONE) as job:
+        bound = wait_for_steps(job, tmp_path, 7)
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        last = steps_done(tmp_path)
+        check_named(job.wait(bound), "rank 1 no longer answers", "step ")
+        check_gone(job)
+    # At most the step that was under way came to its end.
+    assert steps_done(tmp_path) <= last + 2
+    # A save that was under way has left a folder *.tmp, which nobody loads.
+    complete = {int(name.removeprefix("step_")) for name in checkpoints(tmp_path) if not name.endswith(".tmp")}
+    assert {3, 6} <= complete <= set(range(3, steps_done(tmp_path) + 1, 3))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
+        bound = wait_for_steps(job, tmp_path, 3)
+        ranks = dict(job.ranks())
+        # The one that holds the folder and the progress bar, and speaks where it can.
+        os.kill(ranks[0], signal.SIGSTOP)
+        job.wait_until(lambda: not is_running(ranks[1]), "end of rank 1", bound)
+        assert is_running(ranks[0])
+        # torchrun does this after the 30 s that it gives a rank to answer its SIGTERM.
+        os.kill(ranks[0], signal.SIGKILL)
+        check_named(job.wait(), "rank 0 no longer answers", "stopped")
+        check_gone(job)
+    assert checkpoints(tmp_path) == set()
+
+
+@pytest.mark.processes
+def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_path: Path) -> None:
+    with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96", fault=NONE) as job:
+        bound = wait_for_steps(job, tmp_path, 3)
+        ranks = dict(job.ranks())
+        os.kill(ranks[3], signal.SIGSTOP)
+        job.wait_until(lambda: not any(is_running(ranks[r]) for r in (0, 1, 2)), "end of the others", bound)
+        os.kill(ranks[3], signal.SIGKILL)
+        check_named(job.wait(), "rank 3 no longer answers")
+    assert checkpoints(tmp_path) == set()
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS) as job:
+        job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
+        ranks = dict(job.ranks())
+        # It is importing, which takes seconds.
+        os.kill(ranks[1], signal.SIGSTOP)
+        job.wait_until(lambda: not is_running(ranks[0]), "end of rank 0")
+        os.kill(ranks[1], signal.SIGKILL)
+        check_named(job.wait(), "joining the other ranks: rank 1 no longer answers")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    before = 0
+    for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
+        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
+            wait_for_steps(job, tmp_path, before + 3)
+            assert (f"from step {before}" if before else "from the start") in job.out
+            if number is signal.SIGUSR1:
+                job.warn()
+            else:
+                job.signal(number)
+            # It saves, and draws its plot.
+            outcome = job.wait()
+            check_gone(job)
+        step = steps_done(tmp_path)
+        assert f"{number.name} after step {step}: saved; the same command goes on from there" in outcome.out
+        assert outcome.errors == []
+        assert "zeco_train/" not in outcome.err
+        # torchrun tells of its ranks' codes only if it was not told to stop itself.
+        assert code is None or f"(exitcode: {code})" in outcome.err
+        assert f"step_{step:08d}" in checkpoints(tmp_path)
+        before = step
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, before + 1))
+
+
+def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the run, and after the last step: nothing of it is missing at the end."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["train.steps=4", "train.eval_every=2", "train.eval_sequences=2", "checkpoint.every=0"]
+    assert train_here(*settings, "run_dir=unbroken").code == 0
+    # After step 2; the next start's of step 2, and after step 4; the next start's of step 4.
+    whole, stops = Validation.loss, iter([True, False, True, False])
+
+    def loss(self: Validation, *arguments: Any, **options: Any) -> ValidationLoss | None:
+        if next(stops):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return whole(self, *arguments, **options)
+
+    with mock.patch.object(Validation, "loss", loss):
+        for step, end in ((2, "saved"), (4, "saved, but not validated")):
+            outcome = train_here(*settings, "run_dir=run")
+            assert (outcome.code, outcome.errors) == (75, [])
+            assert outcome.out.endswith(f"SIGUSR1 after step {step}: {end}; the same command goes on from there\n")
+        assert "val_loss" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+        assert train_here(*settings, "run_dir=run").code == 0
+    rows, unbroken = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "unbroken"))
+    for key in ("step", "loss", "val_loss", "val_perplexity"):
+        assert [row.get(key) for row in rows] == [row.get(key) for row in unbroken], key
+    outcome = train_here(*settings, "run_dir=run")
+    assert (outcome.code, outcome.out) == (0, "the run in run has finished its 4 steps; nothing to do\n")
+
+
+@pytest.mark.processes
+def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30", fault=NONE) as job:
+        outcome = job.wait()
+    step = steps_done(tmp_path) + 1
+    check_named(outcome, f"step {step}: the gradient norm is ", "is the gradient of model.layers.0.", ", on rank 0")
+    assert f"(exitcode: {NonFiniteError.exit_code})" in outcome.err
+    check_checkpoints(tmp_path, step - 1)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_a_non_finite_loss_stops_the_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5", f"train.segments={segments}")
+    step = steps_done(tmp_path) + 1
+    check_named(outcome, f"step {step}: the loss is ", "is the output of model.layers.0.", ", on rank 0")
+    assert outcome.code == NonFiniteError.exit_code
+    check_checkpoints(tmp_path, step - 1)
+
+
+def check_checkpoints(folder: Path, count: int) -> None:
+    """There is one of each step up to `count`, and all that they hold is finite."""
+    assert checkpoints(folder) == {f"step_{step:08d}" for step in range(1, count + 1)}
+    for name in checkpoints(folder):
+        dcp_to_torch_save(folder / "run" / "checkpoints" / name, folder / "whole.pt")
+        state = torch.load(folder / "whole.pt")
+        tensors = {key: value for key, value in {**state["model"], **state["optim"]}.items() if torch.is_tensor(value)}
+        assert len(tensors) > 3 * len(state["model"])
+        assert [f"{name}: {key}" for key, value in tensors.items() if not value.isfinite().all()] == []
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
+    """One that lacks memory speaks for itself; one with a fault of ours shows its traceback, and another names it."""
+    large = ["data.seq_len=16384", "model.hidden_size=128"]
+    cases = {
+        "memory": (": out of memory ([enforce fail", *large),
+        "bug": ("rank 1 failed: OSError: the disk is on fire",),
+    }
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for name, (part, *settings) in cases.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            job = torchrun(2, folder, *ENDLESS, "checkpoint.every=0", *settings, fault=f"{name}:1:4")
+            jobs.append((stack.enter_context(job), folder, part))
+        for job, folder, part in jobs:
+            outcome = job.wait()
+            assert steps_done(folder) == 3
+            assert len(outcome.errors) == 1, outcome.err
+            assert outcome.errors[0].startswith("rank ")
+            assert part in outcome.errors[0]
+            assert checkpoints(folder) == set()
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> None:
+    """One that is alive but does not come on hears from the others that the job is lost."""
+    with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", fault="hang:2:3") as job:
+        started = job.wait_until((tmp_path / "fault").exists, "fault")
+        job.ranks()
+        check_named(
+            job.wait(TIMEOUT + REACTION + max(10.0, started)),
+            "step 3, micro-batch 1 of 4, all_reduce of ",
+            "every rank is alive",
+            "rank 2 in step 3, micro-batch 1 of 4, waiting for its data",
+        )
+        check_gone(job)
+    logs = tmp_path / "run" / "logs"
+    assert "in never" in (logs / "rank_2.log").read_text()
+    assert {path.name.partition("_")[2] for path in logs.glob("2*")} == {f"gloo_rank_{rank}.json" for rank in range(3)}
+    entries = json.loads(next(logs.glob("*_gloo_rank_0.json")).read_text())["entries"]
+    assert entries[-1]["profiling_name"] == "gloo:all_reduce"
+    assert "_agreed_signal" in [frame["name"] for frame in entries[-1]["frames"]]
+    assert {"scan forward", "scan reverse"} <= {entry["process_group"][1] for entry in entries}
+
+
+@pytest.mark.processes
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path, *ENDLESS, fault=NONE) as job:
+        job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
+        deadline = time.monotonic() + wait_for_steps(job, tmp_path, 1)
+        job.signal(signal.SIGKILL)
+        job.wait()
+        # The kernel's doing; by themselves ranks would train on.
+        while any(is_running(process) for process in job.ranks().values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

@@ -1,0 +1,250 @@
+"""How a command ends: what is expected in one line and with its exit code, what is not with its traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.commands import Command
+from zeco_train.distributed.mesh import Launch
+from zeco_train.errors import CommunicationError, ConfigError, DataError, OutOfMemoryError, ZecoError
+from zeco_train.lifecycle import job, watchdog
+from zeco_train.lifecycle.job import Advice, Job, run_job
+
+ADVICE = Advice("the rest is lost", "less needs less", "patience")
+
+
+def fail_with(error: BaseException, closed: list[str]) -> int:
+    def command(running: Job) -> int:
+        running.closing.callback(closed.append, "closed")
+        running.enter("thinking")
+        raise error
+
+    return run_job(command, ADVICE)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["evaluate", "generate", "export"])
+def test_interrupted_while_torch_is_imported(name: str, tmp_path: Path) -> None:
+    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path) as command:
+        maps = Path(f"/proc/{command.pid}/maps")
+        command.wait_until(lambda: "libtorch" in maps.read_text(), "import")
+        command.signal(signal.SIGINT)
+        outcome = command.wait()
+    # A shell calls that 130.
+    assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "")
+
+
+def test_a_command_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[str] = []
+
+    def command(running: Job) -> int:
+        running.closing.callback(closed.append, "closed")
+        return 1
+
+    assert run_job(command, ADVICE) == 1
+    assert closed == ["closed"]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("field", 1, "must be\n 2"), ConfigError.exit_code, "field=1: must be 2"),
+        *(
+            (error, OutOfMemoryError.exit_code, f"rank 0: thinking: out of memory ({text}); less needs less")
+            for error, text in (
+                (torch.OutOfMemoryError("Tried 2 GiB\nmore"), "Tried 2 GiB"),
+                (MemoryError(), "no details"),
+                (RuntimeError("DefaultCPUAllocator: can't allocate memory"),) * 2,
+                (RuntimeError("NCCL error: unhandled cuda error, out of memory"),) * 2,
+            )
+        ),
+    ],
+)
+def test_expected_failures(error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[str] = []
+    assert fail_with(error, closed) == code
+    assert closed == ["closed"]
+    assert capsys.readouterr() == ("", f"error: {line}\n")
+
+
+def test_faults_are_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError):
+        fail_with(KeyError("ours"), [])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_user_who_leaves(joined: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, and `| head`: an end in silence, with the code that a shell has for it."""
+    monkeypatch.setattr(job.signal, "signal", mock.Mock())
+    monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, os.fdopen(writing, "w") as unread:
+        for error, code in ((KeyboardInterrupt(), 130), (BrokenPipeError(), 141)):
+            closed: list[str] = []
+            monkeypatch.setattr(job.sys, "stdout", unread)
+            if joined:
+                with pytest.raises(SystemExit):
+                    fail_with(error, closed)
+                leave.assert_called_with(code)
+            else:
+                assert fail_with(error, closed) == code
+            assert closed == ["closed"]
+    monkeypatch.undo()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_pipe_of_our_own_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "out").open("w") as read:
+        monkeypatch.setattr(job.sys, "stdout", read)
+        with pytest.raises(BrokenPipeError):
+            fail_with(BrokenPipeError(), [])
+
+
+def test_a_lost_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for, and what is open stays open."""
+    closed: list[str] = []
+    monkeypatch.setattr(job.signal, "signal", mock.Mock())
+    with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
+        fail_with(RuntimeError("[gloo] Connection closed by peer"), closed)
+    leave.assert_called_once_with(6)
+    assert closed == []
+    assert capsys.readouterr().err == "error: rank 0: thinking: [gloo] Connection closed by peer\n"
+
+
+@pytest.mark.parametrize(("joined", "speaks"), [(False, True), (True, False)])
+def test_a_rank_that_is_alone_with_its_mistake(
+    joined: bool, speaks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a launcher's store: it gives rank 0 time, and speaks unless the ranks have joined and so agreed."""
+    waits: list[float] = []
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
+    with mock.patch.object(job.os, "_exit") as leave:
+        code = Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("alone"))
+    assert code == 1
+    assert leave.called == joined
+    assert sum(waits) == (2.0 if joined else 22.0)
+    assert capsys.readouterr().err == ("error: alone\n" if speaks else "")
+
+
+def test_a_rank_leaves_once_rank_0_has_spoken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    waits: list[float] = []
+    monkeypatch.setattr(job.time, "sleep", waits.append)
+    assert Job(Launch(0, 2, 0), ADVICE).fail(ZecoError("all alike")) == 1
+    assert waits == []
+    assert Job(Launch(1, 2, 1), ADVICE).fail(ZecoError("all alike")) == 1
+    assert sum(waits) == 2.0
+    assert capsys.readouterr().err == "error: all alike\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("a file", "is gone"), DataError.exit_code), (KeyError("ours"), 6)]
+)
+def test_peers_end_with_the_code_of_the_rank_that_failed(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its closing may take longer than they stay, and whoever ends first says whether another start would help."""
+    store = dist.HashStore()
+    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    monkeypatch.setattr(job.time, "sleep", mock.Mock())
+    failing, peer = (Job(Launch(rank, 2, rank), ADVICE) for rank in (1, 0))
+    told: list[CommunicationError] = []
+    failing.closing.callback(lambda: told.append(peer.watchdog.diagnose(RuntimeError("late"))))
+    failing.fail(error)
+    failing.closing.close()
+    assert [peer.exit_code for peer in told] == [code]
+    assert "rank 1 failed: " in str(told[0])
+
+
+def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(job, "launcher_store", lambda launch: store)
+    before = signal.getsignal(signal.SIGTERM)
+    # The watchdog acts within two seconds, and would end this process.
+    monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
+    running = Job(Launch(0, 2, 0), ADVICE)
+    try:
+        running.guard(timedelta(seconds=60))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert running.watchdog.is_terminated
+        # Many, since the signal has to come while a child is being made.
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                time.sleep(5)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        running.watchdog.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_terminal_that_is_gone_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
+    assert fail_with(ConfigError("field", 1, "must be 2"), []) == ConfigError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"RANK": "0"}, "variable RANK=0: is set, but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with torchrun"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "variable RANK=x: must be a"),
+    ],
+)
+def test_half_a_launcher(
+    variables: dict[str, str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = mock.Mock()
+    assert run_job(command, ADVICE) == ConfigError.exit_code
+    assert not command.called
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_launcher_that_is_gone(
+    local_rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is on a slow node, when the first one has ended with a failure: one rank of the node says so."""
+    launcher = {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": local_rank,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, value in {**launcher, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
+    monkeypatch.setattr(watchdog, "_STORE_TIMEOUT", timedelta(0))
+    assert run_job(mock.Mock(), ADVICE) == CommunicationError.exit_code
+    line = "error: rank 9: start: the launcher's store at localhost:1 cannot be reached; its node may be gone\n"
+    assert capsys.readouterr().err == (line if local_rank == "0" else "")
+
+
+def test_a_number_of_ranks_that_a_cluster_has_set_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert Launch.from_environment() == Launch(0, 1, 0)

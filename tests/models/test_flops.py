@@ -1,0 +1,129 @@
+"""What is computed a second time (`recomputed_flops_per_token`) against counts of the products that are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from data.loader import Batch
+from models import gla as gla_module
+from models.gla import GLAConfig, GLAForCausalLM
+from models.hooks import TokenFLOPs, flops_per_token, recomputed_flops_per_token
+from tests.models.test_model import SMALL
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops import CHUNK, CHUNKED
+from zeco_train.ops.chunked import intra_scores, local_states
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import Recompute
+from zeco_train.training import step as step_module
+from zeco_train.training.step import TrainingStep
+
+TOKENS = 30
+# Of linear layers without and with a bias; the operator's own products are batched, and are counted apart.
+_LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
+
+
+def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int, config: GLAConfig = SMALL) -> int:
+    """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
+    monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
+    # The counter does not see into custom ops; these are the same products.
+    monkeypatch.setattr(gla_module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
+    model = GLAForCausalLM(config)
+    model.init_weights(0)
+    for layer in model.model.layers:
+        layer.recompute = recompute
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings: dict[str, Any] = {"strategy": Strategy.ddp, "grad_clip": 1.0}
+    step = TrainingStep(model, optimizer, LocalScan(), mesh, tokens_per_step=TOKENS, seq_len=TOKENS, **settings)
+    ids = torch.randint(SMALL.vocab_size, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    length = TOKENS // segments
+    batches = [
+        Batch(ids[:, i : i + length], ids[:, i + 1 : i + length + 1], None, i > 0, i, [0], segment=i // length)
+        for i in range(0, TOKENS, length)
+    ]
+    with FlopCounterMode(display=False) as counter:
+        assert step.backward(batches, last=True) is not None
+    counts = counter.get_flop_counts()["Global"]
+    return sum(counts.get(op, 0) for op in _LINEAR)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5])
+@pytest.mark.parametrize("recompute", Recompute)
+def test_linear_layers_equal_those_counted(
+    monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int
+) -> None:
+    flops = flops_per_token(SMALL) + recomputed_flops_per_token(SMALL, recompute, segments)
+    assert count_step(monkeypatch, recompute, segments) == pytest.approx(
+        TOKENS * (flops.linear + flops.head), rel=1e-12
+    )
+
+
+def test_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
+    flops = flops_per_token(config) + recomputed_flops_per_token(config, Recompute.full, 1)
+    counted = count_step(monkeypatch, Recompute.full, 1, config)
+    assert counted == pytest.approx(TOKENS * (flops.linear + flops.head), rel=1e-12)
+
+
+def in_place_product(added_to: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **options: Any) -> int:
+    """Of shapes: `baddbmm_`, which torch's counter does not know."""
+    return 2 * a[0] * a[1] * a[2] * b[2]
+
+
+def counted(call: Any, *arguments: Any) -> tuple[int, Any]:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: in_place_product}) as counter:
+        result = call(*arguments)
+    return counter.get_total_flops(), result
+
+
+def test_what_the_operator_computes_again() -> None:
+    """Its backward pass is two products for each one of the forward pass, and once more the states; in PyTorch the
+    scores, too, which the kernels keep."""
+    key, value, chunks = SMALL.head_k_dim, SMALL.head_v_dim, 3
+    shape = (1, chunks * CHUNK, SMALL.num_heads)
+    q, k, v, do = (torch.ones(*shape, size) for size in (key, key, value, value))
+    g, scale = torch.full((*shape, key), -0.1), 1.0
+
+    def forward() -> Any:
+        local = CHUNKED.forward(q, k, v, g, None, scale)
+        local.overlap()
+        local.outputs(torch.zeros_like(local.state))
+        return local.saved
+
+    def backward(saved: Any) -> None:
+        local = CHUNKED.backward(q, k, v, do, saved, None, scale)
+        local.overlap()
+        local.input_grads(torch.zeros_like(local.state_grad))
+
+    of_forward, saved = counted(forward)
+    of_backward, _ = counted(backward, saved)
+    of_states, _ = counted(local_states, k, v, g, None)
+    of_scores, _ = counted(intra_scores, q, k, g, None, scale)
+    assert of_scores > 0
+    assert of_backward == 2 * of_forward + of_states + of_scores
+
+    formula = recomputed_flops_per_token(SMALL, Recompute.none).operator
+    assert chunks * CHUNK * formula == SMALL.num_layers * of_states
+
+
+def test_whole_blocks_take_the_operator_with_them() -> None:
+    forward = flops_per_token(SMALL, backward=False).operator
+    own = recomputed_flops_per_token(SMALL, Recompute.none).operator
+    for recompute, times in ((Recompute.none, 0), (Recompute.selective, 0), (Recompute.full, 1)):
+        for segments in (1, 4):
+            flops = recomputed_flops_per_token(SMALL, recompute, segments)
+            assert flops.operator == pytest.approx(own + (times + 1 - 1 / segments) * forward)
+            assert flops.head == 0
+
+
+def test_sums() -> None:
+    total = TokenFLOPs(1.0, 2.0, 3.0) + TokenFLOPs(10.0, 20.0, 30.0)
+    assert total == TokenFLOPs(11.0, 22.0, 33.0)
+    assert total.total == 66.0

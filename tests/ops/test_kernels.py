@@ -1,0 +1,307 @@
+"""The operator's Triton kernels against the PyTorch passes in fp64: under Triton's interpreter, and on a GPU.
+
+The interpreter computes in fp32 what a GPU computes in three tf32 parts, so it tests everything but the hardware.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from tests.support.kernel_cases import KernelCase, both_passes, kernel_errors, relative_error
+from tests.support.waiting import ENOUGH
+from zeco_train import ops
+from zeco_train.ops import Documents
+from zeco_train.sp.autograd import gla_at
+from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import recomputed
+
+pytestmark = pytest.mark.numeric
+
+# Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
+SMALL = {
+    "one token": KernelCase((1, 1, 1, 16, 16)),
+    "odd sizes": KernelCase((2, 150, 2, 5, 7), rate=1.0, programs=4),
+    "tiles of K and V": KernelCase((1, 200, 1, 40, 48), programs=4),
+    "strong decays": KernelCase((1, 130, 1, 16, 16), rate=50.0),
+    "resets": KernelCase((1, 150, 1, 16, 16), reset=-1e9),
+    "the strongest reset": KernelCase((1, 150, 1, 16, 16), reset=-3e38),
+    "documents": KernelCase((1, 300, 1, 16, 16), documents=(0, 70, 128, 129, 200, 300), programs=2),
+    "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), continues=False),
+    "one document, that continues": KernelCase((1, 100, 1, 16, 16), documents=(0, 100)),
+    # a tile of keys is at least 64 wide in bf16, 32 in fp32: the rest of it must count for nothing
+    "16 keys": KernelCase((1, 200, 2, 16, 64), documents=(0, 70, 128, 200)),
+    "32 keys": KernelCase((2, 130, 2, 32, 64), rate=1.0),
+    "dv apart": KernelCase((1, 150, 2, 32, 48), documents=(0, 70, 150), fused=False),
+    "48 keys": KernelCase((1, 130, 2, 48, 64), rate=1.0, documents=(0, 100, 130)),
+}
+LARGE = {
+    **SMALL,
+    "the paper's heads": KernelCase((2, 1000, 4, 64, 128)),
+    "wide keys": KernelCase((1, 4096, 2, 128, 128), rate=5.0),
+    "the widest heads": KernelCase((1, 1500, 2, 256, 512)),
+    "the narrowest heads": KernelCase((1, 777, 3, 32, 32), rate=0.5),
+    "no power of two": KernelCase((1, 2000, 2, 96, 160), documents=(0, 70, 128, 700, 1400, 2000)),
+    "no decay": KernelCase((1, 2000, 2, 64, 128), rate=0.0),
+    "strong decays everywhere": KernelCase((1, 4096, 1, 64, 128), rate=50.0),
+    "long with resets": KernelCase((1, 4096, 2, 64, 128), reset=-1e9),
+    "long": KernelCase((1, 65536, 1, 64, 128)),
+}
+# fp32: sums of decays round relative to what came before in the chunk, hence less exact where decays are strong.
+# bf16: 8 bits in each operand, rms 2^-9/√3 each; a few of them in a row.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+
+
+def _interpreted(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    return {name: kernel_errors(case, torch.float32, torch.device("cpu")) for name, case in SMALL.items()}
+
+
+def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is chosen when Triton is imported, so the kernels run in a process of their own.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, errors in run_distributed(_interpreted, 1)[0].items():
+        assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
+        assert len(errors) == 8
+
+
+# Bytes of shared memory that a program may have, by architecture.
+SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
+COMPILED = {
+    "sm_90, the paper's heads": (90, torch.bfloat16, KernelCase((1, 192, 2, 64, 128))),
+    "sm_90, wide keys": (90, torch.bfloat16, KernelCase((1, 192, 2, 128, 128))),
+    "sm_90, the widest heads": (90, torch.bfloat16, KernelCase((1, 192, 2, 256, 512), documents=(0, 70, 192))),
+    "sm_90, fp32": (90, torch.float32, KernelCase((1, 192, 2, 64, 128), documents=(0, 70, 192))),
+    "sm_80": (80, torch.bfloat16, KernelCase((1, 192, 2, 64, 128), documents=(0, 70, 192))),
+}
+
+
+def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
+    """Shared memory of each kernel, by case, compiled for GPUs that are not here. Also what the passes would save."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import JITFunction, driver
+
+    from zeco_train.kernels.gla import tuning
+    from zeco_train.ops import cuda
+
+    cpu, found = torch.device("cpu"), {}
+    for name, (capability, dtype, case) in COMPILED.items():
+        shared: dict[str, int] = {}
+
+        def compiled(kernel: Any, grid: Any, shared: dict[str, int] = shared) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                made = kernel.warmup(*arguments, grid=grid, **constants)
+                shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
+
+            return launch
+
+        target, architecture = GPUTarget("cuda", capability, 32), divmod(capability, 10)
+        driver.set_active(
+            SimpleNamespace(
+                get_current_target=lambda target=target: target,
+                get_current_device=lambda: 0,
+                get_current_stream=lambda device: 0,
+            )
+        )
+        tensors = case.tensors(dtype, cpu)
+        with (
+            mock.patch.object(JITFunction, "__getitem__", compiled),
+            mock.patch.object(cuda, "options_for", lambda k, v, a=architecture: tuning.find(a, k.dtype, k.shape[3])),
+        ):
+            both_passes(cuda.CUDA, tensors, case.pieces(cpu), 1.0)
+        found[name] = shared
+    return found
+
+
+def test_kernels_fit_gpus_that_are_not_here() -> None:
+    """The compiler for GPUs runs anywhere; it refuses what the interpreter takes."""
+    found = run_distributed(_compiled, 1)[0]
+    assert set(found) == set(COMPILED)
+    for name, (capability, *_) in COMPILED.items():
+        assert len(found[name]) == 7
+        assert max(found[name].values()) <= SHARED_MEMORY[capability], found[name]
+
+
+def _saved(rank: int, world_size: int) -> list[str]:
+    """What the forward pass saves, where that is not what it says that it will."""
+    from zeco_train.ops.cuda import CUDA
+
+    wrong, like = [], CUDA.saved_like
+    assert like is not None
+    for tokens in (1, 64, 130):
+        x = KernelCase((2, tokens, 2, 5, 7)).tensors(torch.float32, torch.device("cpu"))
+        forward = CUDA.forward(*(x[name] for name in "qkvg"), None, 1.0)
+        forward.overlap()
+        forward.outputs(x["R"])
+        promised, saved = (
+            [(y.shape, y.stride(), y.dtype) for y in tensors]
+            for tensors in (like(*(x[name] for name in "kvg")), forward.saved)
+        )
+        if promised != saved:
+            wrong.append(f"{promised}, but {saved}")
+    return wrong
+
+
+def test_saved_tensors_are_those_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler plans with the latter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_saved, 1) == [[]]
+
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
+
+
+def _block(x: Tensor, place: Place, boundary: Boundary, is_read: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator alone, of x [B, T, H·(3K + V)]."""
+    q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
+    o, crossing = gla_at(q, k, v, torch.nn.functional.logsigmoid(g), place, boundary)
+    return o.flatten(2), crossing.received, crossing.carry_out
+
+
+def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """dx, and the shapes of what autograd kept."""
+    kept: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    x = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y, *_ = recomputed(_block, x, place, Boundary()) if recompute else _block(x, place, Boundary())
+    (dx,) = torch.autograd.grad(y, x, dy)
+    return dx, kept
+
+
+def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
+    """The operator under autograd on the kernels: what is wrong with it."""
+    from zeco_train.ops.cuda import CUDA
+
+    torch.set_num_threads(1)
+    scan, wrong = LocalScan(), []
+    for tokens, cu_seqlens in ((70, None), (130, (0, 70, 128, 130))):
+        generator = torch.Generator().manual_seed(tokens)
+        sizes = 3 * KEY_DIM + VALUE_DIM, VALUE_DIM
+        x, dy = (torch.randn(1, tokens, HEADS * size, generator=generator) for size in sizes)
+        borders = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+        place = SequenceShard(scan, 0, tokens, borders).place(tokens, x.device)
+        exact, _ = _gradient(x.double(), dy.double(), place, recompute=False)
+        with mock.patch.object(ops, "select", return_value=CUDA):
+            whole, of_whole = _gradient(x, dy, place, recompute=False)
+            again, of_again = _gradient(x, dy, place, recompute=True)
+        scores, error = (-(-tokens // 64), 1, HEADS, 64, 64), relative_error(whole, exact)
+        if scores not in of_whole or scores in of_again:
+            wrong.append(f"{tokens} tokens: kept {of_whole}, with full recompute {of_again}")
+        if error > LIMITS[torch.float32] or not torch.equal(whole, again):
+            wrong.append(f"{tokens} tokens: dx is off by {error}, recomputed by {relative_error(again, exact)}")
+    return wrong
+
+
+def test_scores_are_kept_or_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_kept_and_made_again, 1) == [[]]
+
+
+class Recorder:
+    """In place of a kernel: what it is launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *arguments: object, **constants: object) -> None:
+        self.constants = constants
+
+
+@pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
+def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, of the kernels of gradients: fewer than 64 keys or values; whatever options are kept."""
+    from zeco_train.kernels.gla import launch, tuning
+
+    kernels = Recorder(), Recorder()
+    for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):
+        monkeypatch.setattr(launch, name, kernel)
+    q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
+    v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.Options(16, 16, 4, 1)
+    local: Any = SimpleNamespace(states=v, log_decays=b, starts=b)
+    for options in (tuning.options_for(q, v), tuning.Tuning(intra_grads=narrow, input_grads=narrow)):
+        launcher = launch.Launcher(q, v, None, 1.0, options)
+        launcher.intra_grads(q, q, v, b, v, v)
+        launcher.input_grads(q, v, b, v, v, v, local, b, q)
+        for kernel, flag in zip(kernels, ("ONE_TILE", "FUSED"), strict=True):
+            tile = [kernel.constants[name] for name in ("BK", "BV")]
+            assert min(tile) >= 64
+            assert kernel.constants[flag] == (tile[0] >= K)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    errors = kernel_errors(LARGE[name], dtype, torch.device("cuda"))
+    print(name, dtype, {tensor: f"{error:.1e}" for tensor, error in errors.items()})
+    assert all(error <= LIMITS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_kernels_do_not_wait_for_the_gpu() -> None:
+    """No synchronisation of the host in both passes, also with documents; and the same bits each time."""
+    case = KernelCase((1, 1000, 2, 64, 128), documents=(0, 300, 1000))
+    from zeco_train.ops.cuda import CUDA
+
+    tensors = case.tensors(torch.bfloat16, torch.device("cuda"))
+    documents = Documents.from_cu_seqlens(torch.tensor([0, 300, 1000]), True, 1000, torch.device("cuda"))
+    first = both_passes(CUDA, tensors, documents, 0.125)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = both_passes(CUDA, tensors, documents, 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+# As a user's first step: a process that has compiled nothing yet, with an empty cache.
+FIRST_PASSES = """
+import time
+import torch
+from tests.support.kernel_cases import KernelCase, both_passes
+from zeco_train.ops.cuda import CUDA
+
+for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
+    tensors = KernelCase((1, 4096, *dims)).tensors(torch.bfloat16, torch.device("cuda"))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    both_passes(CUDA, tensors, None, 0.125)
+    torch.cuda.synchronize()
+    print(f"H{dims[0]} K{dims[1]} V{dims[2]} {time.perf_counter() - started:.1f}", flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.gpu
+def test_first_passes_take_seconds(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", FIRST_PASSES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ENOUGH,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    seconds = [float(line.split()[-1]) for line in result.stdout.splitlines()]
+    assert len(seconds) == 3
+    assert max(seconds) <= 30.0, result.stdout

@@ -1,0 +1,310 @@
+"""The planner: memory and time as formulas; advice; the experiments; the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.gla_config import num_parameters
+from models.hooks import flops_per_token
+from tests.support.planning import GLA_1B, command, make, make_case, planned
+from tests.support.waiting import ENOUGH
+from zeco_train.collectives.cost_model import MEASURED, Link
+from zeco_train.config.schema import group_options
+from zeco_train.errors import ConfigError
+from zeco_train.plan import calibration
+from zeco_train.plan.advice import divisors, legal_segments
+from zeco_train.plan.case import build_case
+from zeco_train.plan.config import PlanSettings, describe, parse
+from zeco_train.plan.memory import KINDS, plan_memory
+from zeco_train.plan.report import as_json, as_text
+from zeco_train.plan.step_time import operator_seconds, plan_step
+from zeco_train.plan.wire import parameter_traffic
+from zeco_train.sp.recompute import Recompute
+from zeco_train.sp.registry import Backend
+
+NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
+
+
+# --- memory and time as formulas ---
+
+
+def test_memory_by_kind() -> None:
+    memory = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").memory
+    numbers = num_parameters(make_case("model=gla_1b").config.model)
+    assert set(memory.kinds) == set(KINDS)
+    # A shard of the master weights, and all of them in bf16.
+    assert memory.kinds["weights"] == pytest.approx(numbers * (4 / 4 + 2), rel=1e-3)
+    assert memory.kinds["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-3)
+    assert memory.peak == sum(memory.kinds.values()) == max(sum(kinds.values()) for kinds in memory.phases.values())
+    assert memory.usable == pytest.approx(memory.available * 0.95 - calibration.OUTSIDE_BYTES)
+    tighter = plan_memory(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536"), headroom=0.5)
+    assert tighter.usable < memory.usable
+    assert tighter.peak == memory.peak
+
+
+def test_memory_by_setting() -> None:
+    """What each setting is for, it does."""
+
+    def peak(*arguments: str) -> float:
+        return planned(*GLA_1B, "world_size=4", "data.seq_len=262144", *arguments).memory.peak
+
+    whole = peak()
+    assert peak("train.recompute=selective") < 0.75 * whole
+    assert peak("train.recompute=full") < 0.4 * whole
+    halves = [peak(f"train.segments={segments}") for segments in (1, 2, 4, 8)]
+    assert halves == sorted(halves, reverse=True)
+    assert peak("parallel=zero3") < whole < peak("parallel=ddp")
+    assert peak("train.compile=never") > whole
+    # Longer sequences in as many more segments take no more but for the states between them.
+    long = planned(*GLA_1B, "world_size=4", "data.seq_len=8388608", "train.segments=32").memory
+    short = planned(*GLA_1B, "world_size=4", "data.seq_len=524288", "train.segments=2").memory
+    assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
+
+
+def test_step_time_by_kind() -> None:
+    arguments = [*GLA_1B, "world_size=4", "data.seq_len=65536"]
+    own = flops_per_token(make_case(*GLA_1B).config.model)
+    time = planned(*arguments, "matmul_tflops=500").time
+    assert time.seconds["products"] == pytest.approx(16384 * (own.linear + own.head) / 500e12)
+    assert time.tokens == 65536
+    assert time.tokens_per_second == pytest.approx(65536 / time.total)
+    assert time.per_device == pytest.approx(time.tokens_per_second / 4)
+    # A second forward pass, a third of the blocks' products, but for what is left out; in segments, for all but one.
+    full = planned(*arguments, "matmul_tflops=500", "train.recompute=full").time.seconds["products"]
+    assert 1.2 < full / time.seconds["products"] < 4 / 3
+    segments = planned(*arguments, "matmul_tflops=500", "train.segments=4").time.seconds["products"]
+    expected = (own.linear * (1 + 3 / 4 / 3) + own.head) * 16384 / 500e12
+    assert segments == pytest.approx(expected)
+    forward, backward = operator_seconds(make_case(*arguments))
+    assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
+    assert forward + backward == pytest.approx(1.051e-3 / calibration.IN_STEP, rel=0.01)
+    slower = planned(*arguments, "bandwidth_gbps=1000").time
+    assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
+
+
+def test_traffic_that_compute_is_too_short_for() -> None:
+    fast = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").time
+    slow = planned(*GLA_1B, "world_size=4", "data.seq_len=65536", "link_gbps=1").time
+    moved = parameter_traffic(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536")).total / 1e9
+    assert slow.total > moved > fast.total
+    # Between nodes the network counts.
+    assert planned(*GLA_1B, "world_size=16", "data.seq_len=262144", "node_gbps=1").time.total > 5
+
+
+def test_scans_across_nodes_and_their_costs() -> None:
+    within, across = (make_case(*GLA_1B, f"world_size={n}", f"data.seq_len={16384 * n}") for n in (8, 16))
+    assert within.link_of(Backend.zeco) is Link.symmetric
+    assert within.link_of(Backend.lasp2) is Link.nccl
+    assert across.link_of(Backend.zeco) is Link.nccl_across_nodes
+    assert make_case("model=gla_1b", "world_size=16", "sp.size=8").link_of(Backend.zeco) is Link.symmetric
+    p2p = make_case(*GLA_1B, "world_size=8", "sp.all_scan.transport=p2p")
+    assert p2p.link_of(Backend.zeco) is Link.nccl
+    arguments = [*GLA_1B, "world_size=16", "data.seq_len=262144"]
+    measured = dict(MEASURED)
+    costs: list[list[str]] = [[], ["scan_alpha_us=1000"], ["scan_gbps=0.1"]]
+    seconds = [json_of(*arguments, *more)["wire"]["backends"]["zeco (chain)"]["scan_seconds"] for more in costs]
+    assert seconds[0] < seconds[1]
+    assert seconds[0] < seconds[2]
+    assert measured == MEASURED
+
+
+def json_of(*arguments: str) -> dict[str, Any]:
+    """What the command leaves as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        code, _, err = command(*arguments, f"json={path}")
+        assert code == 0, err
+        return json.loads(path.read_text())
+
+
+# --- advice ---
+
+
+def test_numbers_of_segments_are_found_for_any_length() -> None:
+    """Of 2^40 tokens, too: a try of every number would take minutes."""
+    for number in (1, 2, 36, 1000, 3 << 10, 9973, 2 * 9973):
+        assert divisors(number) == [count for count in range(1, number + 1) if number % count == 0]
+    assert legal_segments(make_case("sp=dp", f"data.seq_len={1 << 40}")) == [1 << power for power in range(31)]
+
+
+def test_advice_is_the_fastest_that_fits() -> None:
+    arguments = [*GLA_1B, "world_size=4", "data.seq_len=1048576"]
+    plan = make(*arguments)
+    assert not plan.planned.memory.fits
+    assert plan.options
+    times = [option.time.total for option in plan.options]
+    assert times == sorted(times)
+    for option in plan.options:
+        assert option.memory.fits
+        # One fewer that the sequence divides into does not fit.
+        counts = legal_segments(option.case)
+        fewer = counts[: counts.index(option.case.segments)]
+        assert not any(plan_memory(option.case.with_changes(segments=count), 0.05).fits for count in fewer)
+    # By hand: every setting with every number of segments.
+    everything = [
+        plan.planned.case.with_changes(recompute=recompute, segments=segments)
+        for recompute in Recompute
+        for segments in legal_segments(plan.planned.case)
+    ]
+    fitting = [plan_step(case).total for case in everything if plan_memory(case, 0.05).fits]
+    assert plan.options[0].time.total == min(fitting)
+
+
+def test_advice_where_it_fits() -> None:
+    plan = make(*GLA_1B, "world_size=4", "data.seq_len=65536", "train.segments=2")
+    assert plan.planned.memory.fits
+    assert plan.options[0].setting == "train.recompute=none train.segments=1"
+    assert plan.planned.setting in [option.setting for option in plan.options]
+    assert as_text(plan).count("(as planned)") == 2  # the backend, and the setting
+
+
+def test_advice_where_nothing_fits() -> None:
+    arguments = [*GLA_1B, "world_size=2", "data.seq_len=131072", "memory_gb=13"]
+    plan = make(*arguments)
+    assert plan.options == []
+    assert plan.elsewhere is not None
+    assert plan.elsewhere.memory.fits
+    ranks = plan.elsewhere.case
+    assert ranks.sp_size == ranks.world_size > 2
+    fewer = [arguments[-1], *GLA_1B, "data.seq_len=131072", f"world_size={ranks.world_size // 2}"]
+    assert make(*fewer).options == []
+    text = as_text(plan)
+    assert "does not fit" in text
+    assert f"nothing fits on these ranks; with world_size={ranks.world_size} sp.size={ranks.sp_size}:" in text
+    alone = make(*GLA_1B, "sp=dp", "world_size=2", "data.global_batch=2", "memory_gb=4")
+    assert alone.options == []
+    assert alone.elsewhere is None
+    assert "nothing fits, with any train.recompute and train.segments" in as_text(alone)
+
+
+# --- the experiments, and the command ---
+
+
+@pytest.mark.parametrize("name", [name for name in group_options()["experiment"] if name not in NO_LENGTH])
+def test_experiments_fit_their_machine(name: str) -> None:
+    case, notes = build_case(parse([f"+experiment={name}"]))
+    assert notes == []
+    assert case.machine.name == ("cpu" if name == "gla_tiny_1m" else "h200")
+    assert case.world_size == case.sp_size == (2 if name == "gla_tiny_1m" else 4)
+    assert plan_memory(case, 0.05).fits
+    expected = {"gla_1b_16k": 16384, "gla_1b_32k": 32768, "gla_1b_1m": 1 << 18, "gla_1b_8m": 1 << 15}
+    assert case.tokens == expected.get(name, case.tokens)
+    if name == "gla_1b_8m":
+        # Allocators reserve more than a peak: measured at 32,768 tokens a rank, up to a quarter.
+        assert plan_memory(case, 0.05).peak < 100e9
+    if name == "gla_tiny_1m":
+        assert case.config.data.seq_len == 1 << 20
+        assert plan_memory(case, 0.05).peak < 2.5e9
+
+
+def test_command() -> None:
+    arguments = ["+experiment=gla_1b_16k", "world_size=256"]
+    code, text, err = command(*arguments)
+    assert (code, err) == (0, "")
+    assert "sp=zeco on 64 × 4 ranks (dp × sp) of h200, zero2" in text
+    assert "note: data.global_batch=64, not 1" in text
+    for row in ("dp", "lasp1", "lasp2", "zeco (chain)", "zeco (two_shot)", *KINDS):
+        assert f"\n  {row} " in text, row
+    assert command(*arguments) == (code, text, err)
+    data = json_of(*arguments)
+    assert data == json_of(*arguments)
+    assert set(data) == {
+        *("case", "parameters", "flops_per_token", "memory", "time", "wire", "advice", "assumptions", "notes")
+    }
+    assert data["parameters"] == num_parameters(make_case("model=gla_1b").config.model)
+    assert sum(row["planned"] for row in data["wire"]["backends"].values()) == 1
+    assert sum(data["time"]["seconds"].values()) == pytest.approx(data["time"]["step_seconds"])
+    assert sum(data["memory"]["bytes"].values()) == pytest.approx(data["memory"]["peak_bytes"])
+    # A run that does not fit is an answer, too.
+    assert command("+experiment=gla_1b_1m", "train.recompute=none")[0] == 0
+
+
+def test_hours() -> None:
+    data = json_of("+experiment=gla_1b_16k", "token_budget=100e9")["time"]
+    assert data["hours"] == pytest.approx(100e9 / data["tokens_per_second"] / 3600)
+    assert json_of("+experiment=gla_1b_16k", "train.steps=7")["time"]["token_budget"] == 7 * 65536
+
+
+def test_help() -> None:
+    code, text, _ = command("--help")
+    assert code == 0
+    assert text == describe() + "\n"
+    for entry in dataclasses.fields(PlanSettings):
+        assert f"  {entry.name}=" in text
+        assert f"{entry.name}" in (PlanSettings.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["world_size=0"], "world_size=0: must be ≥ 1 and ≤ 1048576"),
+        (["gpu=h900"], "gpu=h900: must be one of h200, h100, a100, cpu or null"),
+        (["gpus_per_node=0"], "gpus_per_node=0: must be ≥ 1 and ≤ 1048576"),
+        (["headroom=1"], "headroom=1.0: must be ≥ 0 and < 1"),
+        (["memory_gb=-3"], "memory_gb=-3.0: must be > 0 and ≤ 1e+18"),
+        (["token_budget=0"], "token_budget=0.0: must be > 0 and ≤ 1e+18"),
+        (["json=/no/such/folder/plan.json"], "json=/no/such/folder/plan.json: its folder does not exist"),
+        (["world_sise=4"], "world_sise=4: unknown key; did you mean world_size?"),
+        (["+world_size=4"], "+world_size=4: the key exists; write world_size=4"),
+        (["+experiment=gla_9b"], "experiment=gla_9b: must be one of"),
+        (["train.segment=4"], "train.segment=4: unknown key; did you mean train.segments?"),
+        (["world_size=6", "sp.size=4"], "sp.size=4: must divide the world size 6"),
+        (["sp=dp", "sp.size=2", "world_size=2"], "sp.size=2: sp=dp keeps whole sequences on a rank"),
+        (["data.seq_len=4096", "train.segments=3"], "data.seq_len=4096: must divide by sp.size × train.segments"),
+        (["world_size=4", "sp.size=1", "data.global_batch=3"], "data.global_batch=3: must be a multiple of"),
+        (["4"], "argument=4: must be KEY=VALUE"),
+    ],
+)
+def test_mistakes(arguments: list[str], expected: str) -> None:
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {expected}")
+    assert err.count("\n") == 1
+
+
+def test_a_model_too_large_for_this_machine() -> None:
+    """What a cluster is to train is planned elsewhere."""
+    large = ["model.hidden_size=32768", "model.num_heads=256", "model.intermediate_size=98304", "model.num_layers=120"]
+    arguments = [*large, "train.dtype=bf16", "world_size=4096", "sp.size=8", "data.seq_len=65536"]
+    plan = make(*arguments, "parallel=zero3")
+    parameters = num_parameters(plan.planned.case.config.model)
+    assert parameters > 1e12
+    assert plan.planned.memory.kinds["weights"] > parameters * 4 / 4096
+
+
+def test_keys_of_both_kinds_do_not_meet() -> None:
+    own = {entry.name for entry in dataclasses.fields(PlanSettings)}
+    assert not own & {*group_options(), *(entry.name for entry in dataclasses.fields(parse([]).config))}
+    with pytest.raises(ConfigError):
+        parse(["world_size=two"])
+
+
+def test_as_json_needs_no_file(tmp_path: Path) -> None:
+    plan = make("+experiment=gla_tiny_1m")
+    assert json.loads(json.dumps(as_json(plan)))["case"]["gpu"] == "cpu"
+    assert command("+experiment=gla_tiny_1m", f"json={tmp_path}")[0] == 2
+
+
+@pytest.mark.processes
+def test_starts_nothing_and_needs_few_packages() -> None:
+    """A laptop has neither GPUs nor their packages."""
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('triton', 'fla', 'transformers', 'wandb')))\n"
+        "from zeco_train.plan.command import main\n"
+        "assert main(['+experiment=gla_1b_8m']) == 0\n"
+        "import torch.distributed as dist\n"
+        "assert not dist.is_initialized()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=ENOUGH)
+    assert done.returncode == 0, done.stderr
+    assert "gla_1b: 1,159,766,528 parameters" in done.stdout

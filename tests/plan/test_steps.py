@@ -1,0 +1,285 @@
+"""The planner counts what models, optimizers and collectives really hold and send."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import Batch
+from models.gla import GLABlock, GLAConfig
+from models.gla_config import num_parameters
+from models.hooks import has_weight_decay
+from tests.support.distributed import run_distributed
+from tests.support.planning import GLA_1B, SMALL, make_case
+from zeco_train.collectives import Courier, ScanRequest, launch_all_gather, launch_chain, launch_serial, launch_two_shot
+from zeco_train.collectives import wire as collectives_wire
+from zeco_train.config.schema import Dtype, TrainConfig
+from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops import loss
+from zeco_train.plan import calibration
+from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
+from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
+from zeco_train.sp.base import PendingScan, SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.recompute import Recompute
+from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.training.build import build_model
+from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.step import TrainingStep
+
+# --- what ranks hold and send, in a real step ---
+
+STEPS = [
+    (strategy, sp_size, segments, micro_steps, dtype)
+    for strategy, sp_size in ((Strategy.ddp, 4), (Strategy.zero2, 4), (Strategy.zero3, 2), (Strategy.hsdp, 2))
+    for segments, micro_steps, dtype in ((1, 1, Dtype.fp32), (3, 2, Dtype.bf16))
+]
+
+
+def _overrides(strategy: Strategy, sp_size: int, segments: int, micro_steps: int, dtype: Dtype) -> list[str]:
+    batch = f"data.global_batch={4 // sp_size * micro_steps}"
+    split = [f"parallel.strategy={strategy.value}", f"sp.size={sp_size}", f"train.segments={segments}"]
+    return [*SMALL, *split, batch, f"train.dtype={dtype.value}", "world_size=4", "gpu=cpu"]
+
+
+class _CountingScan:
+    """Counts launches, and those with a carry, by direction."""
+
+    def __init__(self, scan: Any) -> None:
+        self._scan, self.launched, self.carried = scan, Counter[str](), 0
+
+    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> PendingScan:
+        self.launched["backward" if reverse else "forward"] += 1
+        self.carried += options.get("want_carry", False)
+        return self._scan.launch(state, log_decay, reverse=reverse, **options)
+
+
+@contextlib.contextmanager
+def _recorded_parameters() -> Iterator[Counter[str]]:
+    """Bytes that this rank sends for parameters and gradients: rings of n ranks."""
+    sent = Counter[str]()
+
+    def recording(name: str, kind: str, payload: Callable[..., Tensor], times: int) -> Any:
+        original = getattr(dist, name)
+
+        def record(*args: Any, **options: Any) -> Any:
+            tensor, group = payload(*args, **options), options.get("group")
+            size = dist.get_world_size(group)
+            # The loss and the norm are scalars.
+            if tensor.numel() > 1:
+                sent[kind] += times * tensor.nbytes * (size - 1) // size
+            return original(*args, **options)
+
+        return mock.patch.object(dist, name, record)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            if hasattr(dist, name):
+                stack.enter_context(recording(name, "gathered", lambda output_tensor, *_, **__: output_tensor, 1))
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+            if hasattr(dist, name):
+                stack.enter_context(recording(name, "scattered", lambda *_, input, **__: input, 1))
+        stack.enter_context(recording("all_reduce", "summed", lambda tensor, *_, **__: tensor, 2))
+        yield sent
+
+
+def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """For each of `STEPS`: what this rank holds after a step, and what it sent and launched in it."""
+    results = []
+    for setting in STEPS:
+        strategy, sp_size, segments, micro_steps, dtype = setting
+        case = make_case(*_overrides(*setting))
+        mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
+        model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, seed=0)
+        optimizer = build_optimizer(model, OptimConfig(), has_weight_decay)
+        scan = _CountingScan(build_scan(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout))
+        step = TrainingStep(
+            model,
+            optimizer,
+            scan,
+            mesh,
+            strategy=strategy,
+            grad_clip=1.0,
+            tokens_per_step=case.tokens_per_step,
+            seq_len=case.config.data.seq_len,
+        )
+        ids = torch.arange(case.tokens).remainder(259)[None]
+        batches = [Batch(ids, ids, None, index > 0 or mesh.sp_rank > 0, 0, [0]) for index in range(segments)]
+        with _recorded_parameters() as sent:
+            total = torch.zeros((), dtype=torch.float64)
+            for micro_step in range(micro_steps):
+                share = step.backward(batches, last=micro_step == micro_steps - 1)
+                assert share is not None
+                total += share
+            step.update(total)
+        local = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        grads = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
+        states = [
+            value.to_local() if hasattr(value, "to_local") else value
+            for state in optimizer.state.values()
+            for value in state.values()
+        ]
+        results.append(
+            {
+                "parameters": sum(x.nbytes for x in local),
+                "gradients": sum(x.nbytes for x in grads),
+                "optimizer": sum(x.nbytes for x in states),
+                "sent": dict(sent),
+                "launched": dict(scan.launched),
+                "carried": scan.carried,
+            }
+        )
+        step.zero_grad()
+    return results
+
+
+@pytest.fixture(scope="module")
+def real_steps() -> list[list[dict[str, Any]]]:
+    """By rank and `STEPS`."""
+    return run_distributed(_step, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(STEPS)))
+def test_a_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None:
+    """Parameters, gradients and optimizer state, to the byte, of the rank that has most; scans launched; and FSDP's
+    traffic, the same on every rank."""
+    case, ranks = make_case(*_overrides(*STEPS[index])), [rank[index] for rank in real_steps]
+    assert max(rank["parameters"] for rank in ranks) == parameter_bytes(case, 4)
+    assert max(rank["gradients"] for rank in ranks) == parameter_bytes(case, 4)
+    assert max(rank["optimizer"] for rank in ranks) == optimizer_bytes(case)
+    scans, traffic = count_scans(case), parameter_traffic(case)
+    for rank in ranks:
+        assert rank["launched"] == {"forward": scans.forward, "backward": scans.backward}
+        assert rank["carried"] == scans.with_carry
+        expected = {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed}
+        assert rank["sent"] == pytest.approx({name: value for name, value in expected.items() if value}, rel=1e-3)
+
+
+def test_parameters_of_one_rank() -> None:
+    for model in ("gla_tiny", "gla_340m", "gla_1b"):
+        case = make_case(f"model={model}", "world_size=1")
+        assert parameter_bytes(case, 1) == num_parameters(case.config.model)
+        assert optimizer_bytes(case) == 8 * num_parameters(case.config.model) + 4 * sum(map(len, case.units))
+
+
+# --- scans on the wire ---
+
+
+def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, int]:
+    """Bytes that this rank sends for one scan of each kind, without and with a carry."""
+    group, sent = dist.group.WORLD, Counter[str]()
+    assert group is not None
+    courier = Courier(group, timedelta(seconds=60))
+    state, log_decay = torch.ones(1, heads, 8, value_dim), -torch.ones(1, heads, 8)
+    launchers: dict[str, Callable[[ScanRequest], PendingScan]] = {
+        "chain": lambda request: launch_chain(request, courier, blocks=3),
+        "two_shot": lambda request: launch_two_shot(request, courier),
+        "lasp2": lambda request: launch_all_gather(request, courier),
+        "lasp1": lambda request: launch_serial(request, courier),
+    }
+
+    def recording(owner: Any, name: str, count: Callable[..., int]) -> Any:
+        original = getattr(owner, name)
+
+        def record(*args: Any, **options: Any) -> Any:
+            sent[key] += count(*args, **options)
+            return original(*args, **options)
+
+        return mock.patch.object(owner, name, record)
+
+    with (
+        recording(dist, "isend", lambda tensor, **_: tensor.nbytes),
+        recording(dist, "broadcast", lambda tensor, src=None, group_src=None, **_: tensor.nbytes * (src == rank)),
+        recording(dist, "all_to_all_single", lambda into, parts, **_: parts.nbytes * (world_size - 1) // world_size),
+        recording(collectives_wire, "_all_gather_single", lambda into, part, **_: part.nbytes * (world_size - 1)),
+    ):
+        for (name, launch), want_carry in itertools.product(launchers.items(), (False, True)):
+            key = f"{name} {want_carry}"
+            pending = launch(ScanRequest(state, log_decay, want_carry=want_carry))
+            pending.wait()
+            pending.finish()
+            if want_carry:
+                pending.carry_out()
+            courier.drain()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(("world_size", "heads", "value_dim"), [(3, 5, 10), (4, 2, 16)])
+def test_bytes_of_scans(world_size: int, heads: int, value_dim: int) -> None:
+    ranks = run_distributed(_scans, world_size, heads, value_dim)
+    model = [f"model.hidden_size={heads * value_dim}", f"model.num_heads={heads}", f"model.expand_k={8 / value_dim}"]
+    case = make_case(*model, f"world_size={world_size}", "data.seq_len=768", "gpu=cpu")
+    assert (case.state_bytes, case.config.model.head_k_dim) == (4 * heads * 8 * value_dim, 8)
+    for way, want_carry in itertools.product(("chain", "two_shot", "lasp2", "lasp1"), (False, True)):
+        busiest = max(rank.get(f"{way} {want_carry}", 0) for rank in ranks)
+        assert scan_bytes(case, way, want_carry=want_carry) == pytest.approx(busiest, rel=1e-12), (way, want_carry)
+
+
+def test_bytes_of_a_step() -> None:
+    case = make_case(*GLA_1B, "world_size=4", "data.seq_len=65536", "train.segments=4", "train.recompute=full")
+    assert case.state_bytes == 16 * 64 * 128 * 4
+    # 4 forward passes that scan (the second ones replay) and 4 backward ones, of 20 layers.
+    assert step_bytes(case, "chain") == 2 * 4 * 20 * case.state_bytes
+    assert step_bytes(case, "lasp2") == pytest.approx(2 * 4 * 20 * 3 * case.state_bytes * 129 / 128)
+    assert scan_bytes(make_case(*GLA_1B, "sp=dp", "world_size=1"), "lasp2") == 0
+
+
+# --- activations ---
+
+
+def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int) -> int:
+    """What autograd keeps of a block, its parameters aside."""
+    block = GLABlock(config).to(dtype)
+    block.recompute = recompute
+    if compiled:
+        # What the compiler keeps is decided before it makes code.
+        block.compile_compute(backend="aot_eager_decomp_partition")
+    x = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    shard = SequenceShard(LocalScan(), 0, tokens)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y, *_ = block(x, shard.place(tokens, x.device))
+    del y
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
+@pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), (Dtype.bf16, True)])
+def test_kept_activations(dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
+    """The tables of tensors, to the byte."""
+    torch._dynamo.reset()
+    shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352"]
+    how = ["always" if compiled else "never", dtype.value, recompute.value]
+    case = make_case(*shape, "gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
+    short, long = (_saved_bytes(case.config.model, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
+    assert (long - short) / 256 == kept_bytes_per_token(case)
+
+
+def test_kept_activations_of_full_recompute() -> None:
+    case = make_case(*GLA_1B, "train.recompute=full", "world_size=1")
+    assert kept_bytes_per_token(case) == 2 * case.config.model.hidden_size
+
+
+def test_loss_chunk_is_that_of_the_loss() -> None:
+    chunks = loss._CHUNK_TOKENS
+    assert {True: chunks["cpu"], False: chunks["cuda"]} == calibration.LOSS_CHUNK

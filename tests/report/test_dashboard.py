@@ -1,0 +1,163 @@
+"""The W&B dashboard: what it is made of, offline; and published, by the real client, to a server on this machine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import REPOSITORY, Outcome, check_line
+from tests.support.wandb_server import WandbServer, history, run_record
+from tests.tracking.test_loggers import run_python
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
+from zeco_train.tracking.logger_config import LoggerConfig
+from zeco_train.tracking.metrics import StepMetrics
+from zeco_train.tracking.starts import Layout
+from zeco_train.tracking.wandb_logger import WandbLogger
+
+COMMAND = str(REPOSITORY / "launch" / "wandb_dashboard.py")
+MODEL_RESULTS = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
+OPERATOR_RESULTS = MODEL_RESULTS.with_name("operator_4xh200.json")
+
+
+def panels(written: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        panel for section in written["spec"]["section"]["panelBankConfig"]["sections"] for panel in section["panels"]
+    ]
+
+
+def recorded(tmp_path: Path) -> set[str]:
+    """Every key that a run on GPUs leaves in W&B, in its rows and its summary."""
+
+    class Run:
+        def log(self, row: dict[str, Any]) -> None:
+            self.row = row
+
+    run, layout = Run(), Layout("zeco", "gla_1b", 1 << 20, 4, 8)
+    tracker = WandbLogger(LoggerConfig(), tmp_path)
+    tracker._run = run
+    values: dict[str, Any] = {column.name: 1.0 for column in fields(StepMetrics) if column.name != "extra"}
+    tracker.log(1, StepMetrics(**values).as_dict())
+    return {*run.row, *layout.as_dict()}
+
+
+def test_every_panel_shows_what_runs_record(tmp_path: Path) -> None:
+    written = as_json(build("me", "p"))
+    known = recorded(tmp_path)
+    shown = set()
+    for panel in panels(written):
+        config = panel["config"]
+        if panel["viewType"] == "Vega2":
+            keys = {*config["fieldSettings"].values()}
+            (summary,) = [f for f in config["userQuery"]["queryFields"][0]["fields"] if f["name"] == "summary"]
+            # What a chart draws is what it asks for.
+            assert set(summary["args"][0]["value"]) == keys
+        else:
+            keys = {*config["metrics"]} | ({config["xAxis"]} if panel["viewType"] == "Run History Line Plot" else set())
+        assert keys <= known, panel
+        shown |= keys
+    wanted = {"loss", "val_loss", "grad_norm", "memory_gb", "mfu", "hfu", "comm_exposed_share", "data_share"}
+    assert wanted <= shown
+    assert {chart.x for chart in COMPARISONS} == {"devices", "seq_len"}
+
+
+def test_it_is_read_back_as_it_was_written() -> None:
+    written = as_json(build("me", "p", model="gla_1b"))
+    assert len(check(written)) == len(panels(written)) > 12
+    assert "gla_1b" in json.dumps(written["spec"]["section"]["runSets"])
+    damaged = copy.deepcopy(written)
+    del panels(damaged)[0]["config"]["fieldSettings"]["kind"]
+    with pytest.raises(DataError, match=r"chart Throughput over devices lacks \{'field:kind'\}"):
+        check(damaged)
+    damaged = copy.deepcopy(written)
+    panels(damaged)[0]["viewType"] = "Run History Line Plot"
+    with pytest.raises(DataError, match="read back"):
+        check(damaged)
+    del damaged["spec"]["section"]["panelBankConfig"]["sections"]
+    with pytest.raises(DataError, match="is not read back"):
+        check(damaged)
+
+
+def test_the_charts_own_fields() -> None:
+    spec = chart_spec()
+    # What a layer draws is a placeholder, or made by the transform.
+    made = {part["as"] for part in spec["transform"][1]["aggregate"]}
+    for layer in spec["layer"]:
+        for encoding in layer["encoding"].values():
+            for channel in encoding if isinstance(encoding, list) else [encoding]:
+                assert channel["field"].startswith("${field:") or channel["field"] in made
+    assert chart_name() == chart_name()
+
+
+@pytest.mark.processes
+def test_offline_with_benchmarks(tmp_path: Path) -> None:
+    out, folder = tmp_path / "dashboard.json", tmp_path / "bench"
+    arguments = ["--offline", str(out), "--bench", str(MODEL_RESULTS), "--bench-dir", str(folder)]
+    done = run_python([COMMAND, *arguments], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("4 measurements as runs")
+    assert "17 panels, read back as they were written: Throughput over devices" in second
+    written = json.loads(out.read_text())
+    assert check(written)
+    assert [*written["charts"]] == [chart_name()]
+
+    row = next(row for row in json.loads(MODEL_RESULTS.read_text())["rows"] if row["variant"] == "zeco")
+    (log,) = folder.glob("model_4xh200_16k-gla_1b-zeco-65536/wandb/offline-run-*/run-*.wandb")
+    run = run_record(log)
+    assert (run.job_type, run.run_group) == ("bench", "gla_1b-64k")
+    assert {"bench", "sp=zeco", "sp.size=4", "seq_len=64k"} <= {*run.tags}
+    (shown,) = history(log)
+    assert shown["tokens_per_second_per_device_median"] == row["tokens_per_second_per_gpu"]
+    assert shown["comm_exposed_share"] == pytest.approx(row["exposed_ms"] / row["median_ms"])
+
+
+@pytest.mark.processes
+def test_published(tmp_path: Path) -> None:
+    with WandbServer() as server:
+        done = run_python([COMMAND, "--project", "p", "--entity", "me"], tmp_path, **server.environment(tmp_path))
+        assert done.returncode == 0, done.stderr
+        (view,) = server.views
+        (chart,) = server.charts
+        assert done.stdout.startswith(f"{server.url}/me/p?nw=")
+        assert (view["entityName"], view["projectName"]) == ("me", "p")
+        assert (chart["entity"], json.loads(chart["spec"])) == ("me", chart_spec())
+        sent = {"entity": "me", "project": "p", "name": "n", "spec": json.loads(view["spec"])}
+        assert check({**sent, "charts": {chart_name(): chart_spec()}})
+
+
+def test_a_chart_that_is_there_already_is_the_same_one() -> None:
+    class Api:
+        def create_custom_chart(self, *arguments: object) -> None:
+            raise RuntimeError(problem)
+
+    problem = "a chart of this name already exists"
+    create_chart(Api(), "me")
+    problem = "no permission"
+    with pytest.raises(ConfigError, match=r"W&B did not take it \(no permission\)"):
+        create_chart(Api(), "me")
+
+
+@pytest.mark.processes
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(COMMAND)["main"]
+    (tmp_path / "x.json").mkdir()
+    for arguments, code, part in (
+        (["--offline", "x.json", "--update", "u"], 2, "--update=u: has no effect with --offline"),
+        (["--nonsense"], 2, "--help lists all"),
+        (["--offline", str(tmp_path / "x.json")], 3, "x.json: cannot be written"),
+        (["--offline", "x.json", "--bench", str(tmp_path / "none.json")], 3, "none.json: is not a file"),
+        (["--offline", "x.json", "--bench", str(OPERATOR_RESULTS)], 3, "operator_4xh200: has no measured step"),
+    ):
+        outcome = main(arguments)
+        check_line(Outcome(outcome, "", capsys.readouterr().err), code, part)
+    # In a process of its own: no account of whoever runs the tests.
+    done = run_python([COMMAND], tmp_path)
+    line = "error: wandb=login: W&B knows no account here; wandb login, or --offline OUT.json\n"
+    assert (done.returncode, done.stderr) == (2, line)

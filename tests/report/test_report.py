@@ -1,0 +1,232 @@
+"""`zeco_train.report`: what is compared with what, and a page that is whole by itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+
+from tests.support.commands import Outcome, check_line
+from zeco_train.report.__main__ import main
+from zeco_train.report.measurements import Spread, read
+from zeco_train.tracking.starts import Layout, Start, append_start
+
+RESULTS = Path(__file__).resolve().parents[2] / "zeco_train" / "bench" / "results"
+DP = Layout("dp", "gla_tiny", 2048, 1, 2, "zero2", 1, "fp32", "a CPU")
+ZECO = Layout("zeco", "gla_tiny", 2048, 2, 2, "zero2", 1, "fp32", "a CPU")
+
+
+def write_run(
+    folder: Path,
+    rates: dict[int, float],
+    starts: list[tuple[int, Layout]],
+    losses: dict[int, float | None] | None = None,
+    identity: dict[str, Any] | None = None,
+) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "step": step,
+            "loss": (losses or {}).get(step, 5.0 / step),
+            "grad_norm": 1.0,
+            "tokens": 4096 * step,
+            "tokens_per_second": 2 * rate,
+            "tokens_per_second_per_device": rate,
+            "step_seconds": 4096 / (2 * rate),
+            "data_seconds": 0.001,
+            "comm_exposed_seconds": 0.002,
+        }
+        for step, rate in rates.items()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "identity.json").write_text(json.dumps(identity or {"seed": 0}))
+    for step, layout in starts:
+        append_start(folder, Start(step, layout, {"commit": "abc"}))
+    return folder
+
+
+class Page(HTMLParser):
+    """The tables and pictures of a page, and all that it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.images: list[dict[str, str]] = []
+        self.loaded: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attributes}
+        if tag not in ("meta", "img", "source", "br"):
+            self._open.append(tag)
+        self.loaded += [found[key] for key in ("src", "href", "srcset", "action") if key in found]
+        if tag == "img":
+            self.images.append(found)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open or "script" in self._open:
+            assert not re.search(r"https?:|url\(|@import|src", data)
+            return
+        self.text += data
+        if {"td", "th"} & set(self._open):
+            self.tables[-1][-1][-1] += data
+
+
+def report(tmp_path: Path, *paths: Path) -> Page:
+    assert main([*map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    picture = tmp_path / "out" / "report.png"
+    assert imread(picture).std() > 0.01
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    for source in page.loaded:
+        assert source.startswith("data:image/png;base64,"), source[:60]
+        assert imread(io.BytesIO(base64.b64decode(source.partition(",")[2]))).std() > 0.01
+    assert all(image["alt"] for image in page.images)
+    for table in page.tables:
+        assert {len(row) for row in table} == {len(table[0])}
+    return page
+
+
+def test_a_run_has_a_line_for_each_way_in_which_it_was_split(tmp_path: Path) -> None:
+    # Steps 1 to 4 with dp; a resume from the checkpoint of step 3 does step 4 again, with zeco.
+    rates = {1: 1.0, 2: 100.0, 3: 110.0, 4: 7.0, 5: 200.0, 6: 220.0, 7: 300.0}
+    resumed = write_run(tmp_path / "runs" / "resumed", rates, [(0, DP), (3, ZECO)])
+    alone = write_run(tmp_path / "runs" / "alone", {1: 1.0, 2: 50.0}, [(0, DP)])
+    found = read([alone, resumed])
+    by_name = {(m.name, m.layout.backend): m for m in found.measurements}
+    assert by_name["resumed", "dp"].rate == Spread(105.0, 101.0, 109.0, 2)
+    zeco = by_name["resumed", "zeco"]
+    # The first row of a start is left out, with what it compiles.
+    assert (zeco.rate.median, zeco.rate.count, zeco.layout.tokens_per_device) == (220.0, 3, 1024)
+    # Over the first dp that is given.
+    assert zeco.ratio == pytest.approx(220 / 50)
+    assert zeco.step_seconds == pytest.approx(4096 / 440)
+    assert [[run.name for run in family] for family in found.families] == [["alone", "resumed"]]
+    assert "resumed was split in 2 ways" in " ".join(found.notes)
+    assert [m.name for m in read([tmp_path / "runs"]).measurements] == ["alone", "resumed", "resumed"]
+
+
+def test_other_work_is_no_measure(tmp_path: Path) -> None:
+    dp = write_run(tmp_path / "dp", {1: 1.0, 2: 50.0}, [(0, DP)], identity={"seed": 1})
+    zeco = write_run(tmp_path / "zeco", {1: 1.0, 2: 90.0}, [(0, ZECO)], identity={"seed": 2})
+    found = read([dp, zeco])
+    assert [m.ratio for m in found.measurements] == [1.0, None]
+    assert len(found.families) == 2
+
+
+def test_the_page_has_everything_in_it(tmp_path: Path) -> None:
+    name = "<script>alert('$x_{$')</script> & \"zeco\""
+    runs = [
+        write_run(tmp_path / "dp", dict.fromkeys(range(1, 9), 100.0), [(0, DP)]),
+        write_run(tmp_path / name.replace("/", "\N{DIVISION SLASH}"), dict.fromkeys(range(1, 9), 200.0), [(0, ZECO)]),
+        write_run(
+            tmp_path / "longer",
+            {1: 3.0, 2: 90.0},
+            [(0, Layout("dp", "gla_tiny", 8192, 1, 4, "zero2", device_name="a CPU"))],
+            losses={1: 5.0, 2: None},
+            identity={"seq_len": 8192},
+        ),
+    ]
+    page = report(tmp_path, *runs)
+    throughput, losses = page.tables
+    assert [row[0] for row in throughput[1:]] == ["dp", name.replace("/", "\N{DIVISION SLASH}"), "longer"]
+    row = dict(zip(throughput[0], throughput[2], strict=True))
+    assert (row["backend"], row["length"], row["tokens/s/device"], row["of dp"]) == ("zeco", "2k", "200", "200.0%")
+    assert losses[2][-2] == "0.0e+00 (0.0e+00 at step 1)"
+    # Throughput by length, scaling, exposed communication, data; losses, their differences, and the longer run's loss.
+    titles = [
+        "Throughput by length",
+        "Scaling",
+        "Exposed communication",
+        "Waiting for data",
+        "Difference of the losses",
+    ]
+    assert all(title in page.text for title in titles)
+    results = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [m["rate"]["median"] for m in results["measurements"]] == [100.0, 200.0, 90.0]
+
+
+def test_benchmarks(tmp_path: Path) -> None:
+    file = RESULTS / "model_4xh200_16k.json"
+    rows = {row["variant"]: row for row in json.loads(file.read_text())["rows"]}
+    found = read([file]).measurements
+    assert [m.layout.backend for m in found] == ["dp", "lasp1", "lasp2", "zeco"]
+    for measurement in found:
+        row = rows[measurement.layout.backend]
+        assert measurement.rate.median == row["tokens_per_second_per_gpu"]
+        assert measurement.rate.p10 <= measurement.rate.median <= measurement.rate.p90
+        assert (measurement.mfu, measurement.ratio) == (row["mfu"], row["ratio"])
+        assert (measurement.layout.tokens_per_device, measurement.layout.devices) == (16384, 4)
+    page = report(tmp_path, file, RESULTS / "operator_4xh200.json")
+    assert [len(table) for table in page.tables] == [5]
+    assert sum("ZeCO paper" in image["alt"] for image in page.images) == 3
+
+
+def test_benchmarks_of_one_name_and_of_several_heads_are_told_apart(tmp_path: Path) -> None:
+    """A benchmark leaves `results.json` in a folder of its own."""
+    first, second = (json.loads((RESULTS / f"model_4xh200_16k{heads}.json").read_text()) for heads in ("", "_h32"))
+    both = {**first, "rows": [row for row in first["rows"] + second["rows"] if row["variant"] in ("dp", "zeco")]}
+    files = [tmp_path / name / "results.json" for name in ("one", "both")]
+    for file, content in zip(files, (first, both), strict=True):
+        file.parent.mkdir()
+        file.write_text(json.dumps(content))
+    found = read(files)
+    assert [*found.benchmarks] == ["one-results", "both-results"]
+    told = [(m.name, m.layout.model, m.layout.backend) for m in found.measurements]
+    assert len(told) == len(set(told)) == 8
+    assert {model for name, model, _ in told if name == "both-results"} == {"gla_1b_h16", "gla_1b_h32"}
+
+
+def test_a_run_that_has_only_begun_does_not_keep_the_others_from_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "run", {1: 1.0}, [(0, DP)])
+    write_run(tmp_path / "runs" / "begun", {}, [(0, DP)])
+    found = read([tmp_path / "runs"])
+    assert [m.name for m in found.measurements] == ["run"]
+    assert found.notes == ["begun has no rows yet"]
+
+
+def test_a_run_from_before_there_were_starts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "old", {1: 1.0, 2: 50.0}, [])
+    config = "sp: {backend: zeco, size: 2}\nmodel: {name: gla_tiny}\ndata: {seq_len: 64}\nparallel: {strategy: ddp}\n"
+    (run / "config.yaml").write_text(config + "train: {segments: 1, dtype: fp32}\n")
+    (measurement,) = read([run]).measurements
+    assert measurement.layout == Layout("zeco", "gla_tiny", 64, 2, 2, "ddp", 1, "fp32")
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", {1: 1.0}, [(0, DP)])
+    bare = write_run(tmp_path / "bare", {1: 1.0}, [])
+    (tmp_path / "torn").mkdir()
+    torn = write_run(tmp_path / "torn" / "run", {1: 1.0}, [])
+    (torn / "starts.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "other.json").write_text("{}")
+    for arguments, code, part in (
+        ([], 2, "PATH"),
+        ([tmp_path / "none"], 3, "has no metrics.jsonl, nor has a folder in it"),
+        ([run, run], 2, "names a folder twice"),
+        ([RESULTS / "operator_4xh200.json"] * 2, 2, "names a file twice"),
+        ([bare], 3, "config.yaml: is not there"),
+        ([torn], 3, "starts.jsonl: line 1: backend is None, not text"),
+        ([tmp_path / "other.json"], 3, "is no results.json of a benchmark"),
+        ([run, "--out", tmp_path / "other.json"], 2, "cannot be written ("),
+    ):
+        outcome = main([*map(str, arguments)])
+        check_line(Outcome(outcome, "", capsys.readouterr().err), code, part)

@@ -1,0 +1,271 @@
+"""Exposed communication: what is measured, on which rank, and what is not."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import build_scans
+from zeco_train.collectives import PendingScan
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.exposed import ExposedMeter
+from zeco_train.sp.registry import Backend, SPConfig, build_scan
+
+STATE = torch.ones(1, 2, 4, 4)
+CPU = torch.device("cpu")
+# Of a rank that keeps its peer waiting. A busy machine makes single waits longer, and those for a rank that sleeps
+# shorter: of so many measurements, a rank that waits is judged by the longest, one that does not by the shortest.
+DELAY = 0.3
+REPEATS = 3
+NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
+
+
+def run_scan(scan: ScanBackend, before: float, between: float, *, reverse: bool = False, carry: bool = False) -> Tensor:
+    """A scan after `before` seconds of compute, with `between` seconds of compute beside it."""
+    time.sleep(before)
+    pending = scan.launch(STATE, torch.zeros(1, 2, 4), reverse=reverse, want_carry=carry)
+    time.sleep(between)
+    incoming = pending.wait()
+    pending.finish()
+    if carry:
+        pending.carry_out()
+    return incoming
+
+
+def measured(scan: ScanBackend, before: float, between: float = 0.0, **options: bool) -> float | None:
+    dist.barrier()
+    with scan.exposed.measuring():
+        run_scan(scan, before, between, **options)
+    return scan.exposed.take()
+
+
+def waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]]:
+    results: dict[str, dict[str, list[float | None]]] = {}
+    scans = build_scans((0, 1))
+    for name in NAMES:
+        scan = scans[name]._scan
+        run_scan(scan, 0.0, 0.0)
+        run_scan(scan, 0.0, 0.0, reverse=True)
+        # The second rank waits for the first one's state; and the first one for the second's; the state is there before
+        # it is asked for; and all of them wait for what lies behind the last rank.
+        first, second = (DELAY if rank == 0 else 0.0), (DELAY if rank == 1 else 0.0)
+        results[name] = {
+            "forward": [measured(scan, first) for _ in range(REPEATS)],
+            "reverse": [measured(scan, second, reverse=True) for _ in range(REPEATS)],
+            "hidden": [measured(scan, first, 0.0 if rank == 0 else 2 * DELAY) for _ in range(REPEATS)],
+            "carry": [measured(scan, second, carry=True) for _ in range(REPEATS)],
+        }
+        run_scan(scan, 0.0, 0.0)
+        results[name]["outside"] = [scan.exposed.take()]
+        scan.drain()
+    return results
+
+
+@pytest.mark.processes
+def test_the_rank_that_waits_is_the_one_that_is_measured() -> None:
+    first, second = run_distributed(waits, 2)
+    for name in NAMES:
+        assert max(second[name]["forward"]) > 0.7 * DELAY, name
+        assert max(first[name]["reverse"]) > 0.7 * DELAY, name
+        assert min(second[name]["reverse"]) < 0.5 * DELAY, name
+        assert max(first[name]["carry"]) > 0.7 * DELAY, name
+        # lasp1 sends in `finish`, and gloo may keep a sender until it is received from.
+        if name != "lasp1":
+            assert min(first[name]["forward"]) < 0.5 * DELAY, name
+            assert min(first[name]["hidden"]) < 0.5 * DELAY, name
+            assert min(second[name]["hidden"]) < 0.5 * DELAY, name
+        assert first[name]["outside"] == [None], name
+
+
+def alone(rank: int, world_size: int) -> dict[str, float | None]:
+    group = dist.group.WORLD
+    assert group is not None
+    scans = {
+        "dp": LocalScan(),
+        "zeco": build_scan(SPConfig(Backend.zeco), (group, group), timedelta(seconds=10)),
+    }
+    return {name: measured(scan, 0.0, carry=True) for name, scan in scans.items()}
+
+
+@pytest.mark.processes
+def test_one_rank_measures_nothing() -> None:
+    assert run_distributed(alone, 1) == [{"dp": None, "zeco": None}]
+
+
+class SlowScan:
+    """Takes its time in each call."""
+
+    def wait(self) -> Tensor:
+        time.sleep(0.02)
+        return STATE
+
+    def finish(self) -> None:
+        time.sleep(0.03)
+
+    def carry_out(self) -> Tensor:
+        time.sleep(0.04)
+        return STATE
+
+
+@pytest.mark.processes
+def test_all_calls_count_and_are_taken_once() -> None:
+    meter = ExposedMeter()
+    assert meter.take() is None
+    with pytest.raises(RuntimeError, match="a peer"), meter.measuring():
+        raise RuntimeError("a peer is gone")
+    unmetered = SlowScan()
+    assert meter.metered(unmetered, CPU) is unmetered
+    with meter.measuring():
+        scans = [meter.metered(SlowScan(), CPU) for _ in range(2)]
+    # Launched inside; that the waits come later changes nothing.
+    began = time.perf_counter()
+    for scan in scans:
+        assert scan.wait() is STATE
+        scan.finish()
+        assert scan.carry_out() is STATE
+    assert 2 * 0.09 <= (meter.take() or 0.0) <= time.perf_counter() - began
+    assert meter.take() is None
+
+
+class FakeEvent:
+    """An event of a device whose clock stands still until `FakeEvent.passed` says how far it has come."""
+
+    clock = 0.0
+    passed = -1.0
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        FakeEvent.made += 1
+
+    def record(self, stream: object) -> None:
+        assert stream == "the stream of cuda:1"
+        self.at = FakeEvent.clock
+
+    def query(self) -> bool:
+        return self.at <= FakeEvent.passed
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query(), "an event that the device has not passed has no time"
+        return end.at - self.at
+
+
+class DeviceScan:
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+    def wait(self) -> Tensor:
+        FakeEvent.clock += self.milliseconds
+        return STATE
+
+    def finish(self) -> None:
+        FakeEvent.clock += 1.0
+
+    def carry_out(self) -> Tensor:
+        raise AssertionError
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fake events; whether the stream is being captured."""
+    state = [False]
+    for name, value in (("clock", 0.0), ("passed", -1.0), ("made", 0)):
+        monkeypatch.setattr(FakeEvent, name, value)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
+    return state
+
+
+def device_steps(meter: ExposedMeter, *milliseconds: float) -> None:
+    with meter.measuring():
+        for value in milliseconds:
+            scan = meter.metered(DeviceScan(value), torch.device("cuda", 1))
+            assert scan.wait() is STATE
+            FakeEvent.clock += 100.0  # compute between the two calls is not waiting
+            scan.finish()
+
+
+def test_a_device_is_read_when_it_is_done(capturing: list[bool]) -> None:
+    meter = ExposedMeter()
+    device_steps(meter, 5.0, 7.0)
+    assert meter.take() is None
+    FakeEvent.passed = 110.0  # within the second wait
+    assert meter.take() == pytest.approx(0.006)
+    FakeEvent.passed = FakeEvent.clock
+    assert meter.take() == pytest.approx(0.008)
+    assert meter.take() is None
+    assert FakeEvent.made == 2 * 4
+    device_steps(meter, 1.0, 2.0)
+    FakeEvent.passed = FakeEvent.clock
+    assert meter.take() == pytest.approx(0.005)
+    assert FakeEvent.made == 2 * 4, "events are used again"
+
+
+def test_a_capture_is_left_alone(capturing: list[bool]) -> None:
+    meter = ExposedMeter()
+    capturing[0] = True
+    device_steps(meter, 5.0)
+    assert FakeEvent.made == 0
+    assert meter.take() is None
+
+
+def test_a_couriers_scan_has_two_events(capturing: list[bool]) -> None:
+    """Its `finish` communicates nothing, so that two more events would only cost."""
+    meter, scan = ExposedMeter(), PendingScan(want_carry=False)
+    scan.incoming.deliver(STATE)
+    with meter.measuring():
+        metered: Any = meter.metered(scan, torch.device("cuda", 1))
+    metered.wait()
+    metered.finish()
+    assert FakeEvent.made == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    meter, device, seconds = ExposedMeter(), torch.device("cuda", 0), []
+    value, side = torch.ones(1, device=device), torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    for hidden in (False, True):
+        scan = PendingScan(want_carry=False)
+        with meter.measuring():
+            metered = meter.metered(scan, device)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)  # 50 ms
+            scan.incoming.deliver(value)
+        if hidden:
+            torch.cuda._sleep(200_000_000)
+        assert metered.wait() is value
+        assert meter.take() is None, "the device has not done it yet, and nobody waited for it"
+        torch.cuda.synchronize()
+        seconds.append(meter.take())
+    exposed, covered = seconds
+    assert exposed is not None
+    assert covered is not None
+    assert 0.02 < exposed < 0.5
+    assert covered < 1e-4
+
+
+@pytest.mark.processes
+@pytest.mark.gpu
+def test_a_cuda_graph_is_left_alone() -> None:
+    meter, device = ExposedMeter(), torch.device("cuda", 0)
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(1, device=device)
+    with meter.measuring():
+        metered = meter.metered(SlowScan(), device)
+    with torch.cuda.graph(graph):
+        x += 1
+        metered.wait()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.item() == 1
+    assert meter.take() is None

@@ -1,0 +1,85 @@
+"""Recomputation changes what is kept and nothing else: no number, and nothing that crosses ranks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.gla import GLABlock
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import CONFIGS, RecordingScan, build_scans
+from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.sp.base import Boundary, Place
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.handles import handle_of
+from zeco_train.sp.recompute import Recompute
+
+pytestmark = pytest.mark.numeric
+
+# What is computed again is computed by the same calls: measured 0, for all of them.
+TOLERANCE = 1e-12
+# A chain of one block is lasp1, and auto is one of the others.
+BACKENDS = [name for name in CONFIGS if name not in ("chain/1", "auto")]
+
+
+def _suite(rank: int, world_size: int, store: str) -> set[str]:
+    """All backends, strategies and settings that a number of ranks has; which backends that were."""
+    # Whole sequences on each rank, on a mesh that copies parameters and sums gradients over the copies.
+    splits: dict[int, dict[str, RecordingScan]] = {1: {"dp": RecordingScan(LocalScan())}}
+    if world_size > 1:
+        scans = build_scans(tuple(range(world_size)))
+        splits[world_size] = {name: scans[name] for name in BACKENDS}
+    for sp_size, scans in splits.items():
+        mesh = make_mesh(rank, world_size, sp_size)
+        launches = TINY.num_layers * GLOBAL_BATCH // mesh.dp_size
+        for (name, scan), strategy in itertools.product(scans.items(), Strategy):
+            expected = None
+            for recompute in Recompute:
+                result = run_steps(Case(strategy, recompute), scan, mesh, store)
+                expected = expected or result
+                where = f"{name} with sp.size={sp_size}, {strategy}, {recompute}"
+                check(result, expected, TOLERANCE, where)
+                # One a layer and micro-batch in each direction: nothing is communicated again.
+                assert result.launches == (launches, launches), f"{result.launches} scans: {where}"
+            scan.drain()
+    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    return {name for scans in splits.values() for name in scans}
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_every_backend_and_strategy_trains_alike(world_size: int, tmp_path: Path) -> None:
+    store = write_documents(tmp_path / "store")
+    backends = run_distributed(_suite, world_size, str(store))
+    assert backends == [{"dp", *(BACKENDS if world_size > 1 else ())}] * world_size
+
+
+def kept(recompute: Recompute, tokens: int) -> int:
+    """Numbers that a block keeps for its backward pass, besides its parameters."""
+    scan = LocalScan()
+    block = GLABlock(TINY)
+    block.recompute = recompute
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), Place(handle_of(scan)), Boundary())
+    y.sum().backward()
+    return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
+
+
+def test_what_is_kept() -> None:
+    tokens, width = 100, TINY.hidden_size
+    none, selective, full = (kept(recompute, tokens) for recompute in Recompute)
+    # The MLP's gate, up and their product, its normed input and the norm's factors.
+    assert none - selective == tokens * (3 * TINY.intermediate_size + width + 1)
+    # The block's input, and what the layer received.
+    assert full == tokens * width + TINY.num_heads * TINY.head_k_dim * TINY.head_v_dim

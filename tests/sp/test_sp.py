@@ -1,0 +1,236 @@
+"""Every backend, on every rank, against the recurrence over the whole sequence: outputs, gradients, states, carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import (
+    CONFIGS,
+    KEY_DIM,
+    Case,
+    RecordingScan,
+    Reference,
+    assert_same,
+    build_scans,
+    check_segments,
+    ordinary_pass,
+    replayed_pass,
+)
+from zeco_train import ops
+from zeco_train.collectives import Courier, serial
+from zeco_train.errors import ConfigError
+from zeco_train.sp.autograd import gla
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm
+
+pytestmark = pytest.mark.numeric
+
+# Tokens of each rank: one alone, whole chunks, chunks and a remainder; a short rank first, inside and last.
+LENGTHS = {
+    1: ((100,), (1,)),
+    2: ((1, 130), (65, 64)),
+    3: ((70, 1, 33), (64, 37, 1)),
+    4: ((1, 129, 64, 37), (33, 65, 2, 1)),
+}
+
+
+def parity(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+    for one in LENGTHS[world_size]:
+        lengths = (one,)
+        for case in (
+            Case("mixed decays", lengths),
+            Case("no decay", lengths, rates=(0.0,) * KEY_DIM),
+            Case("carry that only one rank may read", lengths, carry=True, poison=True),
+            Case("replicated carry and strided tensors", lengths, carry=True, strided=True),
+            Case("loss of the carry alone", lengths, carry=True, loss="carry"),
+            Case("carry that is not in the loss", lengths, carry=True, loss="o"),
+        ):
+            reference = Reference(case)
+            for name, scan in scans.items():
+                results = ordinary_pass(case, scan, rank)
+                reference.check(results, rank, name)
+                if not case.carry or case.strided:
+                    continue
+                scan.events.clear()
+                replayed = replayed_pass(case, scan, rank, results)
+                launches = [event for event in scan.events if event.startswith("launch")]
+                assert launches == ["launch reverse"], f"a replay launched {launches}: {name}, {case.name}"
+                assert_same(replayed, results, f"replay, {name}, {case.name}")
+
+
+def determinism(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+    case = Case("two runs", LENGTHS[world_size][:1], carry=True)
+    runs = [{name: ordinary_pass(case, scan, rank) for name, scan in scans.items()} for _ in range(2)]
+    for name in scans:
+        assert_same(runs[0][name], runs[1][name], f"two runs of {name}")
+    # One block is the whole state: both fold the same tensors. Theirs lie elsewhere and may be strided otherwise, and
+    # a vectorised exp differs from that of a loop's remainder by some eps of 2e-16.
+    for name, tensor in runs[0]["chain/1"].items():
+        error = (tensor - runs[0]["lasp1"][name]).norm()
+        assert error <= 1e-14 * tensor.norm(), f"{name} of a chain of one block and lasp1 differ by {error:.1e}"
+
+
+def precision(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+    """What one rank loses in this dtype is the measure: regrouping the same sums may not lose more than twice that."""
+    lengths = LENGTHS[world_size][-1] if world_size > 1 else LENGTHS[1][0]
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(f"{dtype}", (lengths,), rates=(0.0, 1e-3, 1e-2, 0.1, 1.0, 5.0, 50.0), carry=True, dtype=dtype)
+        reference = Reference(case)
+        whole = replace(case, lengths=((sum(lengths),),))
+        alone = Reference(whole).errors(ordinary_pass(whole, RecordingScan(LocalScan()), 0), 0)
+        # States are fp32 in both, so that rounding of bf16 outputs is no excuse for them.
+        alone["R"] = alone["D_in"] = max(alone["carry_out"], alone["dcarry_in"])
+        assert alone["R"] < 2e-6, f"states of one rank are off by {alone['R']:.1e}"
+        for name, scan in scans.items():
+            errors = reference.errors(ordinary_pass(case, scan, rank), rank)
+            for tensor, error in errors.items():
+                bound = 2 * alone[tensor] + 4 * 2.0**-24
+                assert error <= bound, f"{tensor} is off by {error:.1e} > {bound:.1e}: {name}, {dtype}, rank {rank}"
+
+
+def noted(events: list[str], owner: object, name: str) -> Callable[..., Any]:
+    """The function of that name, which leaves its name in `events` when it is called."""
+    function = getattr(owner, name)
+
+    def call(*args: object, **options: object) -> Any:
+        events.append(name)
+        return function(*args, **options)
+
+    return call
+
+
+def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
+    """Scans run beside the intra-chunk work; LASP-1 receives before the outputs and sends after them."""
+    case = Case("order of calls", LENGTHS[world_size][-1:], carry=True)
+    for name, scan in scans.items():
+        # The steps that are on the wire, and after which call of the seam.
+        launch, wait, finish = [], [], []
+        if name == "lasp1":
+            wait, finish = ["recv_incoming"], ["send_folded"]
+        elif world_size > 1:
+            launch = ["submit"]
+        seam = (["wait"], ["finish", *finish, "carry_out"])
+        expected = [
+            *("local_states", "launch forward", *launch, "intra_scores", *seam[0], *wait, "outputs", *seam[1]),
+            *("local_state_grads", "launch reverse", *launch, "local_states", "intra_grads"),
+            *(*seam[0], *wait, "input_grads", *seam[1]),
+        ]
+        events = scan.events
+        events.clear()
+        phases = ("local_states", "intra_scores", "outputs", "local_state_grads", "intra_grads", "input_grads")
+        with (
+            mock.patch.multiple(ops.chunked, **{phase: noted(events, ops.chunked, phase) for phase in phases}),
+            mock.patch.object(Courier, "submit", noted(events, Courier, "submit")),
+            mock.patch.object(serial, "recv_incoming", noted(events, serial, "recv_incoming")),
+            mock.patch.object(serial, "send_folded", noted(events, serial, "send_folded")),
+        ):
+            ordinary_pass(case, scan, rank)
+        assert events == expected, f"{name}: {events}"
+
+
+def suite(rank: int, world_size: int) -> None:
+    """All that one spawn of a world size can test; the traceback of a failure tells which part."""
+    scans = build_scans(tuple(range(world_size)))
+    parity(rank, world_size, scans)
+    determinism(rank, world_size, scans)
+    precision(rank, world_size, scans)
+    order_of_calls(rank, world_size, scans)
+    case = Case("two segments", LENGTHS[world_size], carry=True)
+    reference = Reference(case)
+    for name, scan in scans.items():
+        check_segments(case, scan, rank, reference, name)
+        scan.drain()
+    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_backend_equals_the_recurrence(world_size: int) -> None:
+    """Also: replays, two segments, bit-identical repetition, lower precision, and what overlaps what."""
+    run_distributed(suite, world_size)
+
+
+def test_reference_cut_at_borders_is_the_recurrence_in_one_go() -> None:
+    case = Case("reference", ((1, 30, 9), (17, 2, 3)), carry=True)
+    tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
+    o, final_state = ops.naive_gla(*tokens, initial_state=case.tensors["carry_in"])
+    reference = Reference(case)
+    assert torch.equal(reference.whole["o"], o)
+    assert torch.equal(reference.carries["carry_out"], final_state)
+    documents = (0, 5, 31, 32, 62)
+    case = Case("reference with documents", case.lengths, documents=documents)
+    tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
+    o, _ = ops.naive_gla(*tokens, cu_seqlens=torch.tensor(documents))
+    assert torch.equal(Reference(case).whole["o"], o)
+
+
+def test_every_backend_has_a_name_and_a_configuration() -> None:
+    from zeco_train.config.schema import (
+        load_config,  # here, for every spawned rank imports this file, and that takes seconds
+    )
+
+    assert {config.backend for config in CONFIGS.values()} | {Backend.dp} == set(Backend)
+    assert {config.all_scan.algorithm for config in CONFIGS.values()} == set(AllScanAlgorithm)
+    for backend in Backend:
+        assert load_config([f"sp={backend.name}"]).sp.backend is backend
+    with pytest.raises(ConfigError, match=r"^sp=nonsense: must be one of dp, lasp1, lasp2, zeco$"):
+        load_config(["sp=nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (SPConfig(size=0), "sp.size"),
+        (SPConfig(size=-2), "sp.size"),
+        *((SPConfig(all_scan=AllScanConfig(blocks=text)), "sp.all_scan.blocks") for text in ("0", "-1", "many", "1.5")),
+    ],
+)
+def test_configuration_out_of_range_is_named(config: SPConfig, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    assert caught.value.field == field
+
+
+def test_carry_of_one_rank_has_to_be_asked_for() -> None:
+    scan = LocalScan().launch(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
+    with pytest.raises(RuntimeError, match="want_carry=True"):
+        scan.carry_out()
+
+
+def test_autocast_changes_nothing() -> None:
+    """Forward and backward, for fp32 tokens in a region of bf16."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(1, 100, 2, 8, generator=generator).requires_grad_() for _ in range(3)]
+    g = -torch.rand(1, 100, 2, 8, generator=generator)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            o, _ = gla(*tokens, g, SequenceShard(LocalScan(), 0, 100))
+            results.append([o, *torch.autograd.grad(o, tokens, torch.ones_like(o))])
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_one_chunk_and_one_head(num_tokens: int, heads: int) -> None:
+    """Where the layout of chunks is that of tokens; an op's outputs must be tensors of their own all the same."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, num_tokens, heads, 8
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
+    g = (-torch.rand(shape, generator=generator, dtype=torch.float64)).requires_grad_()
+    do = torch.randn(shape, generator=generator, dtype=torch.float64)
+    o, _ = gla(q, k, v, g, SequenceShard(LocalScan(), 0, num_tokens))
+    expected, _ = ops.naive_gla(q, k, v, g)
+    torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
+    grads, wanted = (torch.autograd.grad(out, (q, k, v, g), do) for out in (o, expected))
+    for own, reference in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(own, reference, rtol=0, atol=1e-11)

@@ -1,0 +1,119 @@
+"""Packed documents over several ranks, cut by the data's own `shard_cu_seqlens`, against each document on its own."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import Case, Reference, build_scans, check_segments, ordinary_pass
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
+
+pytestmark = pytest.mark.numeric
+
+# Subgroups whose ranks are not those of the world.
+GROUPS = ((0,), (2, 3), (1, 2, 3), (0, 1, 2, 3))
+LENGTHS = {1: (120,), 2: (70, 65), 3: (40, 64, 33), 4: (40, 64, 20, 33)}
+# Ranks of few tokens, which a document may cover whole, or which hold several.
+SHORT = {1: (1,), 2: (1, 66), 3: (66, 1, 20), 4: (1, 2, 66, 3)}
+
+
+def tiny(num_tokens: int) -> tuple[int, ...]:
+    """Documents of 1 to 3 tokens."""
+    sizes = random.Random(num_tokens)
+    borders = [0]
+    while borders[-1] < num_tokens:
+        borders.append(min(num_tokens, borders[-1] + sizes.randint(1, 3)))
+    return tuple(borders)
+
+
+def layouts(size: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Name, tokens of each rank, borders of the documents."""
+    for lengths in (LENGTHS[size], SHORT[size]):
+        borders = tuple(itertools.accumulate(lengths, initial=0))
+        yield "one document over all ranks", lengths, (0, borders[-1])
+        yield "a document for each rank", lengths, borders
+        yield "many tiny documents", lengths, tiny(borders[-1])
+    lengths = LENGTHS[size]
+    *starts, end = itertools.accumulate(lengths, initial=0)
+    yield "restarts inside ranks only", lengths, (0, *(start + 5 for start in starts), *(end - 2, end))
+    if size > 1:
+        yield "each edge inside a document", lengths, (0, *(start - 5 for start in starts[1:]), end)
+        yield "a document from the first edge on", lengths, (0, starts[1], end)
+        yield "restart at the last edge only", lengths, (0, starts[-1], end)
+    if size > 2:
+        yield "a document over three ranks", lengths, (0, starts[-3] + 5, starts[-1] + 5, end)
+
+
+def cases(size: int) -> Iterator[Case]:
+    for name, lengths, documents in layouts(size):
+        yield Case(name, (lengths,), carry=True, poison=True, documents=documents)
+    lengths, start = LENGTHS[size], 17
+    end = sum(lengths)
+    inner = (3, end // 2, end - 3)
+    documents = (0, *inner, end)
+    stream = tuple(start + border for border in inner)
+    yield Case(
+        "a sequence that cuts documents at both of its ends",
+        (lengths,),
+        documents=documents,
+        doc_offsets=(0, 5, *stream, start + end + 40),
+        stream_start=start,
+    )
+    yield Case(
+        "a sequence of whole documents out of a stream",
+        (lengths,),
+        documents=documents,
+        doc_offsets=(0, 5, start, *stream, start + end, start + end + 40),
+        stream_start=start,
+    )
+
+
+def two_segments(size: int) -> Iterator[Case]:
+    lengths = (LENGTHS[size], SHORT[size])
+    edge, end = sum(LENGTHS[size]), sum(LENGTHS[size]) + sum(SHORT[size])
+    yield Case("one document over two segments", lengths, carry=True, documents=(0, edge - 5, end))
+    yield Case("a document from the second segment on", lengths, carry=True, documents=(0, 7, edge, end))
+
+
+def suite(rank: int, world_size: int) -> None:
+    groups = {ranks: build_scans(ranks) for ranks in GROUPS}
+    for ranks, scans in groups.items():
+        if rank not in ranks:
+            continue
+        member = ranks.index(rank)
+        for case in cases(len(ranks)):
+            reference = Reference(case)
+            for name, scan in scans.items():
+                reference.check(ordinary_pass(case, scan, member), member, name)
+        for case in two_segments(len(ranks)):
+            reference = Reference(case)
+            for name, scan in scans.items():
+                check_segments(case, scan, member, reference, name)
+    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+
+
+def test_documents_over_ranks_equal_documents_alone() -> None:
+    run_distributed(suite, 4)
+
+
+def test_a_shard_finds_its_restarts_once() -> None:
+    cpu = torch.device("cpu")
+    shard = SequenceShard(LocalScan(), 0, 6, torch.tensor([0, 2, 6]))
+    first, again = shard.documents(6, cpu), shard.documents(6, cpu)
+    assert first is not None
+    assert first is again
+    assert first.restarts.tolist() == [True, False, True, False, False, False]
+    with pytest.raises(ValueError, match="rise from 0 to 7"):  # not those of another number of tokens
+        shard.documents(7, cpu)
+    continued = replace(shard, continues=True).documents(6, cpu)
+    assert continued is not None
+    assert continued.restarts.tolist() == [False, False, True, False, False, False]
+    assert replace(shard, cu_seqlens=None).documents(6, cpu) is None

@@ -1,0 +1,235 @@
+"""Running `train.py` as a user does: inside this process for its messages, and under torchrun for its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+import torch.distributed as dist
+
+from tests.support.waiting import ENOUGH
+from zeco_train import cli
+from zeco_train.lifecycle.logs import close_logging
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# A model of one small layer: what a run does matters here, not what it learns.
+SMALL = [
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.intermediate_size=32",
+    "data.seq_len=64",
+    "data.global_batch=4",
+    "sched.warmup_steps=2",
+    "train.log_every=1",
+    "train.eval_sequences=0",
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines for the user about what is wrong, without their prefix."""
+        prefix = "error: "
+        return [line.removeprefix(prefix) for line in self.err.splitlines() if line.startswith(prefix)]
+
+
+class _Exit(BaseException):
+    """Stands for `os._exit`."""
+
+
+def _exit(code: int) -> NoReturn:
+    raise _Exit(code)
+
+
+def train_here(*arguments: str) -> Outcome:
+    """Run `train.py` on one rank inside this process; see `run_here`."""
+    return run_here(cli.main, *SMALL, *arguments)
+
+
+def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
+    """Run a command on one rank inside this process, whatever way it ends; much faster than a process."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch("os._exit", _exit),
+            # A command sets variables for itself and its children.
+            mock.patch.dict(os.environ),
+        ):
+            code = main([*arguments])
+    except _Exit as end:
+        code = end.args[0]
+    finally:
+        close_logging()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+class Command:
+    """A process that runs `train.py`, with its ranks; leaving the `with` block kills whatever is left of them."""
+
+    def __init__(self, command: list[str], folder: Path, fault: str = "") -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "ZECO_FAULT": fault}
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        # As `trap '' USR1` in a batch script does: torchrun would die of Slurm's warning.
+        command = ["/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command]
+        self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
+        self._ranks: dict[int, int] = {}
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in [self._process.pid, *_ranks_of(self._process.pid).values(), *self._ranks.values()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._process.wait()
+        self._out.close()
+        self._err.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self._process.poll()
+
+    @property
+    def out(self) -> str:
+        """What it has written to stdout so far."""
+        return _contents(self._out)
+
+    @property
+    def err(self) -> str:
+        """What it has written to stderr so far."""
+        return _contents(self._err)
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank; remembered, since a child of a dead launcher is not to be found any more."""
+        self._ranks |= _ranks_of(self._process.pid)
+        return self._ranks
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher alone, as `kill` and batch systems do."""
+        self._process.send_signal(number)
+
+    def warn(self) -> None:
+        """Send SIGUSR1 to the launcher and its ranks, as Slurm does to all processes of a step."""
+        for process in (self._process.pid, *self.ranks().values()):
+            os.kill(process, signal.SIGUSR1)
+
+    def wait(self, timeout: float = ENOUGH) -> Outcome:
+        """Wait for the end.
+
+        Raises:
+            AssertionError: it still runs after `timeout` seconds.
+        """
+        self.wait_until(lambda: self._process.poll() is not None, "end", timeout)
+        return Outcome(self._process.returncode, self.out, self.err)
+
+    def wait_until(self, condition: Callable[[], object], what: str, timeout: float = ENOUGH) -> float:
+        """Wait for something that the command does; returns how many seconds that took."""
+        started = time.monotonic()
+        while not condition():
+            waited = time.monotonic() - started
+            assert waited < timeout, f"no {what} within {timeout:g} s\n{self.out}\n{self.err}"
+            assert what == "end" or self._process.poll() is None, f"ended before {what}\n{self.out}\n{self.err}"
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+
+
+def torchrun(
+    ranks: int, folder: Path, *arguments: str, fault: str = "", launcher_options: Sequence[str] = ("--standalone",)
+) -> Command:
+    """Start `train.py` on several ranks of this machine, as it is, or with a fault (see support/faulty_train.py)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_options, "--nproc-per-node", str(ranks)]
+    script = REPOSITORY / ("tests/support/faulty_train.py" if fault else "train.py")
+    return Command([*launcher, str(script), *SMALL, *arguments], folder, fault)
+
+
+def check_line(outcome: Outcome, code: int, *parts: str) -> None:
+    """The one line is all that stderr has, and says each of `parts`."""
+    assert outcome.code == code, outcome
+    assert len(outcome.errors) == 1, outcome
+    assert outcome.err == f"error: {outcome.errors[0]}\n"
+    for part in parts:
+        assert part in outcome.errors[0]
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """All that lies in a folder: contents of files, None for folders, by path."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def is_running(process: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    state = _stat(process)
+    return state is not None and state[0] != "Z"
+
+
+def is_pending(process: int, number: signal.Signals) -> bool:
+    """Whether a signal has been sent to a process that has not run since."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    pending = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
+    return bool(pending >> number - 1 & 1)
+
+
+def _contents(file: io.BufferedRandom) -> str:
+    file.seek(0, os.SEEK_END)
+    return os.pread(file.fileno(), file.tell(), 0).decode(errors="replace")
+
+
+def _ranks_of(launcher: int) -> dict[int, int]:
+    ranks = {}
+    for process in _children(launcher):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            rank = next((entry for entry in environment if entry.startswith(b"RANK=")), None)
+            if rank is not None:
+                ranks[int(rank.removeprefix(b"RANK="))] = process
+    return ranks
+
+
+def _children(parent: int) -> Iterator[int]:
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (stat := _stat(int(folder.name))) and int(stat[1]) == parent:
+            yield int(folder.name)
+
+
+def _stat(process: int) -> list[str] | None:
+    """State, parent and so on of a process; None if it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,190 @@
+"""Optimizer steps of a tiny model inside the ranks of `run_distributed`, without a run's folder around them: many fit
+into one spawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.documents import Documents
+from data.loader import DataSplit, SequenceLoader, Source
+from data.store import TokenStore
+from data.store_writer import StoreWriter
+from models.gla import GLAConfig, GLAForCausalLM
+from models.hooks import has_weight_decay
+from tests.support.sp_reference import RecordingScan
+from tests.support.training import full
+from zeco_train.config.schema import Dtype, TrainConfig
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.sp.recompute import Recompute
+from zeco_train.training.build import build_model
+from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.step import TrainingStep
+
+# No dimension equals another. The matrices are ten times larger than usual, so that every path matters; states live
+# long enough to cross several segments.
+TINY = GLAConfig(
+    vocab_size=29,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=3,
+    intermediate_size=20,
+    expand_k=0.5,
+    expand_v=1.25,
+    gate_low_rank_dim=5,
+    gate_logit_normalizer=16,
+    initializer_range=0.2,
+)
+# Divides by ranks × segments for 1, 2, 3 ranks and 1, 2, 4, 8 segments; no shard is whole chunks of 64.
+SEQ_LEN = 240
+GLOBAL_BATCH = 2
+# Where documents start in sequences of that length: at the edge between two segments of four and inside them, then
+# from inside a segment over two whole ones of eight; at the middle, which is an edge of every cut; many tiny ones; and
+# none but one that began in an earlier sequence.
+STARTS = ((0, 60, 75, 180, 181), (0, 7, 120), (0, 1, 2, 3, 29, 30, 31, 119, 121, 239), (), (5, 210))
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the steps are taken.
+
+    Attributes:
+        micro_batch: sequences that go through the model at once; with `documents` that is one.
+        compiler: `torch.compile`'s backend; None leaves the model as it is.
+        num_layers: of the model.
+    """
+
+    strategy: Strategy = Strategy.zero2
+    recompute: Recompute = Recompute.none
+    segments: int = 1
+    documents: bool = False
+    micro_batch: int = 1
+    steps: int = 3
+    compiler: Any = None
+    num_layers: int = TINY.num_layers
+
+
+@dataclass
+class Result:
+    """What the steps gave, whole and the same on every rank.
+
+    Attributes:
+        losses, norms: of each step.
+        gradients: of the first step.
+        parameters: after the last step.
+        val_loss: of the first sequence, with the last parameters, summed over its tokens.
+        launches: scans of a step, forward and reverse.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    val_loss: float = 0.0
+    launches: tuple[int, int] = (0, 0)
+
+
+def write_documents(folder: Path) -> Path:
+    """A store of two rounds of `STARTS`: ten sequences, and one more token."""
+    starts = [round_ * SEQ_LEN + start for round_, of_one in enumerate(STARTS * 2) for start in of_one]
+    num_tokens = 2 * len(STARTS) * SEQ_LEN + 1
+    lengths = np.diff([*starts, num_tokens]).tolist()
+    tokens = np.random.default_rng(0).integers(2, TINY.vocab_size, num_tokens)
+    with StoreWriter(folder, vocab_size=TINY.vocab_size, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(tokens, lengths)
+        writer.finish("sources")
+    return folder
+
+
+def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
+    return init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
+
+
+def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) -> tuple[GLAForCausalLM, TrainingStep]:
+    """A model in fp64, and its step."""
+    train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
+    config = dataclasses.replace(TINY, num_layers=case.num_layers)
+    model = build_model(config, train, case.strategy, mesh, seed=0)
+    if case.compiler is not None:
+        model.compile_parts(backend=case.compiler)
+    step = TrainingStep(
+        model,
+        build_optimizer(model, OptimConfig(lr=1e-2), has_weight_decay),
+        scan,
+        mesh,
+        strategy=case.strategy,
+        grad_clip=grad_clip,
+        tokens_per_step=GLOBAL_BATCH * SEQ_LEN,
+        seq_len=SEQ_LEN,
+    )
+    return model, step
+
+
+def make_loader(case: Case, mesh: ProcessMesh, store: str | Path) -> SequenceLoader:
+    split = DataSplit(
+        SEQ_LEN,
+        case.micro_batch,
+        mesh.dp_rank,
+        mesh.dp_size,
+        mesh.sp_rank,
+        mesh.sp_size,
+        case.documents,
+        case.segments,
+    )
+    return SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=GLOBAL_BATCH)
+
+
+def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | Path) -> Result:
+    """Train for so many steps. Collective."""
+    loader = make_loader(case, mesh, store)
+    model, step = make_step(case, scan, mesh)
+    result = Result()
+    for number in range(case.steps):
+        scan.events.clear()
+        step.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for micro_step in range(loader.micro_steps):
+            segments = [loader.batch(number * GLOBAL_BATCH, micro_step, segment) for segment in range(case.segments)]
+            share = step.backward(segments, last=micro_step == loader.micro_steps - 1)
+            assert share is not None
+            loss += share
+        launches = tuple(scan.events.count(f"launch {direction}") for direction in ("forward", "reverse"))
+        assert number == 0 or launches == result.launches, (launches, result.launches)
+        result.launches = launches
+        if number == 0:
+            result.gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+        loss_value, norm = step.update(loss).read()
+        result.losses.append(loss_value)
+        result.norms.append(norm)
+    val_loss = step.loss([loader.readers[0].read([0], segment) for segment in range(case.segments)])
+    dist.all_reduce(val_loss)
+    result.val_loss = val_loss.item() / mesh.dp_size
+    result.parameters = {name: full(p).clone() for name, p in model.named_parameters()}
+    return result
+
+
+def worst(result: Result, expected: Result) -> dict[str, float]:
+    """The largest relative deviation of each kind of number; a tensor's is the norm of the difference."""
+    errors = {"val_loss": abs(result.val_loss - expected.val_loss) / abs(expected.val_loss)}
+    for name in ("losses", "norms"):
+        pairs = zip(getattr(result, name), getattr(expected, name), strict=True)
+        errors[name] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    for name in ("gradients", "parameters"):
+        ours, theirs = getattr(result, name), getattr(expected, name)
+        assert ours.keys() == theirs.keys()
+        errors[name] = max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in theirs)
+    return errors
+
+
+def check(result: Result, expected: Result, tolerance: float, where: str) -> None:
+    for name, error in worst(result, expected).items():
+        assert error <= tolerance, f"{name} off by {error:.1e}: {where}"  # a NaN fails too

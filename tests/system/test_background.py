@@ -1,0 +1,81 @@
+"""Threads beside a command's own end before the interpreter does, whichever way the command ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.commands import REPOSITORY
+from zeco_train.collectives.courier import Courier
+from zeco_train.distributed.mesh import Launch
+from zeco_train.lifecycle.job import Advice, Job
+from zeco_train.system import background
+
+_CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
+
+
+def test_ends_while_a_thread_is_inside_torch() -> None:
+    """Regular and other ends have their own exit codes and messages; a thread that is stuck is left behind."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.ends"], cwd=REPOSITORY, env=environment, capture_output=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    assert time.monotonic() - began < 55, "a stuck thread was waited for"
+    ended = json.loads(result.stdout)
+    assert {name: code for name, (code, _) in ended.items()} == {name: _CODES[name.split(",")[0]] for name in ended}
+    for name, (_, err) in ended.items():
+        if name.startswith("bug"):
+            assert err.startswith("Traceback"), err
+            assert err.endswith("KeyError: 'ours'\n"), err
+        else:
+            assert err == ("error: field=1: must be 2\n" if name.startswith("mistake") else ""), name
+
+
+def test_threads_are_asked_to_end_and_joined() -> None:
+    told, release = threading.Event(), threading.Event()
+    ends = background.start(told.wait, name="ends", stop=told.set)
+    stuck = background.start(release.wait, name="stuck")
+    try:
+        assert background.stop_all(0.2) == ["stuck"]
+        assert not ends.is_alive()
+    finally:
+        release.set()
+    stuck.join()
+    assert background.stop_all(0.2) == []
+
+
+def test_stopping_from_a_background_thread_leaves_that_one_alone() -> None:
+    left: list[list[str]] = []
+    background.start(lambda: left.append(background.stop_all(5)), name="stops").join()
+    assert left == [[]]
+
+
+def test_a_courier_that_was_stopped_starts_again() -> None:
+    courier, ran = Courier(mock.Mock(), timedelta(seconds=1)), threading.Event()
+    for _ in range(2):
+        ran.clear()
+        courier.submit(ran.set, [], torch.device("cpu"))
+        assert background.stop_all() == []
+        assert ran.is_set()
+
+
+# pytest takes note of the SystemExit that threading ignores.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_comes_too_late_to_end_the_process_ends() -> None:
+    """The watchdog's, when the main thread is ending already: it must not be left for the interpreter's end."""
+    ending = Job(Launch(0, 1, 0), Advice("", "", ""))
+    ending._end_alone()
+    late = background.start(ending._abandon, RuntimeError("late"), name="late")
+    late.join(10)
+    assert not late.is_alive()

@@ -1,0 +1,151 @@
+"""Stored configurations of strangers: values only, of bounded size and depth; nothing of the environment enters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.recipes import load_recipe
+from tests.support.commands import Outcome, run_here, train_here
+from zeco_train import export
+from zeco_train.config.schema import load_config, read_config
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.evaluate import command as evaluate
+from zeco_train.system.stored_values import read_values
+from zeco_train.tracking.starts import read_starts
+
+SECRET = "hunter2"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run and its export."""
+    run = tmp_path_factory.mktemp("stored") / "run"
+    outcome = train_here(f"run_dir={run}", "train.steps=1", "checkpoint.every=1")
+    assert outcome.code == 0, outcome.err
+    assert run_here(export.main, str(run), str(run.with_name("out"))).code == 0
+    return run, run.with_name("out")
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZECO_TEST_SECRET", SECRET)
+
+
+def _change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def _in_run(run: Path, *arguments: str) -> list[Outcome]:
+    return [
+        run_here(evaluate.main, str(run), *arguments),
+        run_here(export.main, str(run), str(run.with_name("again"))),
+    ]
+
+
+@pytest.mark.parametrize("value", ["${oc.env:ZECO_TEST_SECRET}", "a${seed}", "${oc.env:HOME", '"\\x24{seed}"'])
+def test_an_interpolation_in_a_runs_configuration_is_refused(
+    value: str, trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
+    _change(run / "config.yaml", "name: default", f"name: {value}")
+    shown = "${seed}" if value.startswith('"') else value
+    problem = f"cannot be read as a run's configuration (name={shown}: stored configurations hold values, not"
+    for outcome in _in_run(run):
+        assert outcome.code == 2
+        assert outcome.errors == [f"config.yaml={run / 'config.yaml'}: {problem} interpolations)"]
+        assert SECRET not in outcome.out + outcome.err
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_interpolation_in_an_export_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    out = Path(shutil.copytree(trained[1], tmp_path / "out"))
+    origin = json.loads((out / "zeco_train.json").read_text())
+    origin["config"]["logger"]["tags"] = ["a", "${oc.env:ZECO_TEST_SECRET}"]
+    (out / "zeco_train.json").write_text(json.dumps(origin))
+    outcome = run_here(evaluate.main, str(out))
+    assert outcome.code == 4
+    (error,) = outcome.errors
+    assert error.startswith(f"{out / 'zeco_train.json'}: cannot be read: logger.tags.1=${{oc.env:ZECO_TEST_SECRET}}: ")
+    assert SECRET not in outcome.out + outcome.err
+
+
+def test_the_layout_of_an_old_run_refuses_it(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
+    (run / "starts.jsonl").unlink()
+    _change(run / "config.yaml", "backend: zeco", "backend: ${oc.env:ZECO_TEST_SECRET}")
+    with pytest.raises(DataError, match=r"is not the configuration of a run \(sp\.backend=\$\{oc\.env:ZECO_TEST_SECR"):
+        read_starts(run, 1)
+
+
+def test_a_recipe_holds_values_too(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("dataset: ${oc.env:ZECO_TEST_SECRET}\n")
+    with pytest.raises(ConfigError, match=r"dataset=\$\{oc\.env:ZECO_TEST_SECRET\}: stored configurations hold values"):
+        load_recipe(str(tmp_path / "a.yaml"))
+
+
+def test_a_run_may_be_started_with_interpolations_but_not_named_like_one() -> None:
+    """What is stored is resolved; a value that would be resolved when it is read back is refused at the start."""
+    assert load_config(["name=${oc.env:ZECO_TEST_SECRET}"]).name == SECRET
+    with pytest.raises(ConfigError, match=r"^name=a\$\{seed\}: must not have \$\{ in it once it is resolved"):
+        load_config(["name='a\\${seed}'"])
+
+
+def _bomb(levels: int = 12) -> str:
+    lines = ["a0: &a0 [x, x]"]
+    return "\n".join([*lines, *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels))])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (_bomb(), r"has an alias \(\*a0\)"),
+        ("a: &a {x: 1}\nb: {<<: *a}", r"has an alias \(\*a\)"),
+        ("&a [*a]", r"has an alias \(\*a\)"),
+        ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
+        ("a:\n" + "".join(" " * i + "a:\n" for i in range(1, 900)), "nested deeper than 32 levels"),
+        ("a: !!python/object/apply:os.system ['exit 1']", "could not determine a constructor"),
+        ("seed: 0x" + "f" * 1000, "seed is a number of more than 64 bits"),
+        ("seed: " + "9" * 5000, "Exceeds the limit"),
+        ("- 1", "not a mapping"),
+        ("a: 1\na: 2", "duplicate key a"),
+        ("a: [", "while parsing"),
+        ("# " + "x" * (1 << 20), "larger than 1,048,576 bytes"),
+    ],
+)
+def test_hostile_yaml_is_one_line(text: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises((ValueError, OSError), match=problem) as raised:
+        read_values(path)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"cannot be read as a run's configuration"):
+        read_config(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_a_configuration_that_is_no_file_is_one_line(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read as a run's configuration \(.*(regular file|directory)"):
+        read_config(tmp_path / "config.yaml")
+
+
+def test_a_model_that_cannot_be_is_one_line(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
+    _change(run / "config.yaml", "num_heads: 2", "num_heads: 0")
+    for outcome in _in_run(run):
+        assert outcome.code == 2
+        assert "(model.num_heads=0: must be a whole number ≥ 1)" in outcome.errors[0]
+
+
+def test_what_a_run_stores_is_read_back(trained: tuple[Path, Path]) -> None:
+    config = read_config(trained[0] / "config.yaml")
+    assert config.name == "default"
+    assert config.optim == load_config([]).optim

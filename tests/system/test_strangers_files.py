@@ -1,0 +1,178 @@
+"""Stores, runs and exports of strangers: their files are data, read in bounds, and shown without terminal escapes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import inspect
+from data.hugging_face import DatasetSpec, open_dataset
+from data.npy import map_array
+from data.store import TokenStore, is_store, read_meta
+from data.store_writer import StoreWriter
+from data.tokenizer import ByteTokenizer
+from tests.support.commands import run_here
+from tests.support.stores import write_store
+from zeco_train.errors import CheckpointError, ConfigError, DataError
+from zeco_train.generate.generator import Completion
+from zeco_train.generate.output import Printer
+from zeco_train.hf.folder import read_json, stored_weights
+from zeco_train.lifecycle.logs import close_logging, setup_logging
+from zeco_train.system.terminal import visible
+from zeco_train.tracking.metrics import read_metrics
+from zeco_train.tracking.run_folder import read_identity
+
+# Sets the window's title, and, where terminals answer, types into the shell.
+ESCAPE = "\x1b]0;title\x07\x9b2J\u202e"
+SHOWN = r"\x1b]0;title\x07\x9b2J\u202e"
+
+READERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "meta.json": (read_meta, "meta.json"),
+    "identity.json": (read_identity, "identity.json"),
+    "config.json": (lambda folder: read_json(folder / "config.json"), "config.json"),
+    "metrics.jsonl": (lambda folder: read_metrics(folder / "metrics.jsonl"), "metrics.jsonl"),
+}
+
+
+def _link_to_zero(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, _link_to_zero])
+@pytest.mark.parametrize("name", READERS)
+def test_readers_neither_wait_nor_read_for_ever(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / name)
+    read, shown = READERS[name]
+    with pytest.raises((DataError, CheckpointError), match=f"{shown}: cannot be read.*not a regular file"):
+        read(tmp_path)
+    assert not is_store(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"step": ' + "9" * 4300 + "}"])
+@pytest.mark.parametrize("name", READERS)
+def test_deep_nesting_and_endless_numbers_are_one_line(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises((DataError, CheckpointError)) as raised:
+        READERS[name][0](tmp_path)
+    assert len(raised.value.line) < 500
+
+
+def _npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(64)
+
+
+def _archive() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(1))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        _npy("-" * 9000 + "1"),
+        _npy("(" * 9000),
+        _npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({10**30},)}}"),
+        _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (True,)}"),
+        _npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"),
+        _npy("__import__('os').system('exit')"),
+        _archive(),
+        b"\x80\x04N.",
+        b"",
+    ],
+)
+def test_damaged_offsets_are_one_line(contents: bytes, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store")
+    (store / "doc_offsets.npy").write_bytes(contents)
+    with pytest.raises(DataError, match=r"doc_offsets.npy: cannot be read"):
+        TokenStore.open(store)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, _link_to_zero])
+def test_arrays_and_weights_are_regular_files(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged: not a regular file"):
+        stored_weights(tmp_path)
+    with pytest.raises(OSError, match="not a regular file"):
+        map_array(tmp_path / "model.safetensors")
+
+
+def test_a_script_in_a_data_set_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "texts.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (folder / "a.jsonl").write_text('{"text": "hello"}\n')
+    with pytest.raises(DataError, match="Dataset scripts are no longer supported"):
+        open_dataset(DatasetSpec(str(folder)), "text")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_errors_show_control_characters() -> None:
+    assert DataError(f"a{ESCAPE}", "is bad").line == f"error: a{SHOWN}: is bad"
+    assert ConfigError("name", f"{ESCAPE}\n\tx", "no").line == f"error: name={SHOWN} x: no"
+
+
+def test_only_control_characters_are_changed() -> None:
+    text = "tab\tline\r\nnaïve שלום 日本語 👩‍🚀 ‏‎"
+    assert visible(text) == text
+    assert visible("a\rb") == r"a\rb"
+
+
+def test_inspect_shows_a_store_without_escapes(tmp_path: Path) -> None:
+    """Its text, and what its meta.json says of its making."""
+    ids = ByteTokenizer().encode([f"text {ESCAPE} text\nsecond line"])[0]
+    with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append_document(ids)
+        writer.finish("sources")
+    meta = json.loads((tmp_path / "store" / "meta.json").read_text())
+    meta["tokenizer"]["path"], meta["preparation"] = ESCAPE, {"dataset": ESCAPE, "sources": [ESCAPE]}
+    (tmp_path / "store" / "meta.json").write_text(json.dumps(meta))
+    outcome = run_here(lambda arguments: inspect.main(arguments), str(tmp_path / "store"))
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count(SHOWN) == 4
+    assert visible(outcome.out) == outcome.out
+    assert "             | second line" in outcome.out.splitlines()
+
+
+def test_an_exports_name_and_tensors_are_shown_without_escapes(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from zeco_train.evaluate import command as evaluate
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": f"gla{ESCAPE}", "architectures": [ESCAPE]}))
+    save_file({ESCAPE: np.zeros(1)}, tmp_path / "model.safetensors")
+    outcome = run_here(evaluate.main, str(tmp_path))
+    assert outcome.code != 0
+    assert len(outcome.errors) == 1
+    assert SHOWN in outcome.err
+    assert ESCAPE not in outcome.err
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("out", "expected"), [(_Terminal(), SHOWN), (io.StringIO(), ESCAPE)])
+def test_a_models_text_commands_no_terminal(out: io.StringIO, expected: str) -> None:
+    """A file or a pipe gets the text as it is."""
+    printer = Printer(1, 1, out)
+    printer.tell(0, 0, f"text\t{ESCAPE}\n", True)
+    printer.finish([Completion(0, 0, f"text\t{ESCAPE}\n", [], "limit")])
+    assert out.getvalue() == f"text\t{expected}\n"
+
+
+def test_logs_show_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = setup_logging(tmp_path, 0)
+    logging.getLogger("zeco_train.test").warning("of %s", ESCAPE)
+    close_logging()
+    assert f"of {SHOWN}" in path.read_text()
+    assert capsys.readouterr().err == f"warning: of {SHOWN}\n"

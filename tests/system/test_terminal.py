@@ -1,0 +1,38 @@
+"""Terminals and files that cannot show all of what our commands print."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+from zeco_train.plan.config import describe
+from zeco_train.system.signals import run_command
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_poor_encodings_end_no_command(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", stdout := io.TextIOWrapper(shown, encoding))
+    monkeypatch.setattr(sys, "argv", ["plan", "--help"])
+    with pytest.raises(SystemExit) as end:
+        run_command("zeco_train.plan.command")
+    stdout.flush()
+    assert not end.value.code
+    assert shown.getvalue() == f"{describe()}\n".encode(encoding, "replace")
+
+
+def test_every_command_shows_any_text() -> None:
+    """All that README names."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    paths = {REPOSITORY / name for name in re.findall(r"(?:python|torchrun)[^|\n]* ((?:launch/)?\w+\.py)\b", text)}
+    for name in re.findall(r" -m ((?:zeco_train|data)\.[\w.]+\w)", text):
+        path = REPOSITORY / name.replace(".", "/")
+        paths.add(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+    assert len(paths) > 10
+    for path in paths:
+        source = path.read_text(encoding="utf-8")
+        assert re.search(r"^ *(show_any_text\(\)|run_command\()", source, re.M), path

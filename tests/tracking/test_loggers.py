@@ -1,0 +1,208 @@
+"""Experiment trackers: what they are told, offline and with TensorBoard; `test_wandb_server.py` has W&B online."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.support.commands import check_line, train_here
+from tests.support.waiting import ENOUGH
+from tests.support.wandb_server import WandbServer, history, records, run_record
+from zeco_train.errors import ConfigError
+from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
+from zeco_train.tracking.loggers import NoLogger, build_logger
+from zeco_train.tracking.metrics import read_metrics
+from zeco_train.tracking.starts import Layout, Start, length_name, read_starts
+from zeco_train.tracking.tensorboard_logger import TensorBoardLogger
+from zeco_train.tracking.wandb_logger import WandbLogger
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
+
+
+@pytest.mark.parametrize("name", ["none", "wandb", "tensorboard"])
+def test_yaml_fits_the_schema(name: str) -> None:
+    composed = OmegaConf.merge(
+        OmegaConf.structured(LoggerConfig), OmegaConf.load(REPOSITORY / "configs" / "logger" / f"{name}.yaml")
+    )
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, LoggerConfig)
+    config.validate()
+    assert config.kind is LoggerKind[name]
+    assert config.mode is LoggerMode.offline
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"project": "a/b"}, "logger.project=a/b: must have"),
+        ({"project": ""}, "logger.project=: must have"),
+        ({"tags": ["fine", "x" * 65]}, "logger.tags"),
+        ({"group": ""}, "logger.group=: must have"),
+        ({"job_type": "x" * 129}, "logger.job_type="),
+        ({"timeout_seconds": 0.0}, "logger.timeout_seconds=0.0: must be from 1 to 3600"),
+    ],
+)
+def test_refused_settings(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoggerConfig(kind=LoggerKind.wandb, **values).validate()
+    LoggerConfig(**values).validate()
+
+
+@pytest.mark.parametrize("kind", [LoggerKind.wandb, LoggerKind.tensorboard])
+def test_missing_package_is_named(kind: LoggerKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only a folder of this name is there, as an offline run leaves it.
+    (tmp_path / kind.value).mkdir()
+    monkeypatch.delitem(sys.modules, kind.value, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match=rf"logger={kind.value}: package {kind.value} is not installed; pip install"):
+        LoggerConfig(kind=kind).validate()
+
+
+def test_the_wait_for_the_server_is_shorter_than_that_of_the_other_ranks() -> None:
+    outcome = train_here("logger=wandb", "logger.timeout_seconds=300", "parallel.timeout_seconds=300")
+    check_line(outcome, 2, "logger.timeout_seconds=300.0: must be < parallel.timeout_seconds=300")
+
+
+def test_only_rank_0_tracks(tmp_path: Path) -> None:
+    for kind, expected in ((LoggerKind.wandb, WandbLogger), (LoggerKind.tensorboard, TensorBoardLogger)):
+        assert isinstance(build_logger(LoggerConfig(kind=kind), tmp_path, 0), expected)
+        assert isinstance(build_logger(LoggerConfig(kind=kind), tmp_path, 1), NoLogger)
+    untracked = build_logger(LoggerConfig(), tmp_path, 0)
+    assert untracked.begin({}, Start(0, LAYOUT, {}), "kept") == "kept"
+    untracked.log(1, {"loss": 1.0})
+    untracked.finish()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def log(self, row: dict) -> None:
+            raise RuntimeError("server on fire")
+
+        add_text = add_scalar = close = log
+
+    wandb, board = WandbLogger(LoggerConfig(kind=LoggerKind.wandb), tmp_path), TensorBoardLogger(tmp_path)
+    for tracker in (wandb, board):
+        tracker._run = tracker._writer = Broken()  # type: ignore[attr-defined]
+        for step in (1, 2, 3):
+            tracker.log(step, {"loss": 1.0})
+    board.finish()
+    first, second = caplog.records
+    assert (first.name, second.name) == ("zeco_train.tracking.wandb_logger", "zeco_train.tracking.tensorboard_logger")
+    assert "step 1: RuntimeError: server on fire" in first.getMessage()
+    assert "step 1: TypeError" in second.getMessage()
+
+
+def test_tags_and_group() -> None:
+    assert LAYOUT.tags == ["sp=zeco", "sp.size=4", "seq_len=1M", "model=gla_tiny", "strategy=zero2", "devices=8"]
+    assert LAYOUT.group == "gla_tiny-1M"
+    assert LAYOUT.tokens_per_device == 1 << 18
+    assert [length_name(n) for n in (1, 1000, 1024, 16384, 3 << 19, 1 << 23)] == [
+        *("1", "1000", "1k", "16k", "1536k", "8M"),
+    ]
+    assert all(len(tag) <= 64 for tag in Layout("zeco", "m" * 100, 1, 1, 1).tags)
+
+
+# W&B starts a process and keeps state in the interpreter: this runs in one of its own. The second start knows the
+# run's id only from its folder, as after a kill before the first checkpoint.
+_OFFLINE = """
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+layout = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
+ids = []
+for first, last in ((1, 5), (3, 6)):
+    tracker = build_logger(LoggerConfig(kind=LoggerKind.wandb, tags=["a", "sp=zeco"]), sys.argv[1], 0)
+    start = Start(first - 1, layout, {"commit": "abc+", "dirty": True})
+    ids.append(tracker.begin({"sp": {"size": 2}, "model": {"name": "gla_tiny"}}, start, None))
+    for step in range(first, last):
+        tracker.log(step, {"loss": 1.0 / step, "tokens_per_second_per_device": 10.0 * step, "val_loss": float("nan")})
+    tracker.finish(75 if first == 1 else 0)
+    tracker.finish(1)
+print(*ids)
+"""
+
+
+def run_python(command: list[str], home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command without the W&B account of the machine's user, that writes nothing to the home folder."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environment |= {"NETRC": str(home / "netrc"), "HOME": str(home), "PYTHONPATH": str(REPOSITORY), **variables}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=ENOUGH)
+
+
+@pytest.mark.processes
+def test_wandb_offline(tmp_path: Path) -> None:
+    run_dir, home = tmp_path / "a-run", tmp_path / "home"
+    run_dir.mkdir()
+    home.mkdir()
+    done = run_python(["-c", _OFFLINE, str(run_dir)], home)
+    assert (done.returncode, done.stderr) == (0, "")
+    run_id, again = done.stdout.split()
+    assert run_id == again
+    first, second = sorted(run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+
+    run = run_record(second)
+    assert (run.run_id, run.run_group, run.job_type, run.display_name) == (run_id, "gla_tiny-1M", "train", "a-run")
+    assert list(run.tags) == ["a", *LAYOUT.tags]
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["sp"] == {"size": 2}
+    assert config["layout"] == LAYOUT.as_dict()
+    assert config["environment"] == {"commit": "abc+", "dirty": True}
+
+    # The first was stopped to be started again; exit codes are the last record's.
+    assert [any(r.HasField("preempting") for r in records(path)) for path in (first, second)] == [True, False]
+    ends = [[r.exit.exit_code for r in records(path) if r.HasField("exit")] for path in (first, second)]
+    assert ends == [[75], [0]]
+
+    rows = history(second)
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    # The median leaves the first row of a start out, with what it compiles.
+    assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
+
+    # The client's own way of reading the files: both become one run, and no row is lost.
+    with WandbServer() as server:
+        folders = [str(first.parent), str(second.parent)]
+        synced = run_python(["-m", "wandb", "sync", *folders], home, **server.environment(home))
+        assert synced.returncode == 0, synced.stderr
+        assert [row["step"] for row in server.rows(run_id)] == [1, 2, 3, 4, 3, 4, 5]
+        assert {start["name"] for start in server.started} == {run_id}
+
+
+@pytest.mark.processes
+def test_wandb_online_without_an_account(tmp_path: Path) -> None:
+    arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
+    done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
+    line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    tags: dict[str, Any] = events.Tags()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
+
+
+def test_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
+    assert train_here(*overrides, "train.steps=5").code == 0
+    # As if killed in step 5: what came after the checkpoint of step 4 is done again.
+    (run_dir / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
+    assert train_here(*overrides, "train.steps=7").code == 0
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    shown = scalars(run_dir / "tensorboard")
+    assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4, 5, 6, 7]
+    for name in ("loss", "grad_norm", "tokens", "data_seconds", "tokens_per_second_per_device"):
+        assert [value for _, value in shown[name]] == pytest.approx([row[name] for row in rows], rel=1e-6)
+    starts = read_starts(run_dir, devices=1)
+    assert [start.step for start in starts] == [0, 4]
+    assert starts[0].environment["packages"]["zeco-train"]

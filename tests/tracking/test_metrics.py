@@ -1,0 +1,241 @@
+"""metrics.jsonl and the picture of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from tests.support.waiting import ENOUGH
+from zeco_train.checkpoint.files import Progress
+from zeco_train.config.schema import load_config, to_plain
+from zeco_train.errors import DataError
+from zeco_train.tracking.loggers import NoLogger
+from zeco_train.tracking.metrics import MetricsWriter, StepMetrics, read_metrics
+from zeco_train.tracking.plot import plot_run
+from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def metrics(step: int, loss: float = 5.0, **values: object) -> StepMetrics:
+    row = StepMetrics(step, loss, 1.5, 3e-4, 1000 * step, 12345.6, 6172.8, 0.081, 0.001)
+    return replace(row, **values)  # type: ignore[arg-type]
+
+
+def write_rows(path: Path, *rows: StepMetrics) -> Path:
+    with MetricsWriter(path) as writer:
+        for row in rows:
+            writer.write(row)
+    return path
+
+
+def test_rows_keep_every_digit(tmp_path: Path) -> None:
+    loss = 0.1 + 0.2
+    path = write_rows(tmp_path / "new" / "metrics.jsonl", metrics(1, loss, val_loss=1 / 3, extra={"ids": [3, 4]}))
+    (line,) = path.read_text().splitlines()
+    row = json.loads(line)
+    assert row["loss"] == loss
+    assert row["val_loss"] == 1 / 3
+    assert row["ids"] == [3, 4]
+    assert "mfu" not in row
+    assert list(row)[:9] == [
+        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_device"),
+        *("step_seconds", "data_seconds"),
+    ]
+    assert read_metrics(path) == [row]
+
+
+def test_rows_are_readable_before_close(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write(metrics(step))
+        assert [row["step"] for row in read_metrics(writer.path)] == [*range(1, step + 1)]
+    writer.close()
+    writer.close()
+
+
+def test_last_row_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, metrics(10, 5.0), metrics(20, 4.0), metrics(30, 3.0))
+    write_rows(path, metrics(20, 4.5), metrics(30, 3.5), metrics(40, 2.5))
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(10, 5.0), (20, 4.5), (30, 3.5), (40, 2.5)]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"{", b'{"step": 2}', b"x" * 200_000, b"\x00" * 100])
+def test_torn_last_line_is_ignored_and_repaired(tmp_path: Path, torn: bytes) -> None:
+    path = write_rows(tmp_path / "metrics.jsonl", metrics(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    with MetricsWriter(path) as writer:
+        assert path.read_bytes() == whole
+        writer.write(metrics(2, 4.0))
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 5.0), (2, 4.0)]
+
+
+def test_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1')
+    assert read_metrics(path) == []
+    MetricsWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_non_finite_values_are_null(tmp_path: Path) -> None:
+    row = metrics(1, float("nan"), grad_norm=float("inf"), extra={"norms": [1.0, float("-inf")]})
+    path = write_rows(tmp_path / "metrics.jsonl", row)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    parsed = json.loads(path.read_text(), parse_constant=refuse)
+    assert (parsed["loss"], parsed["grad_norm"], parsed["norms"]) == (None, None, [1.0, None])
+
+
+def test_extra_may_not_hide_a_column() -> None:
+    with pytest.raises(ValueError, match="lr, step"):
+        metrics(1, extra={"step": 3, "lr": 1.0, "mine": 2}).as_dict()
+
+
+@pytest.mark.processes
+def test_a_killed_writer_loses_no_whole_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    script = (
+        "import os, signal, sys; from tests.tracking.test_metrics import *\n"
+        "writer = MetricsWriter(sys.argv[1])\n"
+        "for step in range(1, 101): writer.write(metrics(step))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=REPOSITORY, timeout=ENOUGH)
+    assert done.returncode == -9
+    assert [row["step"] for row in read_metrics(path)] == [*range(1, 101)]
+
+
+def test_foreign_lines_are_refused_by_number(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "metrics.jsonl", metrics(1))
+    with path.open("a") as file:
+        file.write("[1, 2]\n")
+    with pytest.raises(DataError, match="line 2 is not a row"):
+        read_metrics(path)
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+def test_unwritable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written"):
+        MetricsWriter(tmp_path / "file" / "metrics.jsonl")
+    if Path("/dev/full").exists():
+        (tmp_path / "full.jsonl").symlink_to("/dev/full")
+        with pytest.raises(DataError, match="No space left"):
+            write_rows(tmp_path / "full.jsonl", metrics(1))
+
+
+def test_plot(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    assert plot_run(tmp_path) is None
+    path = write_rows(tmp_path / "metrics.jsonl", metrics(1))
+    sizes = []
+    more = [metrics(step, 5 - step / 100, val_loss=4.0 if step % 50 == 0 else None) for step in range(1, 401)]
+    for rows in ([], [metrics(2, float("nan"))], [metrics(2, 4.0), metrics(1, 4.9)], more):
+        write_rows(path, *rows)
+        picture = plot_run(tmp_path)
+        assert picture == tmp_path / "loss.png"
+        assert imread(picture).std() > 0.01
+        sizes.append(picture.read_bytes())
+    assert len(set(sizes)) == len(sizes)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+def test_plot_of_nothing_finite(tmp_path: Path) -> None:
+    nan = float("nan")
+    write_rows(tmp_path / "metrics.jsonl", metrics(1, nan, tokens_per_second=nan))
+    picture = plot_run(tmp_path)
+    assert picture is not None
+    picture.unlink()
+    picture.mkdir()
+    with pytest.raises(DataError, match=r"loss\.png: cannot be written"):
+        plot_run(tmp_path)
+
+
+def record(
+    run_dir: Path, steps: list[StepResult], rank: int = 0, world_size: int = 1, device: str = "cpu", **settings: Any
+) -> list[dict[str, Any]]:
+    """The rows of a run that logs every second step; 1,000 tokens a step."""
+    mesh: Any = SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, device=torch.device(device))
+    recorder = Recorder(
+        run_dir, mesh, NoLogger(), total_steps=len(steps), tokens_per_step=1000, flops_per_token=3e9, **settings
+    )
+    progress = Progress()
+    recorder.start(progress, to_plain(load_config(["sp.size=1"])), {})
+    for result in steps:
+        progress.advance(4, 1000)
+        recorder.add(result, progress)
+        if progress.step % 2 == 0:
+            recorder.write(progress, None)
+            recorder.write(progress, None)  # without a step since, no row
+    recorder.close()
+    return read_metrics(run_dir / "metrics.jsonl")
+
+
+def step_result(seconds: float = 0.5, data_seconds: float = 0.0, exposed: float | None = None) -> StepResult:
+    return StepResult(5.0, 1.5, 3e-4, seconds, data_seconds, [0], exposed)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        *(("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA H100 80GB HBM3", 989e12)),
+        *(("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)),
+    ],
+)
+def test_peaks_are_of_bf16(name: str, peak: float | None) -> None:
+    assert peak_flops(name, torch.bfloat16) == peak
+    for dtype in (torch.float32, torch.float64, None):
+        assert peak_flops(name, dtype) is None
+
+
+def test_utilisation_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12_500_000_000)
+    settings = {"hardware_flops_per_token": 4e9, "device": "cuda"}
+    for dtype in (torch.bfloat16, torch.float32):
+        steps = [step_result(0.5), step_result(1.5)]
+        (row,) = record(tmp_path / str(dtype), steps, dtype=dtype, **settings)
+        assert row["memory_gb"] == 12.5
+        if dtype is torch.bfloat16:
+            # A thousand tokens a second.
+            assert row["mfu"] == pytest.approx(1000 * 3e9 / 989e12)
+            assert row["hfu"] == pytest.approx(1000 * 4e9 / 989e12)
+        else:
+            assert not {"mfu", "hfu"} & set(row)
+    (row,) = record(tmp_path / "cpu", [step_result()] * 2, dtype=torch.bfloat16, hardware_flops_per_token=4e9)
+    assert not {"mfu", "hfu", "memory_gb", "comm_exposed_seconds"} & set(row)
+
+
+def rows_of_two_ranks(rank: int, world_size: int, run_dir: str) -> list[dict[str, Any]]:
+    # Means over two steps, of those that were measured; then the longest over the ranks.
+    waits = {
+        0: [(0.2, 0.01), (0.4, 0.03), (0.0, None), (0.0, None), (0.0, None), (0.0, None)],
+        1: [(0.1, 0.05), (0.1, None), (0.6, 0.0), (0.2, 0.0), (0.0, None), (0.0, None)],
+    }
+    steps = [step_result(1.0, data, exposed) for data, exposed in waits[rank]]
+    return record(Path(run_dir), steps, rank, world_size)
+
+
+def test_rows_have_the_longest_waits_of_all_ranks(tmp_path: Path) -> None:
+    run_distributed(rows_of_two_ranks, 2, str(tmp_path))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["data_seconds"] for row in rows] == pytest.approx([0.3, 0.4, 0.0])
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert [row.get("comm_exposed_seconds") for row in rows] == [0.05, 0.0, None]
+    assert all(row["tokens_per_second_per_device"] == 500 for row in rows)

@@ -1,0 +1,123 @@
+"""Scores of single tokens, and the loss by position that is made of them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.support.distributed import run_distributed
+from tests.support.training import train
+from zeco_train.ops.loss import IGNORE_INDEX, TokenScores, linear_cross_entropy, linear_token_scores
+from zeco_train.tracking.metrics import LineWriter, read_metrics
+from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, position_figure
+from zeco_train.tracking.positions import PositionLosses, PositionSums, bucket_edges
+
+pytestmark = pytest.mark.numeric
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_scores_are_the_losses_and_predictions_of_the_logits(chunk_tokens: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 9, 6, dtype=torch.float64, generator=generator)
+    weight = torch.randn(11, 6, dtype=torch.float64, generator=generator)
+    labels = torch.randint(11, (2, 9), generator=generator)
+    labels[0, 3:7] = IGNORE_INDEX
+    scores = linear_token_scores(hidden, weight, labels, chunk_tokens)
+    logits = hidden @ weight.T
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 9)
+    torch.testing.assert_close(scores.losses, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(scores.predictions, logits.argmax(-1).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX))
+    torch.testing.assert_close(scores.losses.sum(), linear_cross_entropy(hidden, weight, labels), rtol=1e-13, atol=0)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_token_scores(hidden, weight, labels[:, :3])
+
+
+def test_no_logits_of_what_does_not_count() -> None:
+    # A weight that would give NaN: nothing of it may reach the scores.
+    scores = linear_token_scores(
+        torch.ones(1, 4, 3), torch.full((5, 3), math.nan), torch.full((1, 4), IGNORE_INDEX, dtype=torch.int64)
+    )
+    assert scores.losses.tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 15, 16, 17, 23, 24, 64, 1000, 2048, 1 << 20])
+def test_buckets_cover_every_position_once(seq_len: int) -> None:
+    edges = bucket_edges(seq_len)
+    assert (edges[0], edges[-1]) == (0, seq_len)
+    assert all(before < after for before, after in pairwise(edges))
+    # Log-spaced: no bucket but the first ones is wider than an octave, or a sliver.
+    assert all(after <= 2 * before + 1 and after >= 1.18 * before for before, after in pairwise(edges[1:]))
+    assert len(edges) <= 2 * math.log2(max(seq_len, 2)) + 2
+
+
+def test_shards_of_sequences_with_labels_of_their_own() -> None:
+    seq_len, sequences = 100, 5
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(sequences, seq_len, dtype=torch.float64, generator=generator)
+    counts = torch.rand(sequences, seq_len, generator=generator) < 0.7
+    losses *= counts
+    sums = PositionSums(sequences, seq_len, torch.device("cpu"))
+    for rows in ([0, 1], [2, 3], [4]):
+        for offset in range(0, seq_len, 25):
+            piece = slice(offset, offset + 25)
+            predictions = torch.where(counts, 7, IGNORE_INDEX)[rows, piece]
+            sums.add(rows, offset, TokenScores(losses[rows, piece], predictions))
+    mean, error = sums.whole()
+    assert mean.item() == pytest.approx(losses.sum().item() / counts.sum().item(), rel=1e-14)
+    # As if sequences were drawn again and again.
+    drawn = torch.randint(sequences, (20_000, sequences), generator=generator)
+    again = losses.sum(1)[drawn].sum(1) / counts.sum(1)[drawn].sum(1)
+    assert error.item() == pytest.approx(again.std().item() * math.sqrt(sequences / (sequences - 1)), rel=0.05)
+    by_position = PositionLosses.of_sums([sums], [1.0])
+    for (before, after), loss in zip(pairwise(by_position.edges), by_position.losses, strict=True):
+        expected = losses[:, before:after].sum() / counts[:, before:after].sum()
+        assert loss == pytest.approx(expected.item(), rel=1e-14), (before, after)
+
+
+def test_one_sequence_has_no_error_and_json_no_nan(tmp_path: Path) -> None:
+    sums = PositionSums(1, 20, torch.device("cpu"))
+    counts = torch.full((1, 20), 3)
+    counts[0, 4:8] = IGNORE_INDEX
+    sums.add([0], 0, TokenScores(torch.ones(1, 20), counts))
+    losses = PositionLosses.of_sums([sums], [1.0])
+    assert all(math.isnan(error) for error in losses.errors)
+    record = losses.as_dict()
+    assert record["losses"] == [1.0, 1.0, 1.0, None, 1.0, 1.0]
+    assert math.isnan(PositionLosses.from_dict(record).losses[3])
+    position_figure("$a$", {20: losses}, 10)
+    with LineWriter(tmp_path / VALIDATION_FILE) as writer:
+        for step in range(1, 30):
+            writer.append({"step": step, "by_position": record})
+    picture = plot_validations(tmp_path)
+    assert picture is not None
+    assert picture.stat().st_size > 10_000
+
+
+def train_twice(rank: int, world_size: int, folder: Path) -> None:
+    common = ("train.dtype=fp64", "train.steps=2", "train.eval_every=1", "train.eval_sequences=3", "checkpoint.every=0")
+    # Three sequences over two groups: one of them has padding.
+    train(rank, world_size, folder / "one", *common, "sp=dp")
+    train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
+
+
+def test_a_training_leaves_its_validations(tmp_path: Path) -> None:
+    run_distributed(train_twice, 2, tmp_path)
+    one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))
+    assert [row["step"] for row in one] == [1, 2] == [row["step"] for row in two]
+    for row, other in zip(one, two, strict=True):
+        for key in ("losses", "errors"):
+            assert other["by_position"][key] == pytest.approx(row["by_position"][key], rel=1e-9), key
+    # It is the same loss as in the metrics, and the mean of its buckets.
+    metrics = read_metrics(tmp_path / "one" / "metrics.jsonl")
+    for row, of_step in zip(one, metrics, strict=True):
+        edges, losses = row["by_position"]["edges"], row["by_position"]["losses"]
+        assert edges[-1] == 768
+        whole = sum((b - a) * loss for (a, b), loss in zip(pairwise(edges), losses, strict=True)) / 768
+        assert whole == pytest.approx(of_step["val_loss"], rel=1e-12)
+        assert of_step["val_perplexity"] == pytest.approx(math.exp(of_step["val_loss"]), rel=1e-12)
+    assert (tmp_path / "one" / "logs" / "rank_0.log").read_text().count("left out: ") == 1

@@ -1,0 +1,247 @@
+"""metrics.jsonl, validation.jsonl and starts.jsonl as others may have left them: named by line and field, and early."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
+from zeco_train import compare, export
+from zeco_train.bench import __main__ as bench
+from zeco_train.errors import DataError
+from zeco_train.report import __main__ as report
+from zeco_train.tracking.metrics import METRICS_FILE
+from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations
+from zeco_train.tracking.starts import STARTS_FILE
+from zeco_train.training import trainer
+
+DATA = DataError.exit_code
+HUGE = 10**399
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with three validations."""
+    folder = tmp_path_factory.mktemp("records") / "run"
+    outcome = train_here(f"run_dir={folder}", "train.steps=3", "train.eval_sequences=2", "train.eval_every=1")
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
+def change(path: Path, number: int, **values: object) -> None:
+    """Give fields of a line other values."""
+    lines = path.read_text().splitlines()
+    lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | values)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def replace(path: Path, number: int, line: str) -> None:
+    lines = path.read_text().splitlines()
+    lines[number - 1] = line
+    path.write_text("\n".join(lines) + "\n")
+
+
+def go_on(run: Path) -> Outcome:
+    """The run's next start, which has one more step to do."""
+    return train_here(f"run_dir={run}", "train.steps=4", "train.eval_sequences=2", "train.eval_every=1")
+
+
+READERS: list[Callable[[Path], Outcome]] = [
+    lambda run: run_here(compare.main, str(run)),
+    lambda run: run_here(report.main, str(run), "--out", str(run.parent / "report")),
+    lambda run: run_here(export.main, str(run), str(run.parent / "export")),
+    go_on,
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("loss", "abc", "'abc', not a number or null"),
+        ("loss", "\x1b[31m", r"'\x1b[31m', not a number"),
+        ("loss", [1.0], "[1.0], not a number"),
+        ("loss", {"a": 1}, "{'a': 1}, not a number"),
+        ("loss", True, "True, not a number"),
+        pytest.param("loss", HUGE, "1000000", id="loss-huge"),
+        ("grad_norm", "1.0", "'1.0', not a number"),
+        ("tokens_per_second", "fast", "'fast', not a number"),
+        ("tokens", [], "[], not a number"),
+        ("step_seconds", False, "False, not a number"),
+        ("val_loss", "x" * 10_000, "'xxxx"),
+        ("step", None, "None, not a whole number from 0"),
+        ("step", "2", "'2', not a whole number"),
+        ("step", 2.0, "2.0, not a whole number"),
+        ("step", -1, "-1, not a whole number"),
+        ("step", True, "True, not a whole number"),
+        pytest.param("step", HUGE, "1000000", id="step-huge"),
+    ],
+)
+def test_values_of_another_type(field: str, value: object, shown: str, run: Path) -> None:
+    path = run / METRICS_FILE
+    change(path, 2, **{field: value})
+    before = snapshot(run)
+    # All of them once; they share how rows are read.
+    for read in READERS if value == "abc" else (READERS[0], go_on):
+        outcome = read(run)
+        check_line(outcome, DATA, f"{path}: line 2: {field} is ", shown, "; correct or remove the line")
+        assert len(outcome.err) < 400
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("line", ["", "[1, 2]", "null", "3", "{", '"text"', "\x00" * 20, "[" * 100_000, "\xff"])
+def test_lines_that_are_no_row(line: str, run: Path) -> None:
+    path = run / METRICS_FILE
+    replace(path, 2, line)
+    before = snapshot(run)
+    for read in READERS if line == "null" else (READERS[0], go_on):
+        check_line(read(run), DATA, f"{path}: line 2 is not a row of metrics; correct or remove the line")
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e999"])
+def test_losses_that_are_not_finite_are_none(value: str, run: Path) -> None:
+    path = run / METRICS_FILE
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[1]) | {"loss": "HERE", "tokens_per_second": "HERE"}
+    replace(path, 2, json.dumps(row).replace('"HERE"', value))
+    for read in READERS if value == "NaN" else READERS[:1]:
+        outcome = read(run)
+        assert outcome.code == 0, outcome.err
+    results = json.loads((run.parent / "compare.json").read_text())
+    assert results["runs"][0]["steps"] == 3
+
+
+def test_extreme_numbers(run: Path) -> None:
+    """As large as JSON and a float allow: pictures and tables are drawn all the same."""
+    change(run / METRICS_FILE, 1, loss=1e308, grad_norm=-1e308, tokens=10**100, tokens_per_second=1e-308)
+    change(run / METRICS_FILE, 2, loss=-1e308, step=10**15, tokens_per_second_per_device=0)
+    for read in READERS[:3]:
+        outcome = read(run)
+        assert outcome.code == 0, outcome.err
+
+
+def _torn(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "lo')
+
+
+def test_a_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace of a kill in the middle of a write; each file is repaired once, with a warning."""
+    names = (METRICS_FILE, VALIDATION_FILE, STARTS_FILE)
+    whole = {name: (run / name).read_bytes() for name in names}
+    for name in names:
+        _torn(run / name)
+    seen: list[dict[str, bytes]] = []
+    train = trainer.Trainer.train
+
+    def watched(self: trainer.Trainer) -> Any:
+        seen.append({name: (run / name).read_bytes() for name in names})
+        return train(self)
+
+    monkeypatch.setattr(trainer.Trainer, "train", watched)
+    outcome = go_on(run)
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("warning: ") == 3
+    for name in names:
+        line = f"warning: {run / name}: dropped its last line of 15 bytes, which a kill has left torn\n"
+        assert outcome.err.count(line) == 1
+        assert seen[0][name].startswith(whole[name])
+        assert seen[0][name].endswith(b"}\n")
+        assert [json.loads(row)["step"] for row in (run / name).read_text().splitlines()] in ([1, 2, 3, 4], [0, 3])
+    again = go_on(run)
+    assert (again.code, again.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "problem"),
+    [
+        (STARTS_FILE, {"backend": 3}, "line 1: backend is 3, not text"),
+        (STARTS_FILE, {"seq_len": "64"}, "line 1: seq_len is '64', not a whole number from 1 to "),
+        (STARTS_FILE, {"sp_size": 0}, "line 1: sp_size is 0, not a whole number from 1 to "),
+        (STARTS_FILE, {"devices": True}, "line 1: devices is True, not a whole number"),
+        (STARTS_FILE, {"environment": []}, "line 1: environment is [], not an object"),
+        (STARTS_FILE, {"step": -1}, "line 1: step is -1, not a whole number"),
+        (VALIDATION_FILE, {"step": "1"}, "line 1: step is '1', not a whole number"),
+        (VALIDATION_FILE, {"by_position": None}, "line 1: by_position: not an object"),
+        (VALIDATION_FILE, {"by_position": {"edges": [0, 1]}}, "line 1: by_position: losses is not a list of 1 numbers"),
+        (VALIDATION_FILE, {"by_position": {"edges": [1, 0]}}, "line 1: by_position: edges do not increase"),
+        (
+            VALIDATION_FILE,
+            {"by_position": {"edges": [0, 1], "losses": ["a"], "errors": [None]}},
+            "line 1: by_position: losses has a value that is neither a number nor null",
+        ),
+    ],
+)
+def test_other_records(file: str, values: dict[str, object], problem: str, run: Path) -> None:
+    change(run / file, 1, **values)
+    before = snapshot(run)
+    check_line(go_on(run), DATA, f"{run / file}: {problem}", "; correct or remove the line")
+    assert snapshot(run) == before
+    if file == STARTS_FILE:
+        outcome = run_here(report.main, str(run), "--out", str(run.parent / "report"))
+        check_line(outcome, DATA, f"{run / file}: {problem}")
+    else:
+        with pytest.raises(DataError, match="line 1"):
+            plot_validations(run)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"median_ms": "fast"}, "row 2: median_ms is 'fast', not a number"),
+        ({"p10_ms": [1]}, "row 2: p10_ms is [1], not a number"),
+        ({"tokens": 0}, "row 2: tokens is 0, not a whole number ≥ 1"),
+        ({"heads": 2.5}, "row 2: heads is 2.5, not a whole number ≥ 1"),
+        ({"runs": HUGE}, "row 2: runs is 1000000"),
+        ({"variant": 3}, "row 2: variant is 3, not text"),
+        ({"p90_ms": None}, "row 2: lacks p90_ms"),
+    ],
+)
+def test_results_of_benchmarks(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+    source = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
+    results = json.loads(source.read_text())
+    results["rows"][1] |= values
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results))
+    for main, arguments in (
+        (report.main, [str(path), "--out", str(tmp_path / "report")]),
+        (bench.main, ["plot", str(path)]),
+    ):
+        check_line(run_here(main, *arguments), DATA, f"{path}: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"case": []}, "case is [], not one of collectives, "),
+        ({"rows": 3}, "rows is 3, not a list"),
+        ({"rows": [3]}, "row 1: 3 is not an object"),
+        ({"world_size": "4"}, "world_size is '4', not a whole number"),
+        ({"environment": None}, "environment is None, not an object"),
+        ({"config": {}}, "config has no strategy"),
+    ],
+)
+def test_results_of_another_form(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    config = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
+    base: dict[str, object] = {"case": "model", "rows": [], "world_size": 1, "environment": {}, "config": config}
+    path.write_text(json.dumps(base | values))
+    check_line(run_here(bench.main, "plot", str(path)), DATA, f"{path}: {problem}")
+
+
+def test_rows_that_lack_columns(run: Path) -> None:
+    """As other programs may write them; what is there is compared."""
+    (run / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "loss": 3.5}\n')
+    for read in READERS[:3]:
+        outcome = read(run)
+        assert outcome.code == 0, outcome.err

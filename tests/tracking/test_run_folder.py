@@ -1,0 +1,173 @@
+"""A run's folder: one process at a time, one and the same on all ranks, and what it says of how the run was started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.support.commands import SMALL, snapshot, train_here
+from tests.support.distributed import run_distributed
+from zeco_train.config.schema import load_config
+from zeco_train.distributed.mesh import Launch
+from zeco_train.errors import CheckpointError, ConfigError, ZecoError
+from zeco_train.lifecycle.logs import close_logging
+from zeco_train.tracking import run_folder
+from zeco_train.tracking.run_folder import RunFolder
+from zeco_train.training.build import init, open_run
+
+IDENTITY = {**run_folder._ALWAYS_BEFORE, "seed": 0}
+STARTS = 10
+
+
+def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
+    """Open and begin `path` from many threads; a lock belongs to an open file, so they exclude each other as processes.
+
+    Returns:
+        The folders that were opened, and the errors of the other starts.
+    """
+    gate, winners, errors = threading.Barrier(STARTS), [], []
+
+    def start() -> None:
+        gate.wait()
+        try:
+            folder = RunFolder(path, IDENTITY)
+            folder.begin({"seed": 0}, [])
+            winners.append(folder)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(STARTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return winners, errors
+
+
+@pytest.mark.processes
+def test_one_of_many_starts_at_once_has_the_folder(tmp_path: Path) -> None:
+    expected = "another process is training there; end it first"
+    for attempt in range(30):
+        path = tmp_path / str(attempt)
+        for _ in ("new", "resumed"):
+            winners, errors = _start_at_once(path)
+            assert len(winners) == 1
+            assert [str(error) for error in errors] == [f"run_dir={path}: {expected}"] * (STARTS - 1)
+            winners[0].release()
+
+
+def test_a_start_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    run, empty, new = tmp_path / "run", tmp_path / "empty", tmp_path / "new"
+    first = RunFolder(run, IDENTITY)
+    first.begin({}, ["seed=0"])
+    first.release()
+    empty.mkdir()
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="seed=1: the run in"):
+        RunFolder(run, IDENTITY | {"seed": 1})
+    for path in (run, empty, new):
+        # Refused for a reason that comes after the lock.
+        RunFolder(path, IDENTITY).release()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    no_locks = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    with mock.patch("fcntl.flock", side_effect=no_locks):
+        outcome = train_here(f"run_dir={run}", "train.steps=1")
+    assert outcome.code == 0, outcome.err
+    warning = f"run_dir={run}: this file system has no locks (Function not implemented), so a second start"
+    assert [warning in line for line in outcome.err.splitlines()] == [True]
+    assert warning in (run / "logs" / "rank_0.log").read_text()
+
+
+def _open_own_folders(rank: int, world_size: int, folder: str) -> list[str]:
+    """Open runs in folders that are another one on each rank, as on disks of two nodes; returns the errors."""
+    messages = []
+    run_folder._SECONDS_TO_APPEAR = 0.5
+    for name in ("new", "run"):
+        arguments = [*SMALL, f"run_dir={folder}/{rank}/{name}"]
+        config = load_config(arguments)
+        mesh = init(config, Launch(rank, world_size, rank))
+        try:
+            open_run(config, arguments, mesh)
+        except ZecoError as error:
+            messages.append(str(error))
+    close_logging()
+    return messages
+
+
+def test_a_folder_on_the_disk_of_one_node_is_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        outcome = train_here(f"run_dir={tmp_path / str(rank) / 'run'}", "train.steps=1")
+        assert outcome.code == 0, outcome.err
+    before = snapshot(tmp_path)
+    problem = "is not the same folder on rank 1; name one on a file system that all nodes share"
+    expected = [f"run_dir={tmp_path / '1' / name}: {problem}" for name in ("new", "run")]
+    assert run_distributed(_open_own_folders, 2, str(tmp_path)) == [expected, expected]
+    assert snapshot(tmp_path) == before
+
+
+def test_the_command_line_can_be_replayed(tmp_path: Path) -> None:
+    arguments = [f"run_dir='{tmp_path}/a run'", "name='two  words'", "train.steps=1", "optim.betas=[0.9, 0.95]"]
+    assert train_here(*arguments).code == 0
+    lines = (tmp_path / "a run" / "overrides.txt").read_text().splitlines()
+    assert [shlex.split(line) for line in lines] == [[*SMALL, *arguments]]
+
+
+def test_the_configuration_is_resolved(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for _ in ("new", "resumed"):
+        outcome = train_here(f"run_dir={run}", "train.steps=1", "train.device=auto", "sp.size=-1")
+        assert outcome.code == 0, outcome.err
+        config = OmegaConf.load(run / "config.yaml")
+        assert (config.sp.size, config.train.device) == (1, "cuda" if torch.cuda.is_available() else "cpu")
+    assert not (run / "config.1.yaml").exists()
+
+
+def test_a_tokenizer_may_lie_elsewhere(tmp_path: Path) -> None:
+    """What it is, its digest says."""
+
+    def of(path: str, digest: str) -> dict[str, object]:
+        return {**IDENTITY, "data.tokenizer": {"kind": "huggingface", "path": path, "sha256": digest}}
+
+    for path in ("/old", "/new"):
+        folder = RunFolder(tmp_path, of(path, "a"))
+        folder.begin({}, [])
+        folder.release()
+    with pytest.raises(CheckpointError, match=r"^data\.tokenizer=.* or remove that one, which has no checkpoint yet$"):
+        RunFolder(tmp_path, of("/old", "b"))
+
+
+def test_a_models_weights_are_not_its_tokenizers(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    for name in ("tokenizer.json", "tokenizer.model", "config.json", "model.safetensors", "original/a.pth", ".git/a"):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).touch()
+    folder = RunFolder(tmp_path / "run", IDENTITY)
+    folder.begin({}, [])
+    folder.keep_tokenizer(model)
+    folder.release()
+    kept = {path.name for path in (tmp_path / "run" / "tokenizer").rglob("*") if path.is_file()}
+    assert kept == {"tokenizer.json", "tokenizer.model", "config.json"}
+
+
+def test_errors_of_the_system_name_the_folder(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    folder = RunFolder(tmp_path / "run", IDENTITY)
+    with (
+        mock.patch.object(run_folder, "write_durably", side_effect=full),
+        pytest.raises(ConfigError, match=r"run: cannot be written \(No space left on device\); name another folder"),
+    ):
+        folder.begin({}, [])
+    folder.release()
+    assert not any(tmp_path.iterdir())

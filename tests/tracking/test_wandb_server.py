@@ -1,0 +1,89 @@
+"""`logger.mode=online` with the real W&B client: a server that is there, that stalls, that is gone, that refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY, SMALL
+from tests.support.waiting import ENOUGH
+from tests.support.wandb_server import WandbServer, history
+from zeco_train.tracking.metrics import read_metrics
+
+# How long W&B may take to start and to finish: its service is a process of its own. And where nobody answers.
+_PATIENCE, _SHORT = 100.0, 10.0
+
+
+class Training:
+    """`train.py` on one rank, tracked online."""
+
+    def __init__(self, run_dir: Path, server: WandbServer, *overrides: str, patience: float = _PATIENCE) -> None:
+        home = run_dir.parent / "home"
+        home.mkdir(exist_ok=True)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **server.environment(home)}
+        online = ["logger=wandb", "logger.mode=online", f"logger.timeout_seconds={patience}", f"run_dir='{run_dir}'"]
+        command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, "train.device=cpu", *online, *overrides]
+        self.process = subprocess.Popen(
+            command, env=environment, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what was said on stderr."""
+        try:
+            _, err = self.process.communicate(timeout=ENOUGH)
+        finally:
+            self.process.kill()
+        return self.process.returncode, err
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + ENOUGH
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.processes
+def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with WandbServer() as server:
+        assert Training(run_dir, server, "train.steps=2").end() == (0, "")
+        (run_id,) = {start["name"] for start in server.started}
+        assert [row["step"] for row in server.rows(run_id)] == [1, 2]
+
+        known = len(server.started)
+        training = Training(run_dir, server, "train.steps=4", patience=_SHORT)
+        wait_until(lambda: len(server.started) > known)
+        # It goes on as the same run; from here on, nothing is answered.
+        server.answer_with = "stall"
+        assert training.end() == (0, "")
+        assert {start["name"] for start in server.started} == {run_id}
+    *_, log = sorted(run_dir.glob(f"wandb/run-*/run-{run_id}.wandb"))
+    assert [row["step"] for row in history(log)] == [3, 4]
+
+    # With nobody there it is tracked offline, still as that run.
+    code, warning = Training(run_dir, server, "train.steps=6", patience=_SHORT).end()
+    assert code == 0
+    assert warning.startswith("warning: W&B cannot be reached (")
+    assert warning.count("\n") == 1
+    (log,) = run_dir.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    assert [row["step"] for row in history(log)] == [5, 6]
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.processes
+def test_a_server_that_refuses_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+    with WandbServer() as server:
+        server.answer_with = 403
+        code, err = Training(tmp_path / "run", server, "train.steps=1").end()
+    assert code == 2
+    assert err.startswith("error: logger.mode=online: W&B cannot start (")
+    assert "403" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,227 @@
+"""Compiled blocks compute the same, in few graphs without a break; the operators keep a custom operator's rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.library import opcheck
+
+from models.gla import GLAForCausalLM
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import RecordingScan, build_scans
+from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
+from zeco_train.config.schema import Compile, TrainConfig
+from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops import Documents
+from zeco_train.sp.base import SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.handles import handle_of
+from zeco_train.sp.recompute import Recompute
+from zeco_train.training.build import build_model
+from zeco_train.training.nonfinite import explain
+
+pytestmark = pytest.mark.numeric
+
+# Norms and products that are written out for eager mode are left to autograd here: measured 3e-15 for gradients and
+# 5e-15 for parameters.
+TOLERANCE = 1e-12
+
+CASES = {
+    "whole": Case(),
+    "selective": Case(recompute=Recompute.selective),
+    "full": Case(recompute=Recompute.full),
+    "segments": Case(segments=2),
+    "segments, documents, full": Case(recompute=Recompute.full, segments=3, documents=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> Iterator[None]:
+    """Nothing compiled is left from another test, nor for one."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("compile") / "store")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[ProcessMesh]:
+    yield make_mesh(0, 1, 1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
+    scan = RecordingScan(LocalScan())
+    graphs = []
+    for num_layers, steps in ((2, 2), (3, 1)):
+        case = dataclasses.replace(CASES[name], num_layers=num_layers, steps=steps)
+        expected = run_steps(case, scan, mesh, store)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        result = run_steps(dataclasses.replace(case, compiler=counter), scan, mesh, store)
+        check(result, expected, TOLERANCE, str(case))
+        assert result.launches == expected.launches
+        graphs.append(counter.frame_count)
+    # Blocks are alike, and so are steps. A block, the norm and the loss, each with gradients and without; and the block
+    # once more for each way of replaying, of carrying states on, and of being computed again.
+    assert graphs[0] == graphs[1] <= 9
+    assert not counters["graph_break"]
+
+
+def test_lengths_may_differ() -> None:
+    """As in benchmarks: what was compiled for two lengths serves every other one."""
+    scan = LocalScan()
+    eager, compiled = (GLAForCausalLM(TINY).double() for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled.compile_parts(backend=counter)
+    graphs = []
+    for tokens in (40, 60, 80, 130):
+        ids = torch.randint(TINY.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
+        shard, grads = SequenceShard(scan, 0, tokens), []
+        for model in (eager, compiled):
+            model.init_weights(0)
+            model.zero_grad()
+            model(ids[:, :-1], shard, ids[:, 1:]).backward()
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=TOLERANCE * grads[0].norm().item())
+        graphs.append(counter.frame_count)
+    assert graphs[1:] == [graphs[1]] * 3
+
+
+def _two_ranks(rank: int, world_size: int, store: str) -> None:
+    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
+    for name, case in {
+        "two_shot": Case(Strategy.zero3, Recompute.full, segments=2, documents=True, steps=2),
+        "lasp1": Case(Strategy.zero2, Recompute.selective, steps=2),
+    }.items():
+        torch._dynamo.reset()
+        expected = run_steps(case, scans[name], mesh, store)
+        result = run_steps(dataclasses.replace(case, compiler="aot_eager"), scans[name], mesh, store)
+        check(result, expected, TOLERANCE, f"{name}, {case}")
+        assert result.launches == expected.launches, f"{name}, {case}"
+    for scan in scans.values():
+        scan.drain()
+    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+
+
+def test_compiled_blocks_of_sharded_parameters(store: Path) -> None:
+    run_distributed(_two_ranks, 2, str(store))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
+def test_the_compiler_that_training_uses(
+    mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    scan = RecordingScan(LocalScan())
+    case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1)
+    expected = run_steps(case, scan, mesh, store)
+    result = run_steps(dataclasses.replace(case, compiler="inductor"), scan, mesh, store)
+    check(result, expected, TOLERANCE, "inductor")
+    assert result.launches == expected.launches
+
+
+@pytest.mark.parametrize(("setting", "calls"), [(Compile.always, 1), (Compile.auto, 0), (Compile.never, 0)])
+def test_what_is_compiled(setting: Compile, calls: int, mesh: ProcessMesh) -> None:
+    """On a CPU; `auto` compiles on GPUs only."""
+    with mock.patch.object(GLAForCausalLM, "compile_parts") as compile_parts:
+        build_model(TINY, TrainConfig(compile=setting), Strategy.zero2, mesh, seed=0)
+    assert compile_parts.call_count == calls
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_non_finite_tensor_inside_a_compiled_block_is_named(
+    recompute: Recompute, compiled_before: bool, mesh: ProcessMesh, store: Path
+) -> None:
+    case = Case(recompute=recompute, compiler="aot_eager")
+    scan = LocalScan()
+    model, step = make_step(case, scan, mesh)
+    loader = make_loader(case, mesh, store)
+    batches = [[loader.batch(0, micro_step)] for micro_step in range(loader.micro_steps)]
+    if compiled_before:
+        step.loss(batches[0])
+        step.backward(batches[0], last=True)
+        step.zero_grad()
+    attention: Any = model.model.layers[1].attn
+    with torch.no_grad():
+        # Finite, but not their product.
+        for weight in (attention.g_norm_swish_gate.weight, attention.o_proj.weight):
+            weight.to_local().fill_(1e300)
+    found = explain(model, "the loss is nan", [lambda b=b: step.loss(b) for b in batches], 1)
+    assert found.endswith("the first non-finite tensor is the output of model.layers.1.attn.o_proj, on rank 0")
+
+
+def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """q, k, v, g; do; and a state."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator, dtype=torch.float64)
+
+    inputs = [random(tokens, 3, size).to(dtype) for size in (4, 4, 5)]
+    inputs.append(-random(tokens, 3, 4).abs().to(wide))
+    return inputs, random(tokens, 3, 5).to(dtype), random(3, 4, 5).to(wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents: bool) -> None:
+    scan = LocalScan()
+    inputs, do, state = _tokens(dtype, tokens)
+    place: list[Tensor | None] = [None, None]
+    if documents:
+        borders = torch.tensor(sorted({0, tokens // 2, tokens}))
+        found = Documents.from_cu_seqlens(borders, False, tokens, torch.device("cpu"))
+        assert found is not None
+        place = [found.restarts, found.pieces]
+    for replay in (False, True):
+        for carry in (False, True):
+            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+            carry_in = state.clone().requires_grad_() if carry else None
+            incoming_state = 2 * state if replay else None
+            arguments = (*leaves, handle_of(scan), *place, incoming_state, carry_in, carry)
+            tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+            if not (replay and carry):
+                # It compares outputs, but a replay's carry_out is NaN.
+                tests.append("test_aot_dispatch_dynamic")
+            opcheck(torch.ops.zeco.gla.default, arguments, test_utils=tests)
+            with torch.no_grad():
+                _, received, _, *saved = torch.ops.zeco.gla(*arguments)
+            received = received if incoming_state is None else incoming_state
+            dcarry_out = -state if carry else None
+            kept = (*inputs, received, *saved, do, dcarry_out, handle_of(scan), *place, carry)
+            opcheck(torch.ops.zeco.gla_backward.default, kept)
+
+
+def test_projections_keep_the_rules() -> None:
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    weights = [torch.randn(size, 4, dtype=torch.float64) for size in (3, 5, 2)]
+    dys = [torch.randn(2, 7, size, dtype=torch.float64) for size in (3, 5, 2)]
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    opcheck(torch.ops.zeco.parallel_linear.default, (x.clone().requires_grad_(), leaves))
+    opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights))
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
+    opcheck(torch.ops.zeco.unread_linear.default, (x.clone().requires_grad_(), leaves[0]), test_utils=tests)

@@ -1,0 +1,114 @@
+"""Before the first step: ranks that are not set up alike, or that share a sequence but not its tokens, are named."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from data.loader import SequenceLoader
+from data.store import OFFSETS_FILE, shard_name
+from data.store_writer import StoreWriter
+from tests.support.distributed import run_distributed
+from tests.support.training import train
+from zeco_train.distributed import agreement
+from zeco_train.distributed.agreement import _difference, flat
+from zeco_train.errors import ZecoError
+from zeco_train.training import build
+
+# A store's token t is t modulo 250, so any shift of it shows in every token.
+TOKENS = np.arange(9000) % 250
+SPLIT = ["data=tokens", "sp=zeco", "sp.size=2", "data.seq_len=64", "train.steps=1", "train.eval_sequences=0"]
+
+
+def _reordered(*arguments: Any, **settings: Any) -> SequenceLoader:
+    return SequenceLoader(*arguments, **{**settings, "seed": 77})
+
+
+def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """What starts say: with all as it should be, and with something else on some ranks."""
+    store, stale = f"data.path={folder}/store", f"data.path={folder}/stale"
+    cases: dict[str, tuple[list[str], Any]] = {
+        # The same tokens at another place are the same tokens.
+        "right": ([f"data.path={folder}/copy" if rank == 3 else store], None),
+        "stale": ([stale if rank == 3 else store], None),
+        "borders": ([f"data.path={folder}/borders" if rank == 3 else store], None),
+        "split": ([f"data.path={folder}/split" if rank == 3 else store], None),
+        "setting": ([store, *(["optim.lr=0.5", "sp.size=4"] if rank == 1 else [])], None),
+        "code": ([store], mock.patch.object(agreement, "_code_version", return_value="old" if rank >= 2 else "new")),
+        "variable": ([store], mock.patch.dict("os.environ", {"NCCL_ALGO": "Tree"} if rank == 0 else {})),
+        "order": ([store], mock.patch.object(build, "SequenceLoader", _reordered) if rank == 1 else None),
+    }
+    messages = {}
+    for name, (overrides, patch) in cases.items():
+        try:
+            with patch or contextlib.nullcontext():
+                train(rank, world_size, f"{folder}/runs/{name}", *SPLIT, *overrides)
+            messages[name] = "trained"
+        except ZecoError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(TOKENS, [4000, 5000])
+        writer.finish("sources")
+    for copy in ("copy", "stale", "borders"):
+        shutil.copytree(tmp_path / "store", tmp_path / copy)
+    # Of the same size, under a meta.json that is up to date.
+    (tmp_path / "stale" / shard_name(0)).write_bytes(np.roll(TOKENS, 1).astype(np.uint16).tobytes())
+    np.save(tmp_path / "borders" / OFFSETS_FILE, np.array([0, 4100, 9000]))
+    # The same tokens, prepared as other documents.
+    with StoreWriter(tmp_path / "split", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
+        writer.append(TOKENS, [4100, 4900])
+        writer.finish("sources")
+
+    by_rank = run_distributed(_train_on, 4, str(tmp_path))
+    assert all(messages == by_rank[0] for messages in by_rank[:3])
+    found = by_rank[0]
+    assert found["right"] == by_rank[3]["right"] == "trained"
+    assert found["stale"].startswith(f"DataError: {tmp_path / 'store'}: ")
+    assert "ranks 2 and 3, which share sequences, have different tokens where their shards of [" in found["stale"]
+    assert found["stale"].endswith("; copy the token store to all nodes again")
+    offsets = tmp_path / "borders" / OFFSETS_FILE
+    assert found["borders"].startswith(f"DataError: {offsets}: its contents differ from what was prepared")
+    assert found["split"].startswith("ConfigError: documents of training store 0=")
+    assert ": rank 3 differs, the others have " in found["split"]
+    start = "DataError: data: ranks 0 and 1, which share sequences, have different ones in their first batch, ["
+    assert found["order"].startswith(start)
+    remedy = "; start all ranks with the same command line, code and environment"
+    assert (
+        found["setting"] == f"ConfigError: optim.lr=0.5: rank 1 differs, the others have 0.001 (so do sp.size){remedy}"
+    )
+    assert found["code"] == f"ConfigError: code=old: ranks 2, 3 differ, the others have new{remedy}"
+    assert found["variable"] == f"ConfigError: variable NCCL_ALGO=Tree: rank 0 differs, the others have not set{remedy}"
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "message"),
+    [
+        (["1", "2"], "key=2: rank 1 differs, rank 0 has 1; do"),
+        (["1", "2", "2"], "key=1: rank 0 differs, the others have 2; do"),
+        (["2", "1", "1", "2"], "key=1: ranks 1, 2 differ, the others have 2; do"),
+        (["3", *"112111", *"222", "1"], "key=3: ranks 0, 3, 7–9 differ, the others have 1; do"),
+    ],
+)
+def test_the_minority_is_named(by_rank: list[str], message: str) -> None:
+    assert str(_difference(["key"], by_rank, "do")) == message
+
+
+def test_lists_are_compared_item_by_item() -> None:
+    nested = {"data": {"stores": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 2.0}]}, "seed": 0}
+    assert list(flat(nested)) == [
+        ("data.stores.0.path", "a"),
+        ("data.stores.0.weight", 1.0),
+        ("data.stores.1.path", "b"),
+        ("data.stores.1.weight", 2.0),
+        ("seed", 0),
+    ]

@@ -1,0 +1,228 @@
+"""Runs on mixtures: figures by store, another split in mid-epoch, mistakes, and a shard that goes missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.store import META_FILE, shard_name
+from data.store_writer import StoreWriter
+from tests.support.commands import check_line, snapshot, torchrun, train_here
+from tests.support.distributed import run_distributed
+from tests.support.training import train
+from zeco_train.errors import CheckpointError, ConfigError, DataError
+
+pytestmark = pytest.mark.numeric
+
+CONFIG, DATA, CHECKPOINT = ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code
+
+
+def write(folder: Path, seed: int, num_documents: int = 60, tokenizer: str = "bytes") -> Path:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 200, num_documents)
+    with StoreWriter(folder, vocab_size=259, eos_id=1, tokenizer={"kind": tokenizer}) as writer:
+        writer.append(rng.integers(2, 259, lengths.sum()), lengths)
+        writer.finish("sources")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stores of some 6000 tokens, web with a validation part, and books without one."""
+    folder = tmp_path_factory.mktemp("mixture")
+    write(folder / "web", seed=0)
+    write(folder / "web" / "validation", seed=1, num_documents=10)
+    write(folder / "books", seed=2)
+    return folder
+
+
+def mixture(folder: Path, web: str = "weight: 3", books: str = "min_document_tokens: 100", **more: str) -> list[str]:
+    stores = [f"{{path: {folder / 'web'}, {web}}}", f"{{path: {folder / 'books'}, {books}}}"]
+    stores += [f"{{path: {path}}}" for path in more.values()]
+    return ["data=mixture", f"data.stores=[{', '.join(stores)}]"]
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """A run of two steps that has ended, with a validation part for books, too, of other weight."""
+    books = f"validation_path: {folder / 'web' / 'validation'}, name: long"
+    run = folder / "finished"
+    outcome = train_here(*mixture(folder, books=books), f"run_dir={run}", "train.steps=2", "train.eval_sequences=2")
+    assert outcome.code == 0, outcome.err
+    return run
+
+
+def test_validation_by_store(folder: Path, finished: Path) -> None:
+    *_, last = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    web, books = last["val_loss/web"], last["val_loss/long"]
+    assert web == books  # the same held-out text
+    assert last["val_loss"] == pytest.approx(0.75 * web + 0.25 * books, rel=1e-12)
+    # Without one for the second store, the mean is of the first alone; and the user is told.
+    run = folder / "unvalidated"
+    options = ["train.steps=1", "train.eval_sequences=2", "data.verify=true", "data.seq_len=32"]
+    outcome = train_here(*mixture(folder), f"run_dir={run}", *options)
+    assert outcome.code == 0, outcome.err
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["val_loss/web"] == row["val_loss"]
+    assert "val_loss/books" not in row
+    log = (run / "logs" / "rank_0.log").read_text()
+    assert "no validation loss of books: too little is held out for a sequence of data.seq_len=32" in log
+    assert f"data: web, 0.75 of the sequences, {folder / 'web'}: 60 of 60 documents" in log
+    assert "data: books, 0.25 of the sequences" in log
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"web": "weight: 2"}, "data.weights=[2, 1]: the run in RUN has [3, 1]"),
+        ({"web": "weight: 3, min_document_tokens: 50"}, "data.min_document_tokens=[50, 0]: the run in RUN has [0, 0]"),
+        ({"shuffle": "sequences"}, "data.shuffle=sequences: the run in RUN has documents"),
+        ({"third": "THIRD"}, "data: these are not the tokens that the run in RUN began with"),
+    ],
+)
+def test_a_changed_mixture_is_refused(
+    change: dict[str, str], part: str, folder: Path, finished: Path, tmp_path: Path
+) -> None:
+    if "third" in change:
+        change = {"third": str(write(tmp_path / "third", seed=9))}
+    shuffle = [f"data.shuffle={change['shuffle']}"] if "shuffle" in change else []
+    books = {"books": "name: long"}
+    data = mixture(folder, **(books | {key: value for key, value in change.items() if key != "shuffle"}))
+    outcome = train_here(*data, *shuffle, f"run_dir={finished}", "train.steps=4")
+    if "third" in change:  # of the weights and filters, which are more, too, the first by name is told
+        check_line(outcome, CHECKPOINT, "data.min_document_tokens=[0, 0, 0]: the run in")
+    else:
+        check_line(outcome, CHECKPOINT, part.replace("RUN", str(finished)))
+
+
+def test_the_same_weights_in_other_numbers_go_on(folder: Path, finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    data = mixture(folder, web="weight: 0.75", books="name: long, weight: 0.25")
+    outcome = train_here(*data, f"run_dir={run}", "train.steps=3")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_run_from_before_there_were_mixtures_goes_on(folder: Path, tmp_path: Path) -> None:
+    data = ["data=tokens", f"data.path={folder / 'web'}", f"run_dir={tmp_path / 'run'}"]
+    assert train_here(*data, "train.steps=1").code == 0
+    path = tmp_path / "run" / "identity.json"
+    new = ("data.shuffle", "data.weights", "data.min_document_tokens")
+    old = {key: value for key, value in json.loads(path.read_text()).items() if key not in new}
+    path.write_text(json.dumps(old))
+    assert train_here(*data, "train.steps=2").code == 0
+    for override, part in [
+        ("data.shuffle=documents", "data.shuffle=documents: the run in"),
+        ("data.min_document_tokens=9", "data.min_document_tokens=9: the run in"),
+    ]:
+        check_line(train_here(*data, "train.steps=3", override), CHECKPOINT, part)
+
+
+def _flip(store: Path) -> None:
+    """One bit, which makes another id of the vocabulary."""
+    contents = bytearray((store / shard_name(0)).read_bytes())
+    contents[1000] ^= 1
+    (store / shard_name(0)).write_bytes(contents)
+
+
+@pytest.mark.parametrize(
+    ("stores", "overrides", "code", "part"),
+    [
+        (
+            {"third": "OTHER"},
+            [],
+            DATA,
+            "OTHER: its tokenizer is {'kind': 'huggingface'}, that of FOLDER/web is {'kind'",
+        ),
+        ({"third": "FOLDER/nothing"}, [], DATA, "FOLDER/nothing: no such token store"),
+        (
+            {"web": "min_document_tokens: 200"},
+            [],
+            CONFIG,
+            "data.min_document_tokens=200: leaves none of the 60 documents of FOLDER/web; the longest has ",
+        ),
+        (
+            {"books": "min_document_tokens: 190"},
+            ["data.seq_len=4096"],
+            CONFIG,
+            "data.seq_len=4096: longer than the corpus FOLDER/books (its documents of 190 tokens or more) of ",
+        ),
+        ({}, ["model.vocab_size=100"], CONFIG, "model.vocab_size=100: the token store FOLDER/web has 259 ids"),
+        ({"third": "FLIPPED"}, ["data.verify=true"], DATA, "FLIPPED/tokens-00000.bin: its contents differ from what"),
+        ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # nothing of this size is kept there
+    ],
+)
+def test_mistakes(
+    stores: dict[str, str], overrides: list[str], code: int, part: str, folder: Path, tmp_path: Path
+) -> None:
+    other, flipped = write(tmp_path / "other", 3, tokenizer="huggingface"), write(tmp_path / "flipped", 3)
+    _flip(flipped)
+    before = snapshot(tmp_path)
+
+    def fill(text: str) -> str:
+        return text.replace("OTHER", str(other)).replace("FLIPPED", str(flipped)).replace("FOLDER", str(folder))
+
+    data = mixture(folder, **{key: fill(value) for key, value in stores.items()})
+    steps = [f"run_dir={tmp_path / 'run'}", "train.steps=1"]
+    outcome = train_here(*data, *map(fill, overrides), *steps)
+    if code == 0:
+        assert outcome.code == 0, outcome.err
+        return
+    check_line(outcome, code, fill(part))
+    assert snapshot(tmp_path) == before
+
+
+def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> list[dict[str, Any]]:
+    """Runs in the same folder, one after another."""
+    base = ["train.dtype=fp64", "sched=constant", "data.seq_len=240", "train.eval_sequences=0", "checkpoint.every=3"]
+    results = []
+    for overrides in runs:
+        name, *rest = overrides
+        results.append(train(rank, world_size, f"{folder}/{name}", *base, *mixture(Path(folder)), *rest))
+    return results
+
+
+def test_another_split_in_the_middle_of_an_epoch(folder: Path, tmp_path: Path) -> None:
+    """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and going on with sp = 2.
+
+    Documents restart the state in one case, and run into each other in the other.
+    """
+    for name in ("web", "books"):
+        shutil.copytree(folder / name, tmp_path / name)
+    split = ["sp.size=2", "train.segments=2"]
+    alone, shared = [], []
+    for reset in (False, True):
+        documents = f"data.reset_state_at_document={reset}"
+        alone += [[f"unbroken{reset}", documents, "train.steps=12"], [f"run{reset}", documents, "train.steps=6"]]
+        shared.append([f"run{reset}", documents, "train.steps=12", *split])
+    whole = run_distributed(_train, 1, str(tmp_path), alone)[0][::2]
+    first, second = run_distributed(_train, 2, str(tmp_path), shared)
+    for unbroken, of_first, of_second in zip(whole, first, second, strict=True):
+        assert len(of_first["sequence_ids"]) == 6
+        assert of_first["sequence_ids"] == of_second["sequence_ids"] == unbroken["sequence_ids"][6:]
+        losses = [[row["loss"] for row in result["rows"]] for result in (of_first, unbroken)]
+        assert len(losses[0]) == 12
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
+    assert whole[0]["rows"][0]["loss"] != whole[1]["rows"][0]["loss"]
+
+
+@pytest.mark.processes
+def test_a_shard_that_goes_missing_in_mid_run(folder: Path, tmp_path: Path) -> None:
+    """Two ranks, of which each finds out by itself; one line, the shard and the bytes in it, and nobody waits."""
+    for name in ("web", "books"):
+        shutil.copytree(folder / name, tmp_path / name)
+    options = [*mixture(tmp_path), "run_dir=run", "train.steps=100000", "sp.size=2"]
+    with torchrun(2, tmp_path, *options) as command:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, "4 steps")
+        (tmp_path / "books" / shard_name(0)).unlink()
+        outcome = command.wait()
+    assert outcome.code != 0
+    [line] = outcome.errors
+    assert line.startswith(f"{tmp_path / 'books' / shard_name(0)}, bytes ")
+    assert ": was removed or replaced since it was opened; " in line
+    assert (tmp_path / "books" / META_FILE).exists()

@@ -1,0 +1,207 @@
+"""Learning rates, decay groups, the global norm, clipping, and steps that are left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from models.gla import GLAConfig, GLAForCausalLM
+from models.hooks import has_weight_decay
+from tests.support.distributed import run_distributed
+from tests.support.steps import Case, make_mesh, make_step
+from tests.support.training import full
+from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.errors import ConfigError
+from zeco_train.sp.dp import LocalScan
+from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind, build_optimizer, learning_rate
+from zeco_train.training.step import TrainingStep
+
+pytestmark = pytest.mark.numeric
+
+
+def _rates(kind: str, steps: int = 100, **fields: float) -> list[float]:
+    schedule = ScheduleConfig(ScheduleKind(kind), **{"warmup_steps": 10, "min_ratio": 0.1, **fields})  # type: ignore[arg-type]
+    return [learning_rate(step, steps, 2.0, schedule) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "constant"])
+def test_warm_up_is_linear(kind: str) -> None:
+    assert _rates(kind)[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+
+
+def test_wsd_is_stable_then_falls_linearly() -> None:
+    rates = _rates("wsd", decay_fraction=0.2)
+    assert rates[10:80] == [2.0] * 70
+    assert rates[80] == 2.0
+    differences = [a - b for a, b in pairwise(rates[80:])]
+    assert differences == pytest.approx([2.0 * 0.9 / 20] * 19)
+    assert rates[-1] == pytest.approx(2.0 * (0.1 + 0.9 / 20))
+
+
+def test_cosine_ends_at_the_minimum() -> None:
+    rates = _rates("cosine")
+    assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 45 / 90))))
+    assert rates[-1] == pytest.approx(0.2)
+    assert all(a > b for a, b in pairwise(rates[10:]))
+
+
+def test_constant_stays() -> None:
+    assert _rates("constant")[10:] == [2.0] * 90
+
+
+def test_a_run_shorter_than_its_warm_up() -> None:
+    assert _rates("cosine", steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert _rates("wsd", steps=1, warmup_steps=0) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (OptimConfig(lr=0.0), "optim.lr"),
+        (OptimConfig(eps=0.0), "optim.eps"),
+        (OptimConfig(betas=(0.9, 1.0)), "optim.betas"),
+        (OptimConfig(weight_decay=-1.0), "optim.weight_decay"),
+        (OptimConfig(grad_clip=-1.0), "optim.grad_clip"),
+        (ScheduleConfig(warmup_steps=-1), "sched.warmup_steps"),
+        (ScheduleConfig(decay_fraction=0.0), "sched.decay_fraction"),
+        (ScheduleConfig(min_ratio=2.0), "sched.min_ratio"),
+    ],
+)
+def test_values_out_of_range(config: OptimConfig | ScheduleConfig, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}="):
+        config.validate()
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = GLAForCausalLM(GLAConfig(num_layers=1))
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3), has_weight_decay)
+    decay, rest = optimizer.param_groups
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert {p.ndim for p in decay["params"]} == {2}
+    assert {p.ndim for p in rest["params"]} == {1}
+    assert len(decay["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessMesh]:
+    yield make_mesh(0, 1, 1)
+    dist.destroy_process_group()
+
+
+def set_gradients(model: nn.Module, number: int) -> dict[str, Tensor]:
+    """Random gradients, smaller with every step; whole ones are returned."""
+    generator = torch.Generator().manual_seed(number)
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        grads[name] = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 10.0**-number
+        parameter.grad = distribute_tensor(grads[name], parameter.device_mesh, parameter.placements)
+    return grads
+
+
+def one() -> Tensor:
+    """A loss."""
+    return torch.ones((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
+def test_updates_are_those_of_a_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
+    """AdamW and clipping one after the other: with a factor in fp32, as the fused optimizer takes it, and in fp64."""
+    model, step = make_step(Case(), LocalScan(), mesh, grad_clip=grad_clip)
+    plain, exact = ({name: full(p).clone().requires_grad_() for name, p in model.named_parameters()} for _ in range(2))
+    decays = [group["weight_decay"] for group in step.optimizer.param_groups]
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "fused": False, "foreach": False}
+    optimizers = []
+    for copies in (plain, exact):
+        groups = [[p for p in copies.values() if (p.ndim >= 2) is matrices] for matrices in (True, False)]
+        groups = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)]
+        optimizers.append(torch.optim.AdamW(groups, **options))
+    for number in range(4):
+        grads = set_gradients(model, number)
+        for copies in (plain, exact):
+            for name, parameter in copies.items():
+                parameter.grad = grads[name].clone()
+        loss, norm = step.update(one()).read()
+        expected = torch.nn.utils.get_total_norm(grads.values())
+        assert (loss, norm) == (1.0, pytest.approx(expected.item(), rel=1e-14))
+        if grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(exact.values(), grad_clip, expected)
+            factor = ((expected + 1e-6) / grad_clip).clamp(min=1.0).float().double()
+            for parameter in plain.values():
+                parameter.grad /= factor
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        scale = plain[name].norm().item()
+        # Measured 2e-17; and with the exact factor, which differs by 6e-8 at most, 6e-9.
+        assert (full(parameter) - plain[name]).norm() <= 1e-15 * scale, name
+        assert (full(parameter) - exact[name]).norm() <= 6e-8 * scale, name
+
+
+def _everything(step: TrainingStep) -> dict[str, Tensor]:
+    """Weights, moments and counters."""
+    state = {f"weight of {name}": full(p).clone() for name, p in step.model.named_parameters()}
+    for name, parameter in step.model.named_parameters():
+        for key, value in step.optimizer.state[parameter].items():
+            state[f"{key} of {name}"] = full(value).clone()
+    return state
+
+
+def _poison(step: TrainingStep, what: str, value: float, rank: int) -> Tensor:
+    """Make the loss, or one number of a gradient, non-finite on rank 1 alone; returns the loss."""
+    if rank != 1:
+        return one()
+    if what == "loss":
+        return torch.full((), value, dtype=torch.float64)
+    gradient = step.model.model.layers[1].mlp.down_proj.weight.grad
+    assert isinstance(gradient, DTensor)
+    gradient.to_local()[-1, -1] = value
+    return one()
+
+
+def _leave_out(rank: int, world_size: int) -> None:
+    """A non-finite number on one rank stops the update on all of them, in a first step and later."""
+    mesh = make_mesh(rank, world_size, world_size)
+    cases = [
+        (Strategy.zero2, "loss"),
+        (Strategy.hsdp, "gradient"),
+        (Strategy.zero3, "gradient"),
+        (Strategy.ddp, "loss"),
+    ]
+    for strategy, what in cases:
+        for value in (float("nan"), float("inf")):
+            where = f"{what} {value}, {strategy}"
+            _, step = make_step(Case(strategy), LocalScan(), mesh)
+            _, twin = make_step(Case(strategy), LocalScan(), mesh)
+            for number in range(3):
+                before = _everything(step)
+                set_gradients(step.model, number)
+                numbers = step.update(_poison(step, what, value, rank)).read()
+                assert not all(map(math.isfinite, numbers)), where
+                after = _everything(step)
+                # A first step makes the optimizer's state.
+                before = {name: torch.zeros_like(tensor) for name, tensor in after.items()} | before
+                for name, tensor in before.items():
+                    assert torch.equal(after[name], tensor), f"{name}: step {number}, {where}"
+                for one_step in (step, twin):
+                    set_gradients(one_step.model, number)
+                    assert all(map(math.isfinite, one_step.update(one()).read())), where
+            expected = _everything(twin)
+            assert expected.keys() == after.keys()
+            for name, tensor in _everything(step).items():
+                assert torch.equal(tensor, expected[name]), f"{name}: {where}"
+            counts = {value.item() for name, value in expected.items() if name.startswith("step of")}
+            assert counts == {3.0}, counts
+
+
+def test_a_step_that_is_not_finite_is_left_out_on_all_ranks() -> None:
+    run_distributed(_leave_out, 2)

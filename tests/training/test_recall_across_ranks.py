@@ -1,0 +1,42 @@
+"""That states cross ranks in training: what is told on one rank is learnt to be recalled on another, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+from tests.support.waiting import ENOUGH
+
+# The first stage of launch/recall.sh, in smaller batches.
+STAGE = ["data.seq_len=16", "data.global_batch=32", "data.micro_batch=32", "train.steps=350"]
+TASK = ["data.synthetic.facts=2", "data.synthetic.keys=2", "data.synthetic.queries=1"]
+QUIET = ["train.eval_every=0", "train.eval_sequences=0", "checkpoint.every=0"]
+
+
+def run_on_two_ranks(*command: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*launcher, *command], cwd=REPOSITORY, env=environment, check=True, capture_output=True, timeout=4 * ENOUGH
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_keys_and_questions_on_different_ranks(tmp_path: Path) -> None:
+    run = f"run_dir={tmp_path}/run"
+    run_on_two_ranks("train.py", "+experiment=gla_recall", run, *TASK, *STAGE, *QUIET)
+    asked = ["recall.depths=0", "recall.examples=400", "recall.queries=1", "recall.zeroed=true"]
+    command = ["-m", "zeco_train.evaluate", f"{tmp_path}/run", "--tasks", "recall", "--out", f"{tmp_path}/out"]
+    run_on_two_ranks(*command, *asked)
+    recall = json.loads((tmp_path / "out" / "results.json").read_bytes())["tasks"]["recall"]
+    [[whole]], [[zeroed]] = recall["whole"]["accuracy"], recall["zeroed"]["accuracy"]
+    assert whole > 0.9
+    # Within four standard errors of chance.
+    assert abs(zeroed - recall["chance"]) < 4 * (recall["chance"] / 400) ** 0.5

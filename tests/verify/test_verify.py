@@ -1,0 +1,297 @@
+"""`zeco_train.verify`: sound code passes, every kind of broken scan is found and named, mistakes are one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.commands import Command, Outcome, check_line
+from tests.support.distributed import run_distributed
+from zeco_train.config.overrides import load_settings
+from zeco_train.distributed.mesh import Launch
+from zeco_train.sp.dp import LocalScan
+from zeco_train.system.jsonable import jsonable
+from zeco_train.verify import cases, command, huge, reference
+from zeco_train.verify.config import VerifyConfig
+from zeco_train.verify.reference import Place, exact, recurrence
+from zeco_train.verify.report import Deviation, Row, deviations, line, relative_error, summary
+from zeco_train.verify.sequences import Sequence
+
+pytestmark = pytest.mark.numeric
+
+SMALL = ["heads=2", "key_dim=8", "value_dim=5", "device=cpu"]
+CPU = torch.device("cpu")
+
+
+def small(**changes: Any) -> Sequence:
+    fields = {"tokens": 100, "num_ranks": 1, "batch": 1, "heads": 2, "key_dim": 6, "value_dim": 5}
+    fields |= {"dtype": torch.float64, "documents": False, "carry": True}
+    return Sequence("a test", **(fields | changes))  # type: ignore[arg-type]
+
+
+def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
+    """The command, on one of the ranks of `run_distributed`."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    # The ranks have joined by a file; a launcher says where they meet all the same.
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = command.main([*SMALL, *arguments])
+    return code, out.getvalue()
+
+
+@pytest.mark.parametrize(("world_size", "dtypes"), [(2, "bf16"), (4, "fp64")])
+def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> None:
+    results = run_distributed(verify, world_size, "tokens=[30]", f"dtypes=[{dtypes}]")
+    table = results[0][1].splitlines()
+    assert [code for code, _ in results] == [0] * world_size, results[0][1]
+    assert all(not out for _, out in results[1:])
+    assert table[-1].startswith("ok: ")
+    for backend in ("lasp1", "lasp2", "zeco:chain:p2p", "zeco:two_shot:p2p", "zeco"):
+        rows = [row for row in table if f" {backend} " in row]
+        assert {row.split()[1] for row in rows} == {str(n) for n in (1, 2, 4) if world_size % n == 0}, backend
+        assert all(row.endswith(" ok") for row in rows)
+    assert sum(" dp " in row for row in table) == 2  # groups of one rank, with and without documents
+    skipped = [row for row in table if "skipped:" in row]
+    assert len(skipped) == 2 * (world_size // 2)
+    assert all("symmetric" in row and "needs GPUs of one NVLink domain" in row for row in skipped)
+
+
+class BrokenScan:
+    """A scan with a fault: changes what goes in, or what comes out."""
+
+    def __init__(self, scan: Any, rank: int, fault: str) -> None:
+        self._scan, self._rank, self._fault = scan, rank, fault
+
+    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> Any:
+        if self._fault == "decays dropped":
+            log_decay = torch.zeros_like(log_decay)
+        pending = self._scan.launch(state, log_decay, reverse=reverse, **options)
+        wait: Callable[[], Tensor] = pending.wait
+        if self._fault == "no reverse scan" and reverse:
+            pending.wait = lambda: torch.zeros_like(wait())
+        if self._fault == "off on rank 1" and self._rank == 1 and not reverse:
+            pending.wait = lambda: wait() * 1.02
+        if self._fault == "low precision":
+            pending.wait = lambda: wait().bfloat16().to(state.dtype)
+        return pending
+
+    def drain(self) -> None:
+        self._scan.drain()
+
+
+def failures_of_broken_scans(rank: int, world_size: int) -> dict[str, list[str]]:
+    failures = {}
+    build = cases.build_scan
+    arguments = ["tokens=[40]", "documents=false", "sp_sizes=[2]", "backends=[lasp2]"]
+    for fault, dtype in (
+        ("none", "fp32"),
+        ("decays dropped", "fp32"),
+        ("no reverse scan", "fp32"),
+        ("off on rank 1", "bf16"),
+        ("low precision", "fp32"),
+    ):
+        config = load_settings(VerifyConfig, [*SMALL, *arguments, f"dtypes=[{dtype}]"]).resolve(CPU, world_size)
+
+        def broken(*args: Any, fault: str = fault) -> Any:
+            return BrokenScan(build(*args), rank, fault)
+
+        with mock.patch.object(cases, "build_scan", broken):
+            verification = cases.Verification(config, Launch(rank, world_size, rank), CPU, lambda activity: None)
+            rows = list(verification.rows())
+            verification.drain()
+        failures[fault] = [failure for row in rows for failure in row.failures]
+        assert rows[-1].backend == "lasp2"
+        assert not any(row.failures for row in rows[:-1]), "only the backend is broken"
+    return failures
+
+
+def test_broken_scans_fail_and_the_tensor_and_the_rank_are_named() -> None:
+    first, second = run_distributed(failures_of_broken_scans, 2)
+    assert first == second, "all ranks judge alike"
+    assert not first["none"]
+    assert any(text.startswith("carry_out on rank") for text in first["decays dropped"])
+    reverse = first["no reverse scan"]
+    assert any(text.startswith("D_in on rank 0 is off by 1.0e+00") for text in reverse)
+    assert any(text.startswith("dv on rank 0") for text in reverse)
+    assert not any(text.startswith(("o ", "R ", "dq ")) for text in reverse)
+    assert any(text.startswith("R on rank 1 is off by 2.0e-02 > 1e-02") for text in first["off on rank 1"])
+    assert not any("rank 0" in text for text in first["off on rank 1"] if text.startswith(("R", "o", "dq")))
+    # within 1e-3 of float64 in no tensor, and far from one device
+    assert any("as much as another chunking there" in text for text in first["low precision"])
+
+
+def test_a_wrong_result_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "tokens=[40]", "dtypes=[fp64]", "backends=[dp]", "documents=false"]
+    build = cases.build_scan
+    with mock.patch.object(cases, "build_scan", lambda *args: BrokenScan(build(*args), 0, "no reverse scan")):
+        assert command.main(arguments) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "FAILED: " in out[-3]
+    assert "on rank 0 is off by" in out[-3]
+    assert out[-1].startswith("FAILED: 3 of 4 comparisons ok")
+    assert command.main(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "parts"),
+    [
+        ("tokens=[4]", ("tokens=[4]", "≥ 8")),
+        ("token=[64]", ("token=[64]", "tokens")),
+        ("backends=[lasp3]", ("backends=lasp3", "lasp1")),
+        ("dtypes=[fp64,fp64]", ("dtypes", "twice")),
+        ("sp_sizes=[2]", ("sp_sizes=2", "must divide the number of ranks: 1")),
+        ("huge=true", ("huge=true", "needs a CUDA device")),
+        ("documents=perhaps", ("documents=perhaps", "true or false")),
+        ("heads=0", ("heads=0", "≥ 1")),
+        ("out=/no/such/folder/results.json", ("out=/no/such/folder/results.json", "does not exist")),
+        ("timeout=0", ("timeout=0", "> 0")),
+        ("nonsense", ("nonsense", "KEY=VALUE")),
+    ],
+)
+def test_mistakes_are_one_line(argument: str, parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code = command.main([*SMALL, argument])
+    captured = capsys.readouterr()
+    check_line(Outcome(code, captured.out, captured.err), 2, *parts)
+
+
+def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Command:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return Command([*launcher, *script, *arguments], folder)
+
+
+@pytest.mark.processes
+def test_under_torchrun_with_results_in_a_file(tmp_path: Path) -> None:
+    arguments = ["tokens=[20]", "sp_sizes=[2]", "dtypes=[fp32]", "documents=true", "out=results.json"]
+    with torchrun(2, tmp_path, ["-m", "zeco_train.verify"], *SMALL, *arguments) as run:
+        outcome = run.wait()
+    assert outcome.code == 0, outcome
+    assert outcome.err == ""
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["machine"]["ranks"] == "2"
+    rows = {row["backend"]: row for row in results["rows"]}
+    assert rows["zeco"]["ok"]
+    assert set(rows["zeco"]["ranks"][1]) == {"o", "dq", "dk", "dv", "dg", "R", "D_in"}
+    assert rows["zeco:chain:symmetric"]["skipped"]
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from tests.support.gate import meet\n"
+        "from zeco_train.verify import cases, command\n"
+        "run = cases.run_backend\n"
+        "def stop(*args):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        time.sleep(600)\n"
+        "    return run(*args)\n"
+        "cases.run_backend = stop\n"
+        "meet()\n"
+        "sys.exit(command.main(sys.argv[1:]))\n"
+    )
+    with torchrun(2, tmp_path, [str(script)], *SMALL, "tokens=[20]", "timeout=10", "sp_sizes=[2]") as run:
+        outcome = run.wait()
+    assert outcome.code != 0
+    assert len(outcome.errors) == 1, outcome
+    assert "every rank is alive: one is stuck, or slower than timeout" in outcome.errors[0]
+
+
+@pytest.mark.processes
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_the_gpus_there_are(tmp_path: Path) -> None:
+    ranks = 1 << min(torch.cuda.device_count(), 4).bit_length() - 1
+    with torchrun(ranks, tmp_path, ["-m", "zeco_train.verify"], "tokens=[1000]", "out=results.json") as run:
+        outcome = run.wait()
+    print(outcome.out)
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["dtype"] for row in rows} == {"fp32", "bf16"}
+    assert not [row for row in rows if not row["ok"]]
+    skipped = [row["skipped"] for row in rows if row["skipped"]]
+    devices = range(ranks)
+    if all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
+        assert not skipped, "the GPUs reach each other's memory"
+    assert all("NVLink" in reason for reason in skipped)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("carry", [False, True])
+def test_float64_in_pieces_is_the_recurrence(documents: bool, carry: bool) -> None:
+    sequence = small(tokens=300, documents=documents, carry=carry)
+    with mock.patch.object(reference, "_PIECE_STATES", 1):  # a piece is a chunk
+        pieces = exact(sequence, sequence.part(0), Place(0, 1))
+    expected = recurrence(sequence, Place(0, 1))
+    for name, deviation in deviations(pieces, expected).items():
+        assert deviation.error <= 1e-13, name
+    assert ("carry_out" in pieces) == carry
+
+
+def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
+    sequence = small(tokens=64, num_ranks=4, documents=True)
+    shards = [sequence.shard(LocalScan(), 64 * rank, 64 * rank + 64) for rank in range(4)]
+    assert [shard.continues for shard in shards] == [True, True, True, False]
+    borders = [shard.cu_seqlens.tolist() for shard in shards if shard.cu_seqlens is not None]
+    assert borders == [[0, 3, 21, 32, 64], [0, 64], [0, 16, 64], [0, 32, 64]]
+    assert not small(documents=True, carry=False).shard(LocalScan(), 0, 64).continues
+
+
+def test_huge_compares_the_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge, "_TOKENS", 128)
+    config = load_settings(VerifyConfig, ["value_dim=4"])
+    sequence = huge.huge_sequence(config, torch.float32, "a test", elements=128 * 4 * 4)
+    assert (sequence.heads, sequence.key_dim) == (5, 64)
+    sound = huge.huge_deviations(sequence, CPU)
+    assert max(deviation.error for deviation in sound.values()) < 1e-5
+    run = huge.run_backend
+
+    def overflowing(*args: Any) -> dict[str, Tensor]:
+        results = run(*args)
+        results["dv"][:, -1, -1] = 0
+        return results
+
+    monkeypatch.setattr(huge, "run_backend", overflowing)
+    assert huge.huge_deviations(sequence, CPU)["dv"].error > 1e-2
+
+
+def test_nan_never_passes() -> None:
+    x = torch.ones(1, 3, 2, 4)
+    for wrong in (math.nan, math.inf):
+        broken = x.clone()
+        broken[0, 1, 1, 2] = wrong
+        found = deviations({"o": broken}, {"o": x}, ({"o": x}, {"o": x}))
+        row = Row("fp32", 3, 1, "one document", "dp", ({"dq": Deviation(0.0)}, found), 1e-3)
+        assert row.failures[0].startswith("o on rank 1 is off by")
+        assert "FAILED" in line(row)
+        assert summary([row]).startswith("FAILED: 0 of 1")
+        json.dumps(jsonable(row.as_dict()), allow_nan=False)
+
+
+def test_a_gradient_that_is_zero_has_to_be_met_exactly() -> None:
+    zero = torch.zeros(1, 2, 3, 4)
+    assert relative_error("dq", zero, zero) == 0
+    assert relative_error("dq", zero + 1e-30, zero) == math.inf
+
+
+def test_the_worst_head_counts() -> None:
+    expected = torch.tensor([100.0, 1.0]).expand(1, 3, 5, 2).transpose(2, 3)
+    actual = expected.clone()
+    actual[:, :, 1] *= 1.1
+    assert relative_error("o", actual, expected) == pytest.approx(0.1)
+    assert relative_error("dg", actual, expected) < 2e-3
