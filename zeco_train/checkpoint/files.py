@@ -22,6 +22,7 @@ from zeco_train.system.small_files import read_json
 from zeco_train.tracking.metrics import METRICS_FILE
 
 METADATA_FILE = ".metadata"
+CHECKPOINT_FOLDER = "checkpoints"
 PROGRESS_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
@@ -80,7 +81,7 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
         CheckpointError: the folder, or a checkpoint in it, is there and cannot be looked into: refused by the system,
             or a link to a disk that is not mounted. A run that went on without it would start over.
     """
-    folder = run_dir / "checkpoints"
+    folder = run_dir / CHECKPOINT_FOLDER
     try:
         with os.scandir(folder) as entries:
             found = [Path(entry) for entry in entries if _COMPLETE.fullmatch(entry.name)]
