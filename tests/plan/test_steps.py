@@ -169,10 +169,8 @@ def test_a_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None
 def test_parameters_of_one_rank() -> None:
     for model in ("gla_tiny", "gla_340m", "gla_1b"):
         case = make_case(f"model={model}", "world_size=1")
-        assert parameter_bytes(case, 1) == spec_of(case.config.model).num_parameters
-        assert optimizer_bytes(case) == 8 * spec_of(case.config.model).num_parameters + 4 * sum(
-            map(len, case.spec.units)
-        )
+        assert parameter_bytes(case, 1) == case.spec.num_parameters
+        assert optimizer_bytes(case) == 8 * case.spec.num_parameters + 4 * sum(map(len, case.spec.units))
 
 
 # --- scans on the wire ---
