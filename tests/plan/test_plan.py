@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from models.gla_config import num_parameters
-from models.hooks import flops_per_token
 from tests.support.planning import GLA_1B, command, make, make_case, planned
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.cost_model import MEASURED, Link
@@ -38,7 +36,7 @@ NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
 
 def test_memory_by_kind() -> None:
     memory = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").memory
-    numbers = num_parameters(make_case("model=gla_1b").config.model)
+    numbers = make_case("model=gla_1b").spec.num_parameters
     assert set(memory.kinds) == set(KINDS)
     # A shard of the master weights, and all of them in bf16.
     assert memory.kinds["weights"] == pytest.approx(numbers * (4 / 4 + 2), rel=1e-3)
@@ -71,7 +69,7 @@ def test_memory_by_setting() -> None:
 
 def test_step_time_by_kind() -> None:
     arguments = [*GLA_1B, "world_size=4", "data.seq_len=65536"]
-    own = flops_per_token(make_case(*GLA_1B).config.model)
+    own = make_case(*GLA_1B).spec.flops_per_token(1)
     time = planned(*arguments, "matmul_tflops=500").time
     assert time.seconds["products"] == pytest.approx(16384 * (own.linear + own.head) / 500e12)
     assert time.tokens == 65536
@@ -219,7 +217,7 @@ def test_command() -> None:
     assert set(data) == {
         *("case", "parameters", "flops_per_token", "memory", "time", "wire", "advice", "assumptions", "notes")
     }
-    assert data["parameters"] == num_parameters(make_case("model=gla_1b").config.model)
+    assert data["parameters"] == make_case("model=gla_1b").spec.num_parameters
     assert sum(row["planned"] for row in data["wire"]["backends"].values()) == 1
     assert sum(data["time"]["seconds"].values()) == pytest.approx(data["time"]["step_seconds"])
     assert sum(data["memory"]["bytes"].values()) == pytest.approx(data["memory"]["peak_bytes"])
@@ -275,7 +273,7 @@ def test_a_model_too_large_for_this_machine() -> None:
     large = ["model.hidden_size=32768", "model.num_heads=256", "model.intermediate_size=98304", "model.num_layers=120"]
     arguments = [*large, "train.dtype=bf16", "world_size=4096", "sp.size=8", "data.seq_len=65536"]
     plan = make(*arguments, "parallel=zero3")
-    parameters = num_parameters(plan.planned.case.config.model)
+    parameters = plan.planned.case.spec.num_parameters
     assert parameters > 1e12
     assert plan.planned.memory.kinds["weights"] > parameters * 4 / 4096
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
-from models.gla import GLABlock, GLAConfig
-from models.gla_config import num_parameters
-from models.hooks import has_weight_decay
+from models.language_model import Block
+from models.mixers.gla import GatedLinearAttention, GLAConfig
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case
 from zeco_train.collectives import Courier, ScanRequest, launch_all_gather, launch_chain, launch_serial, launch_two_shot
@@ -102,7 +101,7 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         case = make_case(*_overrides(*setting))
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
         model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, seed=0)
-        optimizer = build_optimizer(model, OptimConfig(), has_weight_decay)
+        optimizer = build_optimizer(model, OptimConfig(), model.weight_decay())
         scan = _CountingScan(build_scan(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout))
         step = TrainingStep(
             model,
@@ -170,8 +169,8 @@ def test_a_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None
 def test_parameters_of_one_rank() -> None:
     for model in ("gla_tiny", "gla_340m", "gla_1b"):
         case = make_case(f"model={model}", "world_size=1")
-        assert parameter_bytes(case, 1) == num_parameters(case.config.model)
-        assert optimizer_bytes(case) == 8 * num_parameters(case.config.model) + 4 * sum(map(len, case.units))
+        assert parameter_bytes(case, 1) == case.spec.num_parameters
+        assert optimizer_bytes(case) == 8 * case.spec.num_parameters + 4 * sum(map(len, case.spec.units))
 
 
 # --- scans on the wire ---
@@ -241,7 +240,7 @@ def test_bytes_of_a_step() -> None:
 
 def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int) -> int:
     """What autograd keeps of a block, its parameters aside."""
-    block = GLABlock(config).to(dtype)
+    block = Block(config, GatedLinearAttention).to(dtype)
     block.recompute = recompute
     if compiled:
         # What the compiler keeps is decided before it makes code.
@@ -265,19 +264,20 @@ def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, co
 
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), (Dtype.bf16, True)])
-def test_kept_activations(dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
+@pytest.mark.parametrize("variant", [[], ["model.num_kv_heads=1", "model.use_output_gate=false"]])
+def test_kept_activations(variant: list[str], dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
     """The tables of tensors, to the byte."""
     torch._dynamo.reset()
-    shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352"]
+    shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352", *variant]
     how = ["always" if compiled else "never", dtype.value, recompute.value]
     case = make_case(*shape, "gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
     short, long = (_saved_bytes(case.config.model, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
-    assert (long - short) / 256 == kept_bytes_per_token(case)
+    assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
 
 
 def test_kept_activations_of_full_recompute() -> None:
     case = make_case(*GLA_1B, "train.recompute=full", "world_size=1")
-    assert kept_bytes_per_token(case) == 2 * case.config.model.hidden_size
+    assert kept_bytes_per_token(case, case.block(0)) == 2 * case.config.model.hidden_size
 
 
 def test_loss_chunk_is_that_of_the_loss() -> None:

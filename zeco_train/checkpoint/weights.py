@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from models.spec import spec_of
 from zeco_train.checkpoint.files import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, find_damage, read_checksums
 from zeco_train.checkpoint.metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint.writer import retried
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, parameter_shapes, read_json
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, read_json
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
@@ -50,7 +51,7 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
     model_state = get_model_state_dict(model)
     if is_hf:
         fla = agree(mesh, lambda: checked_fla_model(path))
-        tensors = {fla.name_of(name): model_state[name] for name in parameter_shapes(fla.model)}
+        tensors = {fla.name_of(name): model_state[name] for name in spec_of(fla.model).parameter_shapes}
         read_state(tensors, path, group, HuggingFaceStorageReader(str(path)))
     else:
         read_state({"model": model_state}, path, group)

@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
-from models.gla import GLAConfig
+from models.config import LanguageModelConfig
+from models.registry import DEFAULT_CONFIG
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.overrides import check_overrides
@@ -126,7 +127,7 @@ class Config:
     run_dir: str = MISSING
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
-    model: GLAConfig = field(default_factory=GLAConfig)
+    model: LanguageModelConfig = field(default_factory=DEFAULT_CONFIG)
     data: DataConfig = field(default_factory=DataConfig)
     sp: SPConfig = field(default_factory=SPConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.gla_config import num_parameters
-from models.hooks import flops_per_token
 from zeco_train.collectives.cost_model import MEASURED
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
@@ -49,8 +47,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     traffic, scans = parameter_traffic(case), count_scans(case)
     return {
         "case": _describe(case),
-        "parameters": num_parameters(case.config.model),
-        "flops_per_token": flops_per_token(case.config.model).total,
+        "parameters": case.spec.num_parameters,
+        "flops_per_token": case.spec.flops_per_token(case.config.data.seq_len).total,
         "memory": {
             "bytes": memory.kinds,
             "phases": memory.phases,
@@ -111,10 +109,10 @@ def _describe(case: Case) -> dict[str, Any]:
 
 def _head(case: Case) -> list[str]:
     config, model = case.config, case.config.model
-    flops = flops_per_token(model).total
+    flops = case.spec.flops_per_token(config.data.seq_len).total
     segments = "" if case.segments == 1 else f" in {case.segments} segments"
     return [
-        f"{model.name}: {num_parameters(model):,} parameters, {flops / 1e9:.3g} GFLOP a token, "
+        f"{model.name}: {case.spec.num_parameters:,} parameters, {flops / 1e9:.3g} GFLOP a token, "
         f"{config.train.dtype.value}{', compiled' if case.compiled else ''}",
         f"sp={config.sp.backend.value} on {case.dp_size} × {case.sp_size} ranks (dp × sp) of {case.machine.name}, "
         f"{config.parallel.strategy.value}, recompute={case.recompute.value}",

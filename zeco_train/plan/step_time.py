@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from models.hooks import flops_per_token, recomputed_flops_per_token
+from models.activations import Part
+from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import MEASURED, Choice, chain_seconds, choose
 from zeco_train.config.schema import Dtype
 from zeco_train.plan import calibration as known
@@ -85,17 +86,17 @@ def plan_step(case: Case, backend: Backend | None = None, algorithm: str | None 
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
 
-def operator_seconds(case: Case) -> tuple[float, float]:
+def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     """Forward and backward pass of one layer's operator over the tokens of a pass, in a step."""
-    model, dtype = case.config.model, case.config.train.dtype
+    dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
     seconds = known.OPERATOR_SECONDS_CPU
     if not case.machine.is_cpu:
         slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth
         seconds = (
             known.OPERATOR_SECONDS / known.IN_STEP * slower * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
         )
-    size = (model.head_k_dim + model.head_v_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
-    both = seconds * size * case.tokens * model.num_heads
+    size = (key_dim + value_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
+    both = seconds * size * case.tokens * heads
     return both * known.OPERATOR_FORWARD, both * (1 - known.OPERATOR_FORWARD)
 
 
@@ -112,7 +113,7 @@ def scan_choice(case: Case, backend: Backend, algorithm: str | None = None) -> C
             # A configured number of blocks is the chain's.
             chosen = algorithm or configured
             blocks = all_scan.num_blocks if chosen == "chain" else None
-            return choose(link, ranks, size, case.config.model.head_k_dim, chosen, blocks)
+            return choose(link, ranks, size, case.spec.state_shape[1], chosen, blocks)
         case Backend.lasp2:
             costs = MEASURED[link]
             seconds = costs.exchange + (ranks - 1) * (costs.exchange_peer + costs.exchange_byte * size)
@@ -126,7 +127,7 @@ def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = N
     choice, scans = scan_choice(case, backend, algorithm), count_scans(case)
     if choice is None:
         return 0.0
-    forward, backward = operator_seconds(case)
+    forward, backward = operator_seconds(case, case.block(0))
     if backend is Backend.lasp1:
         # Every rank computes its outputs between receive and send, one rank after the other.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
@@ -141,32 +142,38 @@ def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = N
 
 
 def _compute_seconds(case: Case) -> dict[str, float]:
-    model, machine = case.config.model, case.machine
+    spec, machine, seq_len = case.spec, case.machine, case.config.data.seq_len
     tokens = case.tokens * case.passes
-    own, again = flops_per_token(model), recomputed_flops_per_token(model, case.recompute, case.segments)
-    forward, backward = operator_seconds(case)
+    own = spec.flops_per_token(seq_len)
+    again = spec.recomputed_flops_per_token(seq_len, case.recompute, case.segments)
     forwards = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)
-    traffic = _traffic_per_token(case) * model.num_layers + model.vocab_size * known.LOGIT_TRAFFIC[case.compiled]
+    traffic, operators = case.config.model.vocab_size * known.LOGIT_TRAFFIC[case.compiled], 0.0
+    for block in spec.blocks.values():
+        forward, backward = operator_seconds(case, block)
+        operators += block.count * (forwards * forward + case.passes * backward)
+        traffic += block.count * _traffic_per_token(case, block)
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
     around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
     updates = parameters * (known.OPTIMIZER_TRAFFIC + case.shards * around)
     return {
         "products": tokens * (own.linear + again.linear + own.head) / machine.flops[case.config.train.dtype],
-        "operator": model.num_layers * (forwards * forward + case.passes * backward),
+        "operator": operators,
         "elementwise": tokens * traffic / machine.bandwidth,
         "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS),
     }
 
 
-def _traffic_per_token(case: Case) -> float:
+def _traffic_per_token(case: Case, block: BlockSpec) -> float:
     """Bytes that the elementwise work of a block moves, averaged over the segments."""
     again = (case.segments - 1) / case.segments
     total = 0.0
-    for row in known.TRAFFIC:
-        computed_again = case.recompute is Recompute.full or (case.recompute is Recompute.selective and row.in_mlp)
-        times = row.forward * (1 + again + computed_again) + row.backward
-        total += times * case.widths[row.width] * (case.wide_bytes if row.wide else case.compute_bytes)
+    for part, activations in block.activations.items():
+        in_mlp = part is Part.mlp
+        computed_again = case.recompute is Recompute.full or (case.recompute is Recompute.selective and in_mlp)
+        for row in activations.traffic:
+            times = row.forward * (1 + again + computed_again) + row.backward
+            total += times * row.width * (case.wide_bytes if row.wide else case.compute_bytes)
     return total if case.compiled else total * known.EAGER_TRAFFIC
 
 

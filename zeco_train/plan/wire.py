@@ -43,10 +43,10 @@ def count_scans(case: Case) -> Scans:
 def scan_bytes(case: Case, way: str, *, want_carry: bool = False) -> float:
     """Bytes that the busiest rank sends for one scan of states like the model's; `way`: chain and two_shot of All-Scan,
     and the other backends by their names."""
-    model, ranks, state = case.config.model, case.sp_size, float(case.state_bytes)
+    ranks, state, (heads, _, value_dim) = case.sp_size, float(case.state_bytes), case.spec.state_shape
     if ranks == 1 or way == "dp":
         return 0.0
-    pair = state * (1 + 1 / model.head_v_dim)
+    pair = state * (1 + 1 / value_dim)
     match way:
         case "chain" | "lasp1":
             # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
@@ -55,9 +55,9 @@ def scan_bytes(case: Case, way: str, *, want_carry: bool = False) -> float:
             # An all-gather in which every rank sends its own to each other one.
             return pair * (ranks - 1)
         case "two_shot":
-            columns = model.num_heads * model.head_v_dim
+            columns = heads * value_dim
             width = -(-columns // ranks)
-            sent = (width + _heads_touched(model.head_v_dim, columns, width)) * (ranks - 1)
+            sent = (width + _heads_touched(value_dim, columns, width)) * (ranks - 1)
             returned = width * (ranks - 1) * (2 if want_carry else 1)
             return (sent + returned) * state / columns
         case _:
