@@ -22,7 +22,6 @@ from zeco_train.plan import calibration
 from zeco_train.plan.calibration import KEPT_PARTS, Part, TokenTensor
 from zeco_train.plan.case import Case, Shape
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
 
@@ -183,8 +182,7 @@ def _state_bytes(case: Case, layers: int) -> float:
     if case.segments > 1:
         # What is carried into each segment, and the gradients at both ends of one.
         states += (case.segments + 2) * case.config.model.num_layers
-    if case.config.sp.backend is Backend.lasp2:
-        states += case.sp_size + 1
+    states += max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
     return states * case.state_bytes + _walk_bytes(case) * (1 if case.recompute is Recompute.full else layers)
 
 
