@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from data.config import check_batch, check_seq_len
 from models.spec import BlockSpec, ModelSpec, spec_of
-from zeco_train.collectives.cost_model import Link
+from zeco_train.collectives.cost_model import assumed_costs
 from zeco_train.config.schema import Compile, Config, Device
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
@@ -16,8 +16,6 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
-from zeco_train.sp.zeco import AllScanTransport
 
 
 @dataclass(frozen=True)
@@ -113,15 +111,6 @@ class Case:
         straddles = self.nodes > 1 and self.gpus_per_node % self.sp_size != 0
         return self.sp_size > self.gpus_per_node or straddles
 
-    def link_of(self, backend: Backend) -> Link:
-        """How a backend's states go over the wire."""
-        if self.machine.is_cpu:
-            return Link.gloo
-        if self.crosses_nodes:
-            return Link.nccl_across_nodes
-        shared = backend is Backend.zeco and self.config.sp.all_scan.transport is not AllScanTransport.p2p
-        return Link.symmetric if shared else Link.nccl
-
     @property
     def shards(self) -> int:
         """Ranks over which a parameter is cut."""
@@ -186,4 +175,8 @@ def _machine(request: Request, gpu: Gpu) -> Machine:
         bandwidth=given(settings.bandwidth_gbps, known.bandwidth),
         link=given(settings.link_gbps, known.link),
         node_link=given(settings.node_gbps, known.node_link),
+        scans=assumed_costs(
+            None if settings.scan_alpha_us is None else settings.scan_alpha_us * 1e-6,
+            None if settings.scan_gbps is None else 1e-9 / settings.scan_gbps,
+        ),
     )

@@ -24,7 +24,6 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan import calibration
 from zeco_train.plan.case import Case
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
 
@@ -188,8 +187,7 @@ def _state_bytes(case: Case) -> float:
     if case.segments > 1:
         # What is carried into each segment, and the gradients at both ends of one.
         states += (case.segments + 2) * case.config.model.num_layers
-    if case.config.sp.backend is Backend.lasp2:
-        states += case.sp_size + 1
+    states += max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
     return float(states * case.state_bytes)
 
 

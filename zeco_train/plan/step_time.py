@@ -11,21 +11,18 @@ gaps          between kernels; launches that take longer than the work launched;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from models.activations import Part
 from models.spec import BlockSpec
-from zeco_train.collectives.cost_model import MEASURED, Choice, chain_seconds, choose
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.config.schema import Dtype
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
-from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic
+from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, scan_choice
+from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
-from zeco_train.sp.zeco import AllScanAlgorithm
 
 
 @dataclass(frozen=True)
@@ -53,35 +50,18 @@ class StepTime:
         return self.tokens_per_second / self.world_size
 
 
-@contextmanager
-def assumed_costs(message: float | None, byte: float | None) -> Iterator[None]:
-    """The cost model with another α, in seconds a message, and β, in seconds a byte, on every way over the wire and
-    for a while; None leaves what was measured."""
-    measured = dict(MEASURED)
-    changes: dict[str, float] = {}
-    if message is not None:
-        changes |= {"message": message, "exchange": message}
-    if byte is not None:
-        changes |= {"byte": byte, "exchange_byte": byte}
-    MEASURED.update({link: replace(costs, **changes) for link, costs in measured.items()})
-    try:
-        yield
-    finally:
-        MEASURED.update(measured)
-
-
-def plan_step(case: Case, backend: Backend | None = None, algorithm: str | None = None) -> StepTime:
+def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | None = None) -> StepTime:
     """Predicted time of a step.
 
     Args:
         case: what runs.
         backend: in place of the configured one, on the same ranks and tokens.
-        algorithm: of All-Scan; None is the configured one, or the faster one.
+        scan: of its algorithms; None is the configured one, or the fastest.
     """
     seconds = _compute_seconds(case)
     busy = sum(seconds.values())
     seconds["parameters"] = _exposed_traffic(case, busy)
-    seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.backend, algorithm)
+    seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.spec, scan)
     seconds["gaps"] = _gaps(case, busy)
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
@@ -100,35 +80,13 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     return both * known.OPERATOR_FORWARD, both * (1 - known.OPERATOR_FORWARD)
 
 
-def scan_choice(case: Case, backend: Backend, algorithm: str | None = None) -> Choice | None:
-    """What one scan takes from launch to wait, nothing beside it; None where nothing crosses ranks."""
-    ranks, size = case.sp_size, case.state_bytes
-    if backend is Backend.dp or ranks == 1:
-        return None
-    link = case.link_of(backend)
-    match backend:
-        case Backend.zeco:
-            all_scan = case.config.sp.all_scan
-            configured = None if all_scan.algorithm is AllScanAlgorithm.auto else all_scan.algorithm.value
-            # A configured number of blocks is the chain's.
-            chosen = algorithm or configured
-            blocks = all_scan.num_blocks if chosen == "chain" else None
-            return choose(link, ranks, size, case.spec.state_shape[1], chosen, blocks)
-        case Backend.lasp2:
-            costs = MEASURED[link]
-            seconds = costs.exchange + (ranks - 1) * (costs.exchange_peer + costs.exchange_byte * size)
-            return Choice("all-gather", None, seconds)
-        case Backend.lasp1:
-            return Choice("serial", None, (ranks - 1) * chain_seconds(link, 2, size, blocks=1))
-
-
-def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = None) -> float:
+def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:
     """Of a step: what of the scans no compute hides."""
-    choice, scans = scan_choice(case, backend, algorithm), count_scans(case)
+    choice, scans = scan_choice(case, backend, scan), count_scans(case)
     if choice is None:
         return 0.0
     forward, backward = operator_seconds(case, case.block(0))
-    if backend is Backend.lasp1:
+    if choice.scan.in_series:
         # Every rank computes its outputs between receive and send, one rank after the other.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
         turns = (scans.forward, choice.seconds + serial * forward), (scans.backward, choice.seconds + serial * backward)
