@@ -122,8 +122,8 @@ def to_fla(
         raise ConfigError("model", model.name, f"fla has no model with {model.mixer}, so this one cannot be exported")
     for name, value in fla.fixed.items():
         if (own := getattr(model, name)) != value:
-            theirs = f"fla's {fla.architecture.removesuffix('ForCausalLM')}"
-            raise ConfigError(f"model.{name}", own, f"{theirs} knows {value} only, so this model cannot be exported")
+            allowed = f"fla's {fla.name} knows {value} only, so this model cannot be exported"
+            raise ConfigError(f"model.{name}", own, allowed)
     choices = {key: getattr(model, key) for key in fla.choices}
     record = {
         "architectures": [fla.architecture],
