@@ -6,11 +6,11 @@ products there are, and which of them share an input, is seen and not summed up 
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -212,14 +212,12 @@ class ModelSpec:
         return next(index for index, unit in enumerate(self._skeleton.sharding_units()) if isinstance(unit, Block))
 
 
+_SPECS: dict[str, ModelSpec] = {}
+
+
 def spec_of(config: LanguageModelConfig) -> ModelSpec:
     """The specification of a model; the same object for equal configurations, so each is walked over once."""
-    return _spec(type(config), dataclasses.astuple(config))
-
-
-@cache
-def _spec(kind: type[LanguageModelConfig], values: tuple[Any, ...]) -> ModelSpec:
-    return ModelSpec(kind(*values))
+    return _SPECS.setdefault(repr(config), ModelSpec(copy.deepcopy(config)))
 
 
 def _flops(products: Sequence[Sequence[Product]]) -> int:
