@@ -173,6 +173,7 @@ class GatedLinearAttention(Mixer):
     fla = FlaFormat(
         model_type="gla",
         architecture="GLAForCausalLM",
+        title="gated linear attention (Yang et al., 2023, arXiv 2312.06635)",
         numbers={"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0},
         optional={"num_kv_heads": int, "clamp_min": float},
         switches={"use_output_gate": True},

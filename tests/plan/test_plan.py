@@ -81,7 +81,8 @@ def test_step_time_by_kind() -> None:
     segments = planned(*arguments, "matmul_tflops=500", "train.segments=4").time.seconds["products"]
     expected = (own.linear * (1 + 3 / 4 / 3) + own.head) * 16384 / 500e12
     assert segments == pytest.approx(expected)
-    forward, backward = operator_seconds(make_case(*arguments))
+    case = make_case(*arguments)
+    forward, backward = operator_seconds(case, case.block(0))
     assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
     assert forward + backward == pytest.approx(1.051e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time

@@ -1,4 +1,4 @@
-"""Case `model`: the whole training step of a GLA model, by backend.
+"""Case `model`: the whole training step of a model, by backend.
 
 A step is the trainer's (`zeco_train.training.step`): forward, backward, sum of the gradients, clipping, AdamW over
 master weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks,

@@ -93,15 +93,15 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "workspace": calibration.WORKSPACE_BYTES,
     }
     kept = sum(block.count * case.tokens * kept_bytes_per_token(case, block) for block in blocks)
-    whole = kept + 16.0 * case.tokens
+    whole, passing_back = kept + 16.0 * case.tokens, _passing_back(case, last)
     if case.machine.is_cpu:
-        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + _passing_back(case, last))
+        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + passing_back)
     phases = {
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
             **everywhere,
             "gradients": max(carried, _largest_gradient(case)),
-            "activations": whole + _passing_back(case, last),
+            "activations": whole + passing_back,
         },
         "backward of the first block": {
             **everywhere,
