@@ -26,7 +26,7 @@ from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 
 # The two have one name and one meaning in both configurations.
 _SAME = ("vocab_size", "hidden_size", "num_heads", "expand_k", "expand_v", "intermediate_size", "norm_eps")
