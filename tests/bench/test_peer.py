@@ -22,7 +22,7 @@ from zeco_train.bench.session import Session
 from zeco_train.distributed.mesh import Launch
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 
 pytestmark = pytest.mark.numeric
 

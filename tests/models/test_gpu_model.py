@@ -15,7 +15,7 @@ from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.recompute import Recompute
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 
 pytestmark = [

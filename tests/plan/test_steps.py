@@ -35,7 +35,7 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import SPConfig, build_scan
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
 # --- what ranks hold and send, in a real step ---

@@ -21,7 +21,8 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import build_optimizer, set_learning_rate
+from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 
 # Random tokens cannot be learned: small enough for weights to stay what they are, and as fast as any other.

@@ -137,8 +137,10 @@ def parameter_bytes(case: Case, itemsize: int) -> float:
 
 
 def optimizer_bytes(case: Case) -> float:
-    """AdamW: two moments, and a step count, fp32, of each parameter."""
-    return 2 * parameter_bytes(case, case.master_bytes) + 4.0 * sum(map(len, case.spec.units))
+    """What the optimizer keeps of this rank's parameters."""
+    state_bytes = case.config.optim.spec.state_bytes
+    shards = (_local(shape, case.shards) for unit in case.spec.units for shape in unit)
+    return float(sum(state_bytes(elements, case.master_bytes) for elements in shards))
 
 
 def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:

@@ -19,7 +19,7 @@ from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.recorder import StepResult
 from zeco_train.training.build import Parts
 from zeco_train.training.nonfinite import explain, skip_limit
-from zeco_train.training.optim import learning_rate, set_learning_rate
+from zeco_train.training.schedule import learning_rate, set_learning_rate
 from zeco_train.training.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
