@@ -8,7 +8,7 @@ There is no positional embedding: order enters through the decays alone, so a mo
 shard needs no positions. Where documents are packed (`shard.cu_seqlens`), only the state of the recurrence restarts at
 each of them; everything else in the model acts on one token at a time.
 
-The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.autograd`, through the shard's scan.
+The model knows nothing of ranks: all that crosses them lies in `zeco_train.ops.mix`, through the shard's scan.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.projections import parallel_linear, unread_linear
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
-from zeco_train.ops.recurrent import recurrent_step
-from zeco_train.sp.autograd import Crossing, gla_at
-from zeco_train.sp.base import Boundary, Place, SequenceShard
-from zeco_train.sp.recompute import Recompute, recomputed
-from zeco_train.sp.segments import LayerStates
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.recompute import Recompute, recomputed
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
+from zeco_train.ops.segments import LayerStates
 
 _NO_STATES = Boundary()
 
@@ -69,13 +69,13 @@ class GatedLinearAttention(nn.Module):
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
         q, k, v, g, gate = self._operands(x)
-        o, crossing = gla_at(q, k, v, g, place, boundary)
+        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, place, boundary)
         return self._output(o, gate), crossing
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, H, K, V] goes on in place."""
         q, k, v, g, gate = self._operands(x)
-        return self._output(recurrent_step(q, k, v, g, state), gate)
+        return self._output(OPERATORS["gla"].step(q, k, v, g, state), gate)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from models.gla import GLAConfig, GLAForCausalLM
-from zeco_train.ops import CHUNK
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.registry import OPERATORS
 
 
 def sharding_units(model: GLAForCausalLM) -> list[nn.Module]:
@@ -106,8 +106,8 @@ def recomputed_flops_per_token(config: GLAConfig, recompute: Recompute, segments
         recompute: `train.recompute`.
         segments: `train.segments`, M.
     """
-    forward, heads = _layer_flops(config), config.num_heads
-    linear, operator = 0.0, float(heads * 2 * config.head_k_dim * config.head_v_dim)
+    forward, dims = _layer_flops(config), (config.num_heads, config.head_k_dim, config.head_v_dim)
+    linear, operator = 0.0, OPERATORS["gla"].recomputed_flops(*dims)
     if recompute is Recompute.selective:
         linear += 2 * 2 * config.hidden_size * config.intermediate_size
     elif recompute is Recompute.full:
@@ -128,5 +128,5 @@ def _layer_flops(config: GLAConfig) -> TokenFLOPs:
     columns = queries + keys + values + gates + config.value_dim
     linear = 2 * (width * columns + rank * (width + keys) + 3 * width * inner)
     key, value = config.head_k_dim, config.head_v_dim
-    operator = config.num_heads * (4 * key * value + (CHUNK + 1) * (key + value))
-    return TokenFLOPs(float(linear), float(operator), 0.0)
+    operator = OPERATORS["gla"].forward_flops(config.num_heads, key, value)
+    return TokenFLOPs(float(linear), operator, 0.0)

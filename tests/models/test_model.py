@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,8 +23,7 @@ from models.gla_config import FeatureMap, num_parameters
 from models.hooks import flops_per_token, sharding_units
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from zeco_train.ops import CHUNK
-from zeco_train.sp.autograd import Crossing
-from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
@@ -216,14 +215,17 @@ def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
 def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, g: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
+    def spy(
+        operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
+    ) -> tuple[Tensor, Crossing]:
+        q, _, v, g = operands
         seen.extend((q.dtype, g.dtype))
         # bf16 has 8 significant bits: values that all survive it were rounded to it.
         assert (g.bfloat16() != g).any()
         assert g.max() <= 0
         return v, Crossing(g, g)
 
-    monkeypatch.setattr(gla_module, "gla_at", spy)
+    monkeypatch.setattr(gla_module, "mix_at", spy)
     ids, _ = tokens_and_labels()
     build(dtype=torch.bfloat16)(ids, whole(70))
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
@@ -258,13 +260,14 @@ def test_elementwise_functions_round_once() -> None:
 
 def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def elementwise(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, place: Place, boundary: Boundary
+        operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
     ) -> tuple[Tensor, Crossing]:
+        q, k, v, g = operands
         return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)
 
     # In place of the operator something without a product of matrices, through which all gradients flow; and the
     # projections as plain products, since the counter does not look into custom ops.
-    monkeypatch.setattr(gla_module, "gla_at", elementwise)
+    monkeypatch.setattr(gla_module, "mix_at", elementwise)
     monkeypatch.setattr(gla_module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
     model, (ids, labels) = build(), tokens_and_labels()
     with FlopCounterMode(display=False) as counter:

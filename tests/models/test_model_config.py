@@ -18,7 +18,7 @@ from models.gla_config import num_parameters
 from models.hooks import has_weight_decay
 from tests.support.fla_reference import use_references
 from zeco_train.errors import ConfigError
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric

@@ -14,7 +14,7 @@ import torch
 from models.gla import GLAConfig, GLAForCausalLM
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.gpu

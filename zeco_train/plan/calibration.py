@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 
 
 class Part(Enum):

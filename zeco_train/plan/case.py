@@ -18,9 +18,9 @@ from zeco_train.config.schema import Compile, Config, Device
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanTransport
 

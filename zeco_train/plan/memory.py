@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration
 from zeco_train.plan.calibration import KEPT_PARTS, Part, TokenTensor
 from zeco_train.plan.case import Case, Shape
-from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from models.hooks import flops_per_token, recomputed_flops_per_token
 from zeco_train.collectives.cost_model import MEASURED, Choice, chain_seconds, choose
 from zeco_train.config.schema import Dtype
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
 from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic
-from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm
 

@@ -15,5 +15,7 @@ from zeco_train.sp.backend import ScanBackend
 class SerialScan(ScanBackend):
     """LASP-1's scan over the ranks of a sequence."""
 
+    finish_waits = True
+
     def start(self, request: ScanRequest) -> PendingSerialScan:
         return launch_serial(request, self.courier(request))
