@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from data.config import check_batch, check_seq_len
+from data.config import check_split
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
 from zeco_train.collectives.cost_model import Link
@@ -195,8 +195,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
             "different sequences; train.py has to be told, too"
         )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
-    check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
-    check_batch(config.data.global_batch, config.data.micro_batch, world_size // sp_size)
+    check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
     # The ranks of a CPU share a machine, however many they are.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
     return Case(config, world_size, sp_size, _machine(request, gpu), per_node), notes

@@ -7,7 +7,7 @@ What a rank's tokens need of all tokens before them is one state R_p, [B, H, K, 
 So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan of these pairs over the ranks,
 (3) computes its intra-chunk scores, which need no other rank, while the scan runs, (4) waits for R_p, adds its decayed
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
-last rank to the first. Steps 1, 3 and 4 are `zeco_train/sp/autograd.py`; step 2 is here.
+last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`; step 2 is here.
 
 On the wire, per rank and direction: one state of S bytes, received once and sent once (`chain`), or at most 2 S
 (`two_shot`); an all-gather takes (P − 1) S. Both are in `zeco_train/collectives`, and differ in rounding only. Between
