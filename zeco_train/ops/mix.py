@@ -198,15 +198,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 def _backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
     *kept, transition, incoming_state, pieces = ctx.saved_tensors
-    operands, saved = kept[: ctx.num_operands - len(ctx.replaced)], kept[ctx.num_operands - len(ctx.replaced) :]
+    num_kept = ctx.num_operands - len(ctx.replaced)
+    operands, saved = kept[:num_kept], kept[num_kept:]
     for position in ctx.replaced:
         operands.insert(position, saved.pop(0))
     want_dcarry = ctx.needs_input_grad[6]
     do = torch.zeros_like(operands[2]) if do is None else do
     # A compiler fills in gradients that there are not.
     dcarry_out = dcarry_out if ctx.want_carry else None
-    rest_of_op = transition, incoming_state, dcarry_out, ctx.operator, ctx.scale, ctx.scan, pieces, want_dcarry
-    grads, dcarry_in = _mix_backward(operands, do, saved, *rest_of_op)
+    place = ctx.scan, pieces
+    grads, dcarry_in = _mix_backward(
+        operands, do, saved, transition, incoming_state, dcarry_out, ctx.operator, ctx.scale, *place, want_dcarry
+    )
     return grads, None, None, None, None, None, dcarry_in if want_dcarry else None, None
 
 

@@ -120,21 +120,9 @@ class Passes(NamedTuple):
     needs_incoming: bool = True
 
 
-class Recurrence(Protocol):
-    def __call__(
-        self, *operands: Tensor, scale: float | None = None, initial_state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The recurrence over whole sequences, differentiable by autograd.
-
-        Args:
-            operands: in the operator's order.
-            scale: factor of the outputs, K^-1/2 if None.
-            initial_state: [B, H, K, V], the state before token 0; None is zero.
-
-        Returns:
-            o, [B, T, H, V] in the dtype of v; the state after the last token, [B, H, K, V] in fp64 or fp32.
-        """
-        ...
+# recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
+# token, [B, H, K, V] in fp64 or fp32; differentiable by autograd.
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Kind(Enum):

@@ -182,9 +182,9 @@ class ChunkedForward:
     """See `zeco_train.ops.passes.ForwardPass`."""
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
-        self._q, k, self._v, self._g = operands
-        self._k, self._scale, self._pieces = k, scale, pieces
-        self._states = local_states(k, self._v, self._g, pieces)
+        self._q, self._k, self._v, self._g = operands
+        self._scale, self._pieces = scale, pieces
+        self._states = local_states(self._k, self._v, self._g, pieces)
         self.state, self.transition = self._states.state, self._states.log_decay
         self.saved: tuple[Tensor, ...] = ()
 
