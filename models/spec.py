@@ -21,8 +21,8 @@ from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
 from models.registry import MIXERS
-from zeco_train.sp.base import Boundary, Place
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import Boundary, Place
 
 Shape = tuple[int, ...]
 # Input width and output width of a linear layer, y [T, N] = x [T, K] Wᵀ: (K, N).

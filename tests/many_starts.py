@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.support.commands import torchrun, train_here
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 KINDS = ("segments", "random")

@@ -17,6 +17,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.collectives.cost_model import Link
 from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import Case, build_case
@@ -25,7 +26,6 @@ from zeco_train.plan.memory import KINDS, plan_memory
 from zeco_train.plan.report import as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import costs_of, parameter_traffic
-from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import BACKENDS
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")

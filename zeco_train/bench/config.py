@@ -19,7 +19,7 @@ from zeco_train.config.overrides import describe_attributes, describe_settings, 
 from zeco_train.config.schema import Compile, Config, Device, Dtype, load_config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path
 

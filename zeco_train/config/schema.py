@@ -30,7 +30,7 @@ from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.overrides import check_overrides
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.sp.zeco import IN_BLOCKS
 from zeco_train.system.paths import check_path, path_problem, shown

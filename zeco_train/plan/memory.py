@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from models.activations import Part, TokenTensor
 from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration
 from zeco_train.plan.case import Case
-from zeco_train.sp.recompute import Recompute
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
 
