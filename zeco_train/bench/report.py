@@ -13,8 +13,8 @@ from typing import Any
 from zeco_train.bench.runner import Timing
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import to_plain
-from zeco_train.errors import DataError
 from zeco_train.system.environment import environment
+from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 
 Row = dict[str, Any]
@@ -86,12 +86,8 @@ class Report:
     def _write(self) -> None:
         if not self._session.mesh.is_main:
             return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name, text in ((RESULTS_FILE, json.dumps(self.as_json())), (TABLE_FILE, self.table())):
-                (self.folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise DataError(self.folder, f"cannot be written ({error.strerror})") from error
+        write_result(self.folder / RESULTS_FILE, json.dumps(self.as_json()))
+        write_result(self.folder / TABLE_FILE, self.table())
 
 
 class LogLines(logging.Handler):

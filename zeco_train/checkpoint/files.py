@@ -6,7 +6,6 @@ in it says whether it still is. `latest` is a link to the newest one.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json
 from zeco_train.tracking.metrics import METRICS_FILE
 
@@ -287,33 +287,9 @@ def link_latest(checkpoint: Path) -> None:
     temporary.replace(link)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file in full or not at all, and have it on disk when this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems know no fsync of a folder, and have no need of it.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

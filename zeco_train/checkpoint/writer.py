@@ -34,10 +34,9 @@ from zeco_train.checkpoint.files import (
     record_checkpoint,
     set_aside,
     step_of,
-    sync_folder,
-    write_durably,
 )
 from zeco_train.errors import CheckpointError
+from zeco_train.system.files import sync_folder, write_durably
 
 T = TypeVar("T")
 # A server that restarts, a quota that somebody raises. All of it fits into the 30 s of a launcher that ends a run.

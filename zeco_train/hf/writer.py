@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.gla_config import GLAConfig
-from zeco_train.checkpoint.files import write_durably
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE, parameter_shapes
+from zeco_train.system.files import write_durably
 
 # What weights lie under in a checkpoint (`Checkpointer`).
 _MODEL = "model"

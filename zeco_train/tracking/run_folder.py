@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 
 from data.tokenizer import comparable
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
-from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, record_checkpoint, write_durably
+from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, record_checkpoint
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json, read_small
 from zeco_train.tracking.metrics import METRICS_FILE
 
@@ -195,8 +196,8 @@ def _read_mark(path: Path) -> str | None:
 def _check_owner(path: Path) -> None:
     """Refuse a folder that is not empty and not a run's, before anything is made in it."""
     # In this order: another start may be making the folder a run's, and its identity comes first.
-    names = {entry.name for entry in path.iterdir()}
-    if names - {_LOCK, _JOBS, f"{IDENTITY_FILE}.tmp"} and not (path / IDENTITY_FILE).exists():
+    names = {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{IDENTITY_FILE}.")}
+    if names - {_LOCK, _JOBS} and not (path / IDENTITY_FILE).exists():
         raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
 
 
