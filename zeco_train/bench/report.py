@@ -34,12 +34,14 @@ class Report:
         folder: where the results lie.
         rows: one for each configuration, variant, pass and mode; a note says why one has no figures.
         notes: what concerns the whole run.
+        failures: what was measured and is not as it has to be; the command ends with exit code 1 then.
     """
 
     def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
         self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
         self.rows: list[Row] = []
         self.notes: list[str] = []
+        self.failures: list[str] = []
         self._session, self._columns = session, columns
         # Before anything is measured.
         session.agree(self._check_folder)
@@ -56,6 +58,11 @@ class Report:
         """Say something about the whole run, and keep it."""
         self.notes.append(text)
         self._session.say(text)
+
+    def fail(self, text: str) -> None:
+        """Note that what was measured is not as it has to be."""
+        self.failures.append(text)
+        self.note(f"FAILED: {text}")
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add the rows of a configuration, print them, and write what there is so far.
