@@ -30,8 +30,9 @@ from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.files import write_durably
+from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.terminal import show_any_text
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"

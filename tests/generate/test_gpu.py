@@ -14,7 +14,6 @@ from data.tokenizer import ByteTokenizer
 from models.gla import GLAForCausalLM
 from models.gla_config import GLAConfig
 from tests.generate.test_step import steps
-from zeco_train.bench.check import relative_error
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
@@ -23,6 +22,7 @@ from zeco_train.generate.sampling import Sampling
 from zeco_train.ops import naive_gla
 from zeco_train.ops import recurrent as recurrent_module
 from zeco_train.sp.dp import LocalScan
+from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.gpu
 

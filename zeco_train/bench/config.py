@@ -16,8 +16,8 @@ from zeco_train.bench.variants import (
     check_variants,
 )
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings
-from zeco_train.config.schema import Compile, Config, Device, Dtype, load_config
-from zeco_train.distributed.device import find_device
+from zeco_train.config.schema import Compile, Config, Dtype, load_config
+from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError

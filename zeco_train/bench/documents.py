@@ -6,6 +6,7 @@ batch requests more than its own tokens.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import statistics
@@ -87,7 +88,8 @@ def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
         (folder / shard_name(index)).touch()
         os.truncate(folder / shard_name(index), 2 * count)
         shards.append(ShardMeta(shard_name(index), count, sha256="holes"))
-    meta = StoreMeta("uint16", 32_000, {"kind": "random"}, 1, total, documents, tuple(shards), "holes", "", "bench")
+    digest = hashlib.sha256((folder / OFFSETS_FILE).read_bytes()).hexdigest()
+    meta = StoreMeta("uint16", 32_000, {"kind": "random"}, 1, total, documents, tuple(shards), digest, "", "bench")
     record = {"format": FORMAT, "version": VERSION, **asdict(meta)}
     (folder / META_FILE).write_text(json.dumps(record), encoding="utf-8")
 

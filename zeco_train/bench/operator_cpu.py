@@ -26,7 +26,7 @@ from zeco_train.bench.report import Report, Row, timing_fields
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.session import Session
 from zeco_train.collectives.transition import fold
-from zeco_train.config.schema import Device
+from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops import chunked, naive_gla
 

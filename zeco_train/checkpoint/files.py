@@ -18,8 +18,8 @@ from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.system.files import write_durably
+from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
-from zeco_train.tracking.metrics import METRICS_FILE
 
 METADATA_FILE = ".metadata"
 PROGRESS_FILE = "run.json"
@@ -152,6 +152,11 @@ def is_plain_name(name: str) -> bool:
     return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
 
 
+def is_hf_folder(folder: Path) -> bool:
+    """Whether this is a folder of a model in Hugging Face's form; which model, its configuration says."""
+    return (folder / HF_CONFIG_FILE).is_file()
+
+
 def find_weights(load: str) -> Path:
     """What `checkpoint.load` names: a checkpoint itself, the newest one of a run's folder, or with `hf:` before it a
     model in Hugging Face's form.
@@ -161,7 +166,7 @@ def find_weights(load: str) -> Path:
     """
     if load.startswith(HF_PREFIX):
         path = Path(load.removeprefix(HF_PREFIX))
-        if not (path / HF_CONFIG_FILE).is_file():
+        if not is_hf_folder(path):
             problem = f"there is no {HF_CONFIG_FILE} in {path}; name the folder of a model on this machine"
             raise ConfigError("checkpoint.load", load, problem)
         return path

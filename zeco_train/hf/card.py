@@ -10,7 +10,8 @@ from data.config import DataConfig, DataKind
 from models.gla_config import GLAConfig, num_parameters
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 
 _USE = """```python
 import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a GLA model is

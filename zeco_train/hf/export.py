@@ -22,13 +22,13 @@ from data.tokenizer import ByteTokenizer
 from data.tokenizer_files import tokenizer_files
 from models.gla_config import num_parameters
 from zeco_train import __version__
-from zeco_train.checkpoint.files import CHECKSUMS_FILE, HF_CONFIG_FILE, read_progress
+from zeco_train.checkpoint.files import CHECKSUMS_FILE, HF_CONFIG_FILE, is_hf_folder, read_progress
 from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.schema import Config, Dtype, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.card import last_losses, model_card
 from zeco_train.hf.fla_config import to_fla
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights

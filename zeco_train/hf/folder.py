@@ -36,11 +36,6 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def is_hf_folder(folder: Path) -> bool:
-    """Whether this is a folder of a model in Hugging Face's form; which model, its configuration says."""
-    return (folder / CONFIG_FILE).is_file()
-
-
 def read_fla_model(folder: Path) -> FlaModel:
     """The model that config.json describes.
 

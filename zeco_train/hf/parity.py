@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.check import relative_error
+from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.overrides import describe_settings, load_settings
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
@@ -30,10 +30,10 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.hf.folder import is_hf_folder
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.numbers import relative_error
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
 # The largest relative error (2-norms) between the two models' logits that passes.

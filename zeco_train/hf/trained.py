@@ -14,14 +14,15 @@ from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
-from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, read_progress
-from zeco_train.checkpoint.weights import load_weights
-from zeco_train.config.schema import Config, Device, Dtype, config_of, load_config, read_config
+from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress
+from zeco_train.config.schema import Config, Dtype, config_of, load_config, read_config
+from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, read_json
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, read_json
 from zeco_train.hf.tokenizer import tokenizer_info
+from zeco_train.hf.weights import load_weights
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
 

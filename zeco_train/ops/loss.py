@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from data.labels import IGNORE_INDEX
 from zeco_train.ops import accumulation_dtype
-
-IGNORE_INDEX = -100
 
 TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
 

@@ -14,7 +14,8 @@ from data.config import check_batch, check_seq_len
 from models.gla import GLAConfig, GLAForCausalLM
 from models.hooks import sharding_units
 from zeco_train.collectives.cost_model import Link
-from zeco_train.config.schema import Compile, Config, Device
+from zeco_train.config.schema import Compile, Config
+from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK, accumulation_dtype

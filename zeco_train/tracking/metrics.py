@@ -17,7 +17,6 @@ from zeco_train.system.files import read_errors
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.small_files import parse_json, read_small
 
-METRICS_FILE = "metrics.jsonl"
 # A million rows are about 0.4 GB.
 _LARGEST_BYTES = 1 << 32
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.system.drawing import import_matplotlib
 from zeco_train.system.files import whole_file, write_errors
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:

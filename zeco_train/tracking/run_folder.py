@@ -21,8 +21,8 @@ from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
 from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, record_checkpoint
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.system.files import write_durably
+from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json, read_small
-from zeco_train.tracking.metrics import METRICS_FILE
 
 IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.

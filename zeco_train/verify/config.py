@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zeco_train.config.overrides import describe_settings
-from zeco_train.config.schema import Device
+from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
