@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from zeco_train.errors import DataError
-from zeco_train.system.files import read_errors
+from zeco_train.system.files import read_errors, sha256_of
 
 COPY_AGAIN = "copy the store again or prepare it again"
 # Read and hashed at once.
@@ -28,8 +28,8 @@ def verify_file(path: Path, expected: str) -> None:
     Raises:
         DataError: it cannot be read, or its contents are other ones.
     """
-    with read_errors(path, COPY_AGAIN), path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with read_errors(path, COPY_AGAIN):
+        digest = sha256_of(path)
     if digest != expected:
         raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
 

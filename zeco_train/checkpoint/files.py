@@ -6,7 +6,6 @@ in it says whether it still is. `latest` is a link to the newest one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
-from zeco_train.system.files import write_durably
+from zeco_train.system.files import sha256_of, write_durably
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 
@@ -30,7 +29,6 @@ RECORD_FILE = "last_checkpoint.json"
 # Before the path of a model in Hugging Face's form, and what is in it.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
-_READ_BYTES = 1 << 22
 # Not those set aside, `step_XXXXXXXX.damaged.2`, nor what a user has made of one.
 _COMPLETE = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -208,6 +206,12 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
+def write_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Leave size in bytes and SHA-256 of files, by name, for `read_checksums`."""
+    rows = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(files.items())}
+    write_durably(folder / CHECKSUMS_FILE, json.dumps(rows, indent=1))
+
+
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
     """What is wrong with the first of `files` that is not what was written; None if all are.
 
@@ -224,9 +228,25 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes, {size:,} were written"
     for name, (_, sha256) in files.items():
-        if _digest(folder / name) != sha256:
+        if sha256_of(folder / name) != sha256:
             return f"{name} is not what was written (SHA-256)"
     return None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        record = read_json(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
+    return record
 
 
 def record_checkpoint(run_dir: Path, step: int | None) -> None:
@@ -290,11 +310,3 @@ def link_latest(checkpoint: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(checkpoint.name)
     temporary.replace(link)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

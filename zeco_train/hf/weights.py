@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from zeco_train.checkpoint.files import CHECKSUMS_FILE, is_hf_folder
+from zeco_train.checkpoint.files import CHECKSUMS_FILE, is_hf_folder, read_record
 from zeco_train.checkpoint.weights import damage_of, read_state
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, parameter_shapes, read_json
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, parameter_shapes
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
@@ -53,4 +53,4 @@ def _which(path: Path, is_hf: bool) -> dict[str, Any]:
     if not is_hf:
         return {"checkpoint": path.name}
     # Others' folders say nothing of where they are from.
-    return {"export of step": read_json(path / ORIGIN_FILE).get("step")} if (path / ORIGIN_FILE).is_file() else {}
+    return {"export of step": read_record(path / ORIGIN_FILE).get("step")} if (path / ORIGIN_FILE).is_file() else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -37,6 +38,12 @@ def write_durably(path: Path, text: str) -> None:
     """Write a file in full or not at all, and have it on disk when this returns."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file's contents, in hexadecimal."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_file(path: Path) -> None:

@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 
 from data.tokenizer import comparable
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
-from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, record_checkpoint
+from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, read_record, record_checkpoint
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.system.files import write_durably
 from zeco_train.system.run_files import METRICS_FILE
-from zeco_train.system.small_files import read_json, read_small
+from zeco_train.system.small_files import read_small
 
 IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
@@ -223,14 +223,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    path = run_dir / IDENTITY_FILE
-    try:
-        stored = read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(stored, dict):
-        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return stored
+    return read_record(run_dir / IDENTITY_FILE)
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
