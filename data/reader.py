@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.config import Shuffle, check_reset, check_seq_len
-from data.labels import IGNORE_INDEX
 from data.store import TokenStore
+from zeco_train.system.labels import IGNORE_INDEX
 
 # The uses of token stores, see `OpenedData.stores`.
 TRAINING, VALIDATION = "training", "validation"

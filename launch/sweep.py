@@ -28,6 +28,7 @@ from data.config import check_batch, check_seq_len
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.files import write_durably
 from zeco_train.system.run_files import METRICS_FILE
@@ -258,7 +259,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launch/sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backends", nargs="+", default=["dp", "lasp1", "lasp2", "zeco"], metavar="BACKEND")
+    parser.add_argument("--backends", nargs="+", default=[*BACKENDS], metavar="BACKEND")
     parser.add_argument("--lengths", nargs="+", required=True, metavar="TOKENS", help="whole sequences: 16k, 1M, …")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1], metavar="N", help="default 1")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="R", help="and GPUs; default 8")

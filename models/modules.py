@@ -8,12 +8,14 @@ does the same by itself, and fuses more than them, so it gets the plain operatio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.parameters import SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 
 
@@ -29,6 +31,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {"weight": SCALE}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] → [..., size], in the dtype of x."""
@@ -47,6 +53,10 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {"weight": SCALE}
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., size] → [..., size], in the dtype of x."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from models.gla_config import num_parameters
+from models.spec import spec_of
 from zeco_train.config.schema import Config, describe, load_config
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.lifecycle.job import Advice, Job, run_job
@@ -75,10 +75,10 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
 
 def _banner(config: Config, parts: Parts) -> str:
     """What is about to run, in one line."""
-    mesh, model = parts.mesh, config.model
+    mesh, model, parameters = parts.mesh, config.model, spec_of(config.model).num_parameters
     start = f"from step {parts.progress.step}" if parts.progress.step else "from the start"
     return (
-        f"{config.name}: {model.name} ({compact(num_parameters(model))} parameters, {config.train.dtype.value}) with "
+        f"{config.name}: {model.name} ({compact(parameters)} parameters, {config.train.dtype.value}) with "
         f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "
         f"{config.parallel.strategy.value}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
         f"a step, {start}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 from tests.support.commands import check_line, run_here
 from zeco_train.bench import __main__ as command
 from zeco_train.generate.decode import Decoder
@@ -66,7 +66,7 @@ def test_wrong_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_every_turn_begins_at_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun = Decoder.__init__, []
 
-    def remember(self: Decoder, model: GLAForCausalLM, states: list[Tensor], cuda_graph: bool) -> None:
+    def remember(self: Decoder, model: LanguageModel, states: list[Tensor], cuda_graph: bool) -> None:
         begun.append(states[0].clone())
         made(self, model, states, cuda_graph)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.gla import GLAForCausalLM
-from models.hooks import has_weight_decay
+from models.language_model import LanguageModel
+from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
 from zeco_train.bench.backends import Backends, RandomTokens
@@ -81,7 +81,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
         before = {name: parameter.full_tensor().clone() for name, parameter in peer.model.named_parameters()}
         loss = peer.step(ids)
 
-        alone = GLAForCausalLM(run.model)
+        alone = ModelSpec(run.model).build()
         alone.load_state_dict(before, strict=not tied)
         expected_loss, expected = _step_alone(alone, ids, run)
         assert abs(loss.item() - expected_loss) < 1e-5 * expected_loss
@@ -93,10 +93,10 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
         assert all(torch.equal(p, before[name]) for name, p in bare.model.named_parameters())
 
 
-def _step_alone(model: GLAForCausalLM, ids: Tensor, run: Any) -> tuple[float, dict[str, Tensor]]:
+def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dict[str, Tensor]]:
     """Loss and update of a step of plain PyTorch on a rank alone."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(model, run.optim, has_weight_decay)
+    optimizer = build_optimizer(model, run.optim, model.weight_decay())
     shard = SequenceShard(LocalScan(), 0, ids.shape[1] - 1)
     logits = model(ids[:, :-1], shard)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Any
@@ -10,14 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import gla
-from models.gla import GLAForCausalLM
-from models.hooks import flops_per_token
-from tests.models.test_model import SCAN, SMALL
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec, spec_of
+from tests.models.test_model import SCAN, SMALL, plain_products
 from tests.support.bench_settings import QUICK
 from zeco_train.bench import products
 from zeco_train.bench.config import ModelConfig
@@ -45,28 +44,31 @@ class _ProductShapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("tokens", [7, 30, 45])
-def test_products_are_those_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+UNGATED = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=3, use_output_gate=False)
+
+
+@pytest.mark.parametrize(("tokens", "config"), [(7, SMALL), (30, SMALL), (45, SMALL), (30, UNGATED)])
+def test_products_are_those_of_a_step(tokens: int, config: GLAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "CHUNK_TOKENS", 15)
     monkeypatch.setitem(loss_module._CHUNK_TOKENS, "cpu", 15)
     # Nothing sees into custom ops; these are the same products.
-    monkeypatch.setattr(gla, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
-    model = GLAForCausalLM(SMALL)
+    plain_products(monkeypatch)
+    model = ModelSpec(config).build()
     model.init_weights(0)
-    ids = torch.arange(tokens)[None] % SMALL.vocab_size
+    ids = torch.arange(tokens)[None] % config.vocab_size
     with _ProductShapes() as expected:
         model(ids, SequenceShard(SCAN, 0, tokens), ids).backward()
-    alone = Products(SMALL, tokens, torch.float32, torch.device("cpu"), 0)
+    alone = Products(config, tokens, torch.float32, torch.device("cpu"), 0)
     with _ProductShapes() as found:
         last = alone.step(0)
     assert found.counts == expected.counts
-    assert found.counts.total() == 3 * (10 * SMALL.num_layers + -(-tokens // 15))
+    assert found.counts.total() == 3 * ((10 if config.use_output_gate else 9) * config.num_layers + -(-tokens // 15))
     assert 0 < abs(last) < math.inf
     with FlopCounterMode(display=False) as counter:
         alone.step(1)
-    flops = flops_per_token(SMALL)
+    flops = spec_of(config).flops_per_token(tokens)
     assert counter.get_total_flops() == tokens * (flops.linear + flops.head)
-    assert products.product_flops(SMALL).total == flops.linear + flops.head
+    assert products.product_flops(config).total == flops.linear + flops.head
 
 
 def test_products_are_of_random_numbers_and_take_little_memory() -> None:
@@ -74,7 +76,7 @@ def test_products_are_of_random_numbers_and_take_little_memory() -> None:
     alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
     again = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
     assert alone.step(0) == again.step(0)
-    for a, b, result in [*alone._forward, *alone._head, *alone._backward]:
+    for a, b, result in [*alone._forward["gla"], *alone._head, *alone._backward["gla"]]:
         assert a.std() > 0.01
         assert b.std() > 0.01
         # No product reads what it writes.

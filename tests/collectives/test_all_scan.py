@@ -16,11 +16,13 @@ from tests.collectives.test_collectives import Pairs, check
 from tests.support.all_scan_emulation import allocate_shared
 from tests.support.distributed import run_distributed
 from zeco_train.collectives import Courier, PendingScan, ScanRequest
+from zeco_train.collectives.one_kernel import Tuning
+from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError, ConfigError
 
 pytestmark = pytest.mark.numeric
 
-ALGORITHMS = ("two_shot", "chain")
+ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)
 # [B, H, K, V]: odd, of several tiles a rank, and fewer tiles than ranks.
 SHAPES = ((2, 3, 5, 7), (1, 4, 8, 16), (1, 1, 3, 1))
 
@@ -29,15 +31,16 @@ class Lane:
     """One direction, with few small tiles, so that CTAs have several."""
 
     def __init__(self, reverse: bool, timeout: timedelta = timedelta(seconds=30)) -> None:
-        from zeco_train.collectives.symmetric import SymmetricScans, Tuning
+        from zeco_train.collectives.symmetric import SymmetricScans
 
         self.reverse, self.courier = reverse, Courier(dist.new_group(), timeout)
-        tuning = {"two_shot": Tuning(2, 4, 32), "chain": Tuning(2, 4, 32)}
+        tuning = dict.fromkeys(ALGORITHMS, Tuning(2, 4, 32))
         self.scans = SymmetricScans(self.courier, allocate_shared, tuning)
 
     def launch(self, variant: str, state: torch.Tensor, log_decay: torch.Tensor, **options: object) -> PendingScan:
         request = ScanRequest(state, log_decay, self.reverse, **options)  # type: ignore[arg-type]
-        return self.scans.launch(request, variant, blocks=3 if variant == "chain" else None)
+        scan = SCANS[variant]
+        return self.scans.launch(request, scan, blocks=3 if scan.best_blocks else None)
 
 
 def start_interpreter() -> None:
@@ -145,7 +148,8 @@ def test_kernels_in_the_interpreter(world_size: int) -> None:
 
 
 def fallbacks(rank: int, world_size: int) -> None:
-    from zeco_train.sp.registry import AllScanConfig, AllScanTransport, SPConfig, build_scan
+    from zeco_train.sp.registry import SPConfig, build_scan
+    from zeco_train.sp.zeco import AllScanConfig, AllScanTransport
 
     groups = dist.new_group(), dist.new_group()
     config = SPConfig(all_scan=AllScanConfig(transport=AllScanTransport.symmetric))
@@ -180,12 +184,14 @@ def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
 def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     """Not once a direction; and nothing is said of a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
+    from zeco_train.collectives.spec import ScanSpec
     from zeco_train.sp import registry, zeco
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zeco, "request_problem", lambda request: "too large")
-        patch.setattr(zeco, "launch_chain", lambda request, courier, blocks: None)
+        patch.setattr(ScanSpec, "start", lambda *_: None)
+        patch.setattr(zeco, "scan_alone", lambda _: None)
         patch.setattr(zeco.logger, "warning", lambda text, *values: said.append(text % values))
         patch.setattr(zeco.logger, "info", lambda text, *values: said.append(text % values))
         patch.setattr(zeco.AllScan, "_try_links", lambda *_: Link.symmetric)
@@ -211,8 +217,7 @@ def test_transport_that_the_ranks_cannot_use() -> None:
 
 
 def test_blocks_that_nothing_reads() -> None:
-    from zeco_train.sp.registry import AllScanConfig
-    from zeco_train.sp.zeco import AllScanAlgorithm
+    from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
     expected = r"^sp.all_scan.blocks=2: would be ignored; it needs sp.all_scan.algorithm=chain$"
     with pytest.raises(ConfigError, match=expected):

@@ -20,13 +20,14 @@ from torch.cuda import CUDAGraph
 from tests.collectives.test_collectives import Pairs
 from tests.support.distributed import run_distributed
 from zeco_train.collectives import Courier, PendingScan, ScanRequest
+from zeco_train.collectives.registry import SCANS
 from zeco_train.collectives.symmetric import SymmetricScans, transport_problem
 from zeco_train.errors import CommunicationError
 
 pytestmark = pytest.mark.gpu
 
 TIMEOUT = timedelta(seconds=60)  # of a wait; ranks compile meanwhile
-ALGORITHMS = ("two_shot", "chain")
+ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)
 ODD, EVEN, LARGE = (2, 3, 5, 7), (2, 4, 64, 128), (1, 512, 64, 128)
 # |R| < 4 terms below 6; fp32 rounds each of 4 steps by 2^-24, and the kernels' exp by a few of those.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -57,7 +58,7 @@ class Lane:
     def launch(self, algorithm: str, pairs: Pairs, want_carry: bool = False, blocks: int | None = None) -> PendingScan:
         state, log_decay = pairs.states[self.rank], pairs.transitions[self.rank]
         request = ScanRequest(state, log_decay, self.reverse, pairs.carry_in, want_carry)
-        return self.scans.launch(request, algorithm, blocks)
+        return self.scans.launch(request, SCANS[algorithm], blocks)
 
     def compare(self, name: str, actual: Tensor, expected: Tensor) -> None:
         """Note the error, without waiting for it."""

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +21,8 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
-from zeco_train.collectives import (
-    Courier,
-    ScanRequest,
-    launch_all_gather,
-    launch_chain,
-    launch_serial,
-    launch_two_shot,
-)
+from zeco_train.collectives import Courier, ScanRequest
+from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError
 from zeco_train.sp.base import PendingScan
 
@@ -36,8 +30,15 @@ pytestmark = pytest.mark.numeric
 
 TIMEOUT = timedelta(seconds=60)
 BLOCKS = (1, 2, 3, 7, 100)
-VARIANTS = (*(f"chain/{blocks}" for blocks in BLOCKS), "two_shot", "all_gather", "serial")
-FAMILIES = ("chain/2", "two_shot", "all_gather", "serial")
+# Whatever is registered: with several numbers of blocks where states flow in blocks.
+VARIANTS = tuple(
+    variant
+    for name, scan in SCANS.items()
+    for variant in ([f"{name}/{blocks}" for blocks in BLOCKS] if scan.best_blocks else [name])
+)
+FAMILIES = tuple(f"{name}/2" if scan.best_blocks else name for name, scan in SCANS.items())
+# Those that go on by themselves, so that several can be under way.
+LAUNCHED = tuple(variant for variant in FAMILIES if not SCANS[variant.partition("/")[0]].in_series)
 # H·V = 6, 12 and 1: not a multiple of 4 ranks, a multiple, and fewer columns than ranks. [B, H, K, V]
 SHAPES = ((1, 2, 5, 3), (2, 3, 8, 4), (1, 1, 64, 1), (2, 3, 64, 5))
 # The sum of at most 4 terms of |x| < 20; fp32: exp, product and sum round 2^-24 each, 4 times, with room for 2.
@@ -53,14 +54,7 @@ class Lane:
     def launch(self, variant: str, state: Tensor, log_decay: Tensor, **options: Any) -> PendingScan:
         request = ScanRequest(state, log_decay, self.reverse, **options)
         name, _, blocks = variant.partition("/")
-        if name == "chain":
-            return launch_chain(request, self.courier, blocks=int(blocks))
-        scans: dict[str, Callable[[ScanRequest, Courier], PendingScan]] = {
-            "two_shot": launch_two_shot,
-            "all_gather": launch_all_gather,
-            "serial": launch_serial,
-        }
-        return scans[name](request, self.courier)
+        return SCANS[name].launch(request, self.courier, **({"blocks": int(blocks)} if blocks else {}))
 
 
 def new_lanes(world_size: int) -> tuple[Lane, Lane]:
@@ -187,7 +181,7 @@ def scans_in_flight(rank: int, world_size: int, lanes: tuple[Lane, Lane], varian
         with torch.inference_mode(inference):
             pairs = [Pairs.make(i, world_size, SHAPES[1], torch.float64, True, False) for i in range(4)]
             order = [forward, reverse, reverse, forward]
-            if variant == "serial":  # has one scan at a time under way in a group
+            if variant not in LAUNCHED:  # has one scan at a time under way in a group
                 del order[2:]
             scans = [p.launch(lane, variant, rank, device, True) for p, lane in zip(pairs, order, strict=False)]
             for i, (scan, lane) in enumerate(zip(scans, order, strict=True)):
@@ -240,26 +234,25 @@ def subgroup_suite(rank: int, world_size: int) -> None:
             lane = Lane(groups[mine], reverse)
             scan = pairs.launch(lane, variant, member, "cpu", want_carry=True)
             finish(pairs, scan, lane, member, True, f"{variant} {reverse=} {layout}")
-            if variant != "serial":
+            if variant in LAUNCHED:
                 lane.courier.drain()
         with pytest.raises(ValueError, match="not a member"):
             Lane(groups[1 - mine]).launch("chain/1", pairs.states[0], pairs.transitions[0])
 
 
 def pace_suite(rank: int, world_size: int) -> None:
-    variants = ("chain/2", "two_shot", "all_gather")
-    lanes = [Lane(dist.new_group(list(range(world_size)))) for _ in variants]
+    lanes = [Lane(dist.new_group(list(range(world_size)))) for _ in LAUNCHED]
     pairs = Pairs.make(0, world_size, SHAPES[1], torch.float64, False, False)
     store = dist.distributed_c10d._get_default_store()
     # Rank 0 launches once the others have: launches must not wait for it, or there is no overlap.
     if rank == 0:
         store.wait([f"launched by {other}" for other in range(1, world_size)], TIMEOUT)
-    scans = [pairs.launch(lane, variant, rank, "cpu") for lane, variant in zip(lanes, variants, strict=True)]
+    scans = [pairs.launch(lane, variant, rank, "cpu") for lane, variant in zip(lanes, LAUNCHED, strict=True)]
     store.set(f"launched by {rank}", "")
     # Rank 1 waits for its own states once the others have theirs: what passes through it must not be held up.
     if rank == 1:
         store.wait([f"finished by {other}" for other in range(world_size) if other != 1], TIMEOUT)
-    for lane, variant, scan in zip(lanes, variants, scans, strict=True):
+    for lane, variant, scan in zip(lanes, LAUNCHED, scans, strict=True):
         finish(pairs, scan, lane, rank, False, variant)
     store.set(f"finished by {rank}", "")
     lane = lanes[0]
@@ -290,7 +283,7 @@ def test_every_scan_equals_the_reference(world_size: int) -> None:
     run_distributed(cpu_suite, world_size)
 
 
-# What rank 2 of 3 waits for when rank 1 is missing: peer and operation.
+# What rank 2 of 3 waits for when rank 1 is missing: peer and operation. A scan that is not here names some.
 EXPECTED = {
     "chain/2": (1, "all_scan_chain forward: receive of block 0"),
     "two_shot": (None, "all_scan_two_shot forward: all-to-all of slices"),
@@ -305,11 +298,12 @@ def failure(lane: Lane, variant: str) -> tuple[CommunicationError, float]:
     with pytest.raises(CommunicationError) as caught:
         lane.launch(variant, state, log_decay, want_carry=True).wait()
     seconds = time.monotonic() - start
-    if variant != "serial":  # nothing can follow on a group whose messages are half delivered
+    if variant in LAUNCHED:  # nothing can follow on a group whose messages are half delivered
         with pytest.raises(CommunicationError) as later:
             lane.launch(variant, state, log_decay)
         assert later.value is caught.value, f"{variant}: {later.value}"
-    assert (caught.value.rank, caught.value.peer, caught.value.operation) == (2, *EXPECTED[variant]), variant
+    found = caught.value.peer, caught.value.operation
+    assert (caught.value.rank, *found) == (2, *EXPECTED.get(variant, found)), variant
     return caught.value, seconds
 
 

@@ -8,84 +8,119 @@ import math
 
 import pytest
 
-from zeco_train.collectives import cost_model
-from zeco_train.collectives.cost_model import (
-    MEASURED,
-    Link,
-    best_blocks,
-    chain_seconds,
-    choose,
-    eligible,
-    two_shot_seconds,
-)
+from zeco_train.collectives.chain import CHAIN, best_blocks
+from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load, assumed_costs
+from zeco_train.collectives.registry import ALL_SCANS, SCANS
+from zeco_train.collectives.spec import choose, eligible
+from zeco_train.collectives.two_shot import TWO_SHOT
 
 MB = 1 << 20
+AUTO = tuple(scan for scan in ALL_SCANS if scan.automatic)
+
+
+def load(ranks: int, state_bytes: int, heads: int = 2, value_dim: int = 128) -> Load:
+    """A scan of so many bytes; K is what is left of them."""
+    return Load(ranks, (1, heads, 1, value_dim), -(-state_bytes // (heads * value_dim)))
 
 
 def test_best_number_of_blocks_is_best() -> None:
     for link, ranks, size in itertools.product((Link.gloo, Link.nccl), (2, 3, 4, 64, 256), (MB // 64, MB, 64 * MB)):
-        blocks = best_blocks(ranks, size, 256, MEASURED[link])
-        best = min(range(1, 257), key=lambda b: chain_seconds(link, ranks, size, b))
+        costs, sized = MEASURED[link], load(ranks, size)
+        blocks = best_blocks(costs, sized)
         # The closed form's minimum, rounded: as good as the best whole number within a few per cent.
-        chosen, least = chain_seconds(link, ranks, size, blocks), chain_seconds(link, ranks, size, best)
-        assert chosen <= 1.06 * least, (link, ranks, size, blocks, best)
+        least = min(CHAIN.seconds(costs, sized, b) for b in range(1, 257))
+        assert CHAIN.seconds(costs, sized, blocks) <= 1.06 * least, (link, ranks, size, blocks)
         assert ranks > 2 or blocks == 1
 
 
-def test_design_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_design_figures() -> None:
     """The formulas of DESIGN, section 5, by hand, for P = 256, S = 1 MB, 10 µs and 50 GB/s."""
-    monkeypatch.setitem(MEASURED, Link.nccl, cost_model.Costs(1e-5, 2e-11, 1e-5, 0.0, 2e-11))
-    blocks = best_blocks(256, 10**6, 1024, MEASURED[Link.nccl])
+    costs = Costs(Link.nccl, 1e-5, 2e-11, 1e-5, 0.0, 2e-11)
+    sized = Load(256, (1, 8, 1, 125), 1000)
+    assert sized.state_bytes == 10**6
+    blocks = best_blocks(costs, sized)
     assert blocks == round(math.sqrt(254 * 2e-11 * 1e6 / 1e-5)) == 23
     # (P − 2 + b)(α + βS/b), by hand.
-    assert chain_seconds(Link.nccl, 256, 10**6, blocks) == pytest.approx(277 * (1e-5 + 2e-11 * 1e6 / 23))
-    assert two_shot_seconds(Link.nccl, 256, 10**6) == pytest.approx(2 * (1e-5 + 2e-5 * 255 / 256))
+    assert CHAIN.seconds(costs, sized, blocks) == pytest.approx(277 * (1e-5 + 2e-11 * 1e6 / 23))
+    assert TWO_SHOT.seconds(costs, sized, None) == pytest.approx(2 * (1e-5 + 2e-5 * 255 / 256))
+
+
+def test_sizes_of_a_scan() -> None:
+    diagonal, matrices = Load(4, (2, 3, 5, 7), 4), Load(4, (2, 3, 5, 7), 4, matrices=True)
+    assert (diagonal.state_bytes, diagonal.columns) == (4 * 2 * 3 * 5 * 7, 21)
+    assert (diagonal.transition_bytes, matrices.transition_bytes) == (4 * 2 * 3 * 5, 4 * 2 * 3 * 5 * 5)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_every_descriptor_is_whole(name: str) -> None:
+    """Times and bytes for any size, growing with it, on every link that there is a form for."""
+    scan = SCANS[name]
+    assert scan.name == name
+    assert scan.description
+    assert scan.kernel is not None or not scan.runs_on(Link.symmetric)
+    for link, ranks, matrices in itertools.product(Link, (2, 3, 5, 64), (False, True)):
+        small, large = (Load(ranks, (1, heads, 16, 32), 4, matrices) for heads in (2, 64))
+        assert 0 < scan.bytes_sent(small, False) < scan.bytes_sent(large, False)
+        assert scan.bytes_sent(small, True) >= scan.bytes_sent(small, False)
+        if scan.runs_on(link):
+            times = [choose((scan,), MEASURED[link], sized).seconds for sized in (small, large)]
+            assert 0 < times[0] < times[1]
+        else:
+            with pytest.raises(ValueError, match="empty"):
+                choose((scan,), MEASURED[link], small)
 
 
 def test_choice() -> None:
     for link, ranks, size in itertools.product(Link, (2, 3, 4, 8, 64), (1 << 10, MB, 64 * MB)):
-        choice = choose(link, ranks, size, 128)
-        assert choice == choose(link, ranks, size, 128)
-        chain, two_shot = (choose(link, ranks, size, 128, name) for name in ("chain", "two_shot"))
-        assert choice.seconds == min(chain.seconds, two_shot.seconds)
-        assert choice in (chain, two_shot)
-        assert two_shot.blocks is None
-        # In one kernel blocks have ZeCO's size, not a number that depends on the ranks.
-        assert (chain.blocks is None) == (link is Link.symmetric)
-        assert choose(link, ranks, size, 128, "chain", blocks=7).blocks == 7
+        costs, sized = MEASURED[link], load(ranks, size)
+        choice = choose(AUTO, costs, sized)
+        assert choice == choose(AUTO, costs, sized)
+        single = [choose((scan,), costs, sized) for scan in AUTO]
+        assert choice in single
+        assert choice.seconds == min(one.seconds for one in single)
+        for one in single:
+            # In one kernel blocks have ZeCO's size, not a number that depends on the ranks.
+            assert (one.blocks is not None) == (one.scan.best_blocks is not None and link is not Link.symmetric)
+        assert choose((CHAIN,), costs, sized, blocks=7).blocks == 7
+        assert choose((TWO_SHOT,), costs, sized, blocks=7).blocks is None
     # A chain's latency grows with the ranks, an exchange's hardly.
-    assert choose(Link.nccl, 64, MB, 128).algorithm == "two_shot"
-    assert choose(Link.gloo, 2, MB, 128).algorithm == "chain"
+    assert choose(AUTO, MEASURED[Link.nccl], load(64, MB)).scan is TWO_SHOT
+    assert choose(AUTO, MEASURED[Link.gloo], load(2, MB)).scan is CHAIN
 
 
-def test_eligible_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eligible_algorithms() -> None:
     """All that is ever chosen, and in one kernel, where each takes memory, nothing else."""
     sizes = [1 << n for n in range(40)]
-    both, costs = ("chain", "two_shot"), MEASURED[Link.symmetric]
+    both, costs = [CHAIN, TWO_SHOT], MEASURED[Link.symmetric]
     slow = dataclasses.replace(costs, exchange=1e-3)
-    for used, expected in ((costs, {2: ("chain",), 4: both, 8: both}), (slow, dict.fromkeys((2, 4, 8), ("chain",)))):
-        monkeypatch.setitem(MEASURED, Link.symmetric, used)
+    for used, expected in ((costs, {2: [CHAIN], 4: both, 8: both}), (slow, {ranks: [CHAIN] for ranks in (2, 4, 8)})):
         for ranks, chosen in expected.items():
-            assert eligible(Link.symmetric, ranks) == chosen
-            assert {choose(Link.symmetric, ranks, size, 128).algorithm for size in sizes} == set(chosen)
-    assert eligible(Link.nccl, 4) == eligible(Link.gloo, 4) == both
+            assert eligible(both, used, ranks) == chosen
+            assert {choose(both, used, Load(ranks, (1, 1, 1, 1), size)).scan for size in sizes} == set(chosen)
+    assert eligible(both, MEASURED[Link.nccl], 4) == eligible(both, MEASURED[Link.gloo], 4) == both
 
 
 def test_measured_times_of_one_kernel() -> None:
     """What 2 and 4 H200s took, launched one by one, in µs, is what the model says, and leads to the faster one."""
+    costs = MEASURED[Link.symmetric]
     chain = {(2, 0.5): 14.8, (2, 1): 16.8, (2, 4): 27.1, (2, 8): 41.8}
     chain |= {(4, 0.5): 26.9, (4, 1): 27.7, (4, 2): 35.4, (4, 4): 44.6, (4, 8): 61.6}
     two_shot = {(4, 0.5): 19.6, (4, 1): 21.3, (4, 2): 26.4, (4, 4): 37.0, (4, 8): 63.5}
     for (ranks, size), microseconds in chain.items():
-        assert 1e6 * chain_seconds(Link.symmetric, ranks, int(size * MB)) == pytest.approx(microseconds, rel=0.2)
+        assert 1e6 * CHAIN.seconds(costs, load(ranks, int(size * MB)), None) == pytest.approx(microseconds, rel=0.2)
     for (ranks, size), microseconds in two_shot.items():
-        assert 1e6 * two_shot_seconds(Link.symmetric, ranks, int(size * MB)) == pytest.approx(microseconds, rel=0.2)
+        sized = load(ranks, int(size * MB))
+        assert 1e6 * TWO_SHOT.seconds(costs, sized, None) == pytest.approx(microseconds, rel=0.2)
         faster = min((chain[ranks, size], "chain"), (microseconds, "two_shot"))[1]
-        assert choose(Link.symmetric, ranks, int(size * MB), 128).algorithm == faster
+        assert choose(AUTO, costs, sized).scan.name == faster
     # On 2 GPUs two_shot was not measured with today's tiles; with others it was the slower one at every size.
-    assert {choose(Link.symmetric, 2, int(size * MB), 128).algorithm for size in (0.5, 1, 2, 4, 8)} == {"chain"}
+    assert {choose(AUTO, costs, load(2, int(size * MB))).scan for size in (0.5, 1, 2, 4, 8)} == {CHAIN}
 
 
-def test_unknown_algorithm() -> None:
-    with pytest.raises(ValueError, match="no such algorithm: ring"):
-        choose(Link.gloo, 2, MB, 128, "ring")
+def test_assumed_costs_change_nothing_that_was_measured() -> None:
+    before = dict(MEASURED)
+    assumed = assumed_costs(1e-3, None)
+    assert assumed.keys() == MEASURED.keys()
+    assert all(costs.message == costs.exchange == 1e-3 for costs in assumed.values())
+    assert [costs.byte for costs in assumed.values()] == [costs.byte for costs in MEASURED.values()]
+    assert assumed_costs(None, None) == MEASURED == before

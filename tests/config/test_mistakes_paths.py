@@ -25,6 +25,7 @@ from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
 from zeco_train.plan import command as plan
 from zeco_train.report import __main__ as report
+from zeco_train.system.paths import path_problem
 from zeco_train.verify import command as verify
 
 CONFIG = ConfigError.exit_code
@@ -212,3 +213,18 @@ def test_a_failed_export_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPa
         outcome = run_here(export.main, "run", path)
         assert outcome.code != 0
         assert outcome.err.endswith(": cannot be written (File name too long); name another OUT\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+    (tmp_path / "private" / "store").mkdir(parents=True)
+    (tmp_path / "private").chmod(0o700)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.seteuid(65534)
+        os.write(write, str(path_problem(tmp_path / "private" / "store")).encode())
+        os._exit(0)
+    os.wait()
+    assert os.read(read, 1000).decode() == "cannot be looked up (Permission denied)"
+    os.close(read)
+    os.close(write)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig, DataKind
-from data.labels import IGNORE_INDEX
 from data.loader import SequenceLoader, validation_batches
 from data.opening import open_data
 from data.reader import DataSplit
@@ -26,6 +25,7 @@ from tests.support.distributed import run_distributed
 from tests.support.training import train
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
+from zeco_train.system.labels import IGNORE_INDEX
 
 pytestmark = pytest.mark.numeric
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models.gla import GLAForCausalLM
-from models.hooks import sharding_units
+from models.language_model import LanguageModel
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
@@ -33,7 +32,7 @@ def requests() -> list[ScoreRequest]:
     return [*found, ScoreRequest(tokens, 4)]
 
 
-def _logits(model: GLAForCausalLM, tokens: np.ndarray) -> torch.Tensor:
+def _logits(model: LanguageModel, tokens: np.ndarray) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.from_numpy(tokens)[None], whole(len(tokens)))[0]
 
@@ -57,7 +56,7 @@ def score_on_ranks(rank: int, world_size: int) -> list[tuple[str, list[Score]]]:
     for (sp_size, strategy), batch_tokens in itertools.product(splits, (16, 1 << 14)):
         mesh = make_mesh(rank, world_size, sp_size)
         model = build(TINY, spread=1.0)
-        parallelize(model, sharding_units(model), strategy, torch.float64, mesh)
+        parallelize(model, model.sharding_units(), strategy, torch.float64, mesh)
         scan = build_scan(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout)
         scores = score(SequenceForward(model, scan, mesh), requests(), batch_tokens)
         results.append((f"sp.size {sp_size} of {world_size}, {strategy.value}, {batch_tokens} at once", scores))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from data.synthetic.example import Answer, Example, Tokens
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
+from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY
@@ -46,13 +47,13 @@ class Given:
         return self._tokens[start:stop]
 
 
-def logits(model: GLAForCausalLM, tokens: Tokens) -> Tensor:
+def logits(model: LanguageModel, tokens: Tokens) -> Tensor:
     ids = torch.from_numpy(tokens)[None]
     return model(ids, SequenceShard(LocalScan(), 0, len(tokens)))[0]
 
 
 @torch.no_grad()
-def examples_of(model: GLAForCausalLM, count: int) -> list[Example]:
+def examples_of(model: LanguageModel, count: int) -> list[Example]:
     """Of random tokens, but for half of the answers, which are what the model would say."""
     rng, made = np.random.default_rng(0), []
     for index in range(count):
@@ -66,7 +67,7 @@ def examples_of(model: GLAForCausalLM, count: int) -> list[Example]:
 
 
 @torch.no_grad()
-def expected_scores(model: GLAForCausalLM, examples: list[Example], size: int = LENGTH) -> Scores:
+def expected_scores(model: LanguageModel, examples: list[Example], size: int = LENGTH) -> Scores:
     """With each part of so many tokens run by itself."""
     right, losses = [], []
     for example in examples:
@@ -84,7 +85,7 @@ def _check_splits(rank: int, world_size: int) -> None:
     for sp_size in (s for s in (1, 2, 3) if world_size % s == 0):
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, device, timedelta(seconds=60))
         model = build_model(TINY, TrainConfig(dtype=Dtype.fp64), Strategy.zero3, mesh, seed=0)
-        whole = GLAForCausalLM(TINY).to(torch.float64)
+        whole = ModelSpec(TINY).build().to(torch.float64)
         whole.init_weights(0)
         examples = examples_of(whole, 5)
         made: list[Any] = [lambda example=example: example for example in examples]

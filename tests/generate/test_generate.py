@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
-from models.gla import GLAConfig, GLAForCausalLM
+from models.language_model import LanguageModel
+from models.mixers.gla import GLAConfig
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
@@ -29,7 +30,7 @@ CONFIG = GLAConfig(hidden_size=24, num_layers=2, num_heads=3, intermediate_size=
 PROMPTS = ["def main(", "import numpy as np\n" * 5, "é", "", "class A:\n"]
 
 
-def model() -> GLAForCausalLM:
+def model() -> LanguageModel:
     return build(CONFIG, spread=15.0)
 
 

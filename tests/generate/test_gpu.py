@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
-from models.gla import GLAForCausalLM
-from models.gla_config import GLAConfig
+from models.language_model import LanguageModel
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec
 from tests.generate.test_step import steps
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.generate.decode import Decoder
@@ -39,8 +40,8 @@ def mesh() -> Iterator[ProcessMesh]:
         dist.destroy_process_group()
 
 
-def model(dtype: torch.dtype) -> GLAForCausalLM:
-    network = GLAForCausalLM(CONFIG).to(DEVICE, dtype)
+def model(dtype: torch.dtype) -> LanguageModel:
+    network = ModelSpec(CONFIG).build().to(DEVICE, dtype)
     network.init_weights(0)
     return network.eval().requires_grad_(False)
 

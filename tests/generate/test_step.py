@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.gla_config import FeatureMap
+from models.mixers.gla import FeatureMap
 from tests.models.test_model import SMALL, build, tokens_and_labels, whole
 from zeco_train.ops import naive_gla
 from zeco_train.ops.recurrent import recurrent_step

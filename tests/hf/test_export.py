@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.gla_config import GLAConfig
+from models.mixers.gla import GLAConfig
 from tests.data.test_prepare import hugging_face
 from tests.support.distributed import run_distributed
 from tests.support.fla_reference import use_references

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from data.prepare import PrepareOptions, prepare_store
-from models.gla import GLAConfig
-from models.gla_config import FeatureMap
+from models.mixers.gla import FeatureMap, GLAConfig
 from tests.data.test_prepare import hugging_face
 from tests.models.test_model import reference_logits
 from tests.support.commands import train_here

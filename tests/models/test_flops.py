@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import Batch
-from models import gla as gla_module
-from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import TokenFLOPs, flops_per_token, recomputed_flops_per_token
-from tests.models.test_model import SMALL
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec, TokenFLOPs, spec_of
+from tests.models.test_model import SMALL, plain_products
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import CHUNK, CHUNKED
 from zeco_train.ops.chunked import intra_scores, local_states
@@ -33,8 +31,8 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
     """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
     monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
     # The counter does not see into custom ops; these are the same products.
-    monkeypatch.setattr(gla_module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
-    model = GLAForCausalLM(config)
+    plain_products(monkeypatch)
+    model = ModelSpec(config).build()
     model.init_weights(0)
     for layer in model.model.layers:
         layer.recompute = recompute
@@ -54,12 +52,18 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
     return sum(counts.get(op, 0) for op in _LINEAR)
 
 
+def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLOPs:
+    """All that a step of TOKENS tokens computes, for one of them."""
+    spec = spec_of(config)
+    return spec.flops_per_token(TOKENS) + spec.recomputed_flops_per_token(TOKENS, recompute, segments)
+
+
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize("recompute", Recompute)
 def test_linear_layers_equal_those_counted(
     monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int
 ) -> None:
-    flops = flops_per_token(SMALL) + recomputed_flops_per_token(SMALL, recompute, segments)
+    flops = flops_of(SMALL, recompute, segments)
     assert count_step(monkeypatch, recompute, segments) == pytest.approx(
         TOKENS * (flops.linear + flops.head), rel=1e-12
     )
@@ -67,7 +71,7 @@ def test_linear_layers_equal_those_counted(
 
 def test_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
-    flops = flops_per_token(config) + recomputed_flops_per_token(config, Recompute.full, 1)
+    flops = flops_of(config, Recompute.full, 1)
     counted = count_step(monkeypatch, Recompute.full, 1, config)
     assert counted == pytest.approx(TOKENS * (flops.linear + flops.head), rel=1e-12)
 
@@ -109,16 +113,16 @@ def test_what_the_operator_computes_again() -> None:
     assert of_scores > 0
     assert of_backward == 2 * of_forward + of_states + of_scores
 
-    formula = recomputed_flops_per_token(SMALL, Recompute.none).operator
+    formula = spec_of(SMALL).recomputed_flops_per_token(TOKENS, Recompute.none).operator
     assert chunks * CHUNK * formula == SMALL.num_layers * of_states
 
 
 def test_whole_blocks_take_the_operator_with_them() -> None:
-    forward = flops_per_token(SMALL, backward=False).operator
-    own = recomputed_flops_per_token(SMALL, Recompute.none).operator
+    forward = spec_of(SMALL).flops_per_token(TOKENS, backward=False).operator
+    own = spec_of(SMALL).recomputed_flops_per_token(TOKENS, Recompute.none).operator
     for recompute, times in ((Recompute.none, 0), (Recompute.selective, 0), (Recompute.full, 1)):
         for segments in (1, 4):
-            flops = recomputed_flops_per_token(SMALL, recompute, segments)
+            flops = spec_of(SMALL).recomputed_flops_per_token(TOKENS, recompute, segments)
             assert flops.operator == pytest.approx(own + (times + 1 - 1 / segments) * forward)
             assert flops.head == 0
 

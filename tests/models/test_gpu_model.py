@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from models.gla import GLAForCausalLM
-from models.hooks import has_weight_decay
+from models.language_model import LanguageModel
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.sp.dp import LocalScan
@@ -46,7 +45,7 @@ def batches(segments: int) -> list[Batch]:
     ]
 
 
-def gradients(model: GLAForCausalLM, step: TrainingStep, segments: int) -> tuple[float, dict[str, Tensor], float]:
+def gradients(model: LanguageModel, step: TrainingStep, segments: int) -> tuple[float, dict[str, Tensor], float]:
     """Loss, gradients on the CPU, and the peak of memory in GB."""
     step.zero_grad()
     torch.cuda.reset_peak_memory_stats()
@@ -65,7 +64,7 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
     step = TrainingStep(
         model,
-        build_optimizer(model, config.optim, has_weight_decay),
+        build_optimizer(model, config.optim, model.weight_decay()),
         scan := LocalScan(),
         mesh,
         strategy=config.parallel.strategy,

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import gla as gla_module
-from models.gla import GLAConfig, GLAForCausalLM
-from models.gla_config import FeatureMap, num_parameters
-from models.hooks import flops_per_token, sharding_units
+from models import language_model
+from models.language_model import LanguageModel
+from models.mixers import gla
+from models.mixers.gla import FeatureMap, GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
+from models.spec import ModelSpec, spec_of
 from zeco_train.ops import CHUNK
 from zeco_train.sp.autograd import Crossing
 from zeco_train.sp.base import Boundary, Place, SequenceShard
@@ -47,14 +48,20 @@ SMALL = GLAConfig(
 SCAN = LocalScan()
 
 
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections that share an input as products of their own: counters do not see into custom ops."""
+    for module in (gla, language_model):
+        monkeypatch.setattr(module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
+
+
 def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
     """The shard of a rank that has the sequence to itself."""
     return SequenceShard(scan=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
 
 
-def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> GLAForCausalLM:
+def build(config: GLAConfig = SMALL, dtype: torch.dtype = torch.float64, spread: float = 20.0) -> LanguageModel:
     """A model whose matrices are `spread` times larger than initialised, so that every path matters."""
-    model = GLAForCausalLM(config).to(dtype)
+    model = ModelSpec(config).build().to(dtype)
     model.init_weights(0)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
@@ -170,7 +177,7 @@ def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) 
         torch.testing.assert_close(
             parameter.grad, 0.25 * grad, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(config)
+    assert sum(p.numel() for p in model.parameters()) == spec_of(config).num_parameters
     # Token by token, from the states.
     states = model.zero_states(2, ids.device)
     steps = torch.stack([model.step(ids[:, t], states) for t in range(ids.shape[1])], dim=1)
@@ -197,7 +204,7 @@ def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
     loss.backward()
     assert loss.dtype == torch.float32
     assert model(ids, whole(70)).dtype == dtype
-    wide = GLAForCausalLM(SMALL).double()
+    wide = ModelSpec(SMALL).build().double()
     wide.load_state_dict(model.state_dict())
     expected = wide(ids, whole(70), labels)
     expected.backward()
@@ -223,7 +230,7 @@ def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         assert g.max() <= 0
         return v, Crossing(g, g)
 
-    monkeypatch.setattr(gla_module, "gla_at", spy)
+    monkeypatch.setattr(gla, "gla_at", spy)
     ids, _ = tokens_and_labels()
     build(dtype=torch.bfloat16)(ids, whole(70))
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
@@ -264,16 +271,16 @@ def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # In place of the operator something without a product of matrices, through which all gradients flow; and the
     # projections as plain products, since the counter does not look into custom ops.
-    monkeypatch.setattr(gla_module, "gla_at", elementwise)
-    monkeypatch.setattr(gla_module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
+    monkeypatch.setattr(gla, "gla_at", elementwise)
+    plain_products(monkeypatch)
     model, (ids, labels) = build(), tokens_and_labels()
     with FlopCounterMode(display=False) as counter:
         model(ids, whole(70), labels).backward()
-    flops = flops_per_token(SMALL)
+    flops = spec_of(SMALL).flops_per_token(70)
     assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, whole(70), labels)
-    flops = flops_per_token(SMALL, backward=False)
+    flops = spec_of(SMALL).flops_per_token(70, backward=False)
     assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
 
 
@@ -290,7 +297,7 @@ def test_flops_of_the_operator_equal_those_counted() -> None:
         forward = counter.get_total_flops()
         loss.backward()
     for backward, counted in ((False, forward), (True, counter.get_total_flops())):
-        expected = flops_per_token(SMALL, backward=backward).operator / (SMALL.num_layers * SMALL.num_heads)
+        expected = spec_of(SMALL).flops_per_token(70, backward=backward).operator / (SMALL.num_layers * SMALL.num_heads)
         assert counted == CHUNK * expected
 
 
@@ -311,7 +318,7 @@ def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: t
     master = torch.float64 if dtype == torch.float64 else torch.float32
     sharded, plain = build(config, master), build(config, master).to(dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
-    for module in (*sharding_units(sharded), sharded):
+    for module in (*sharded.sharding_units(), sharded):
         fully_shard(module, mesh=one_rank_mesh, mp_policy=policy, reshard_after_forward=True)
     ids, labels = tokens_and_labels()
     for model in (sharded, plain):

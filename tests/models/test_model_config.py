@@ -13,9 +13,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from models.gla import GLAConfig, GLAForCausalLM
-from models.gla_config import num_parameters
-from models.hooks import has_weight_decay
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_references
 from zeco_train.errors import ConfigError
 from zeco_train.sp.base import SequenceShard
@@ -54,10 +53,10 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def test_parameter_counts(name: str) -> None:
     config = load_config(name)
     with torch.device("meta"):
-        model = GLAForCausalLM(config)
-    print(f"{name}: {num_parameters(config):,} parameters")
+        model = ModelSpec(config).build()
+    print(f"{name}: {spec_of(config).num_parameters:,} parameters")
     assert config.name == name
-    assert num_parameters(config) == sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+    assert spec_of(config).num_parameters == sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -66,11 +65,11 @@ def test_names_and_shapes_equal_those_of_fla(name: str, tied: bool) -> None:
     fla_models = importlib.import_module("fla.models")
     config = dataclasses.replace(load_config(name), tie_word_embeddings=tied)
     with torch.device("meta"):
-        ours, theirs = GLAForCausalLM(config), fla_models.GLAForCausalLM(fla_config(config))
+        ours, theirs = ModelSpec(config).build(), fla_models.GLAForCausalLM(fla_config(config))
     assert shapes(ours.state_dict()) == shapes(theirs.state_dict())
     assert shapes(dict(ours.named_parameters())) == shapes(dict(theirs.named_parameters()))
     # fla's count is of what is in the model, so that no default of its layer has slipped in unseen.
-    assert sum(p.numel() for p in theirs.parameters()) == num_parameters(config)
+    assert sum(p.numel() for p in theirs.parameters()) == spec_of(config).num_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -87,7 +86,7 @@ def test_logits_equal_those_of_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) 
         intermediate_size=20,
         tie_word_embeddings=tied,
     )
-    ours = GLAForCausalLM(config)
+    ours = ModelSpec(config).build()
     ours.init_weights(0)
     with torch.no_grad():
         for parameter in ours.parameters():
@@ -119,7 +118,7 @@ def test_initial_weights_depend_on_the_seed_only() -> None:
     ):
         torch.manual_seed(len(weights))  # the global generator must not matter
         with torch.device(device):
-            model = GLAForCausalLM(config).to(dtype)
+            model = ModelSpec(config).build().to(dtype)
         model.to_empty(device="cpu").init_weights(seed) if device == "meta" else model.init_weights(seed)
         weights[label] = {name: p.detach().double() for name, p in model.named_parameters()}
     for label in ("again", "meta", "fp64"):
@@ -129,7 +128,7 @@ def test_initial_weights_depend_on_the_seed_only() -> None:
 
 
 def test_initial_weights_are_distributed_as_in_fla() -> None:
-    model = GLAForCausalLM(load_config("gla_tiny"))
+    model = ModelSpec(load_config("gla_tiny")).build()
     model.init_weights(0)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -145,10 +144,10 @@ def test_initial_weights_are_distributed_as_in_fla() -> None:
 
 def test_tied_weights_stay_tied_through_to_empty() -> None:
     with torch.device("meta"):
-        model = GLAForCausalLM(GLAConfig(tie_word_embeddings=True))
+        model = ModelSpec(GLAConfig(tie_word_embeddings=True)).build()
     model.to_empty(device="cpu").init_weights(0)
     assert model.lm_head.weight is model.model.embeddings.weight
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)
+    assert sum(p.numel() for p in model.parameters()) == spec_of(model.config).num_parameters
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,9 @@ def test_impossible_shapes_are_refused_in_one_line(change: dict[str, Any], messa
 
 
 def test_only_matrices_decay() -> None:
-    decayed = {name: has_weight_decay(p) for name, p in GLAForCausalLM(GLAConfig()).named_parameters()}
+    model = ModelSpec(GLAConfig()).build()
+    decays = model.weight_decay()
+    decayed = {name: decays(p) for name, p in model.named_parameters()}
     assert decayed["model.embeddings.weight"]
     assert decayed["lm_head.weight"]
     assert decayed["model.layers.0.attn.gk_proj.1.weight"]

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
-from models.gla import GLABlock, GLAConfig
-from models.gla_config import num_parameters
-from models.hooks import has_weight_decay
+from models.language_model import Block
+from models.mixers.gla import GatedLinearAttention, GLAConfig
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case
-from zeco_train.collectives import Courier, ScanRequest, launch_all_gather, launch_chain, launch_serial, launch_two_shot
+from zeco_train.collectives import Courier, ScanRequest
 from zeco_train.collectives import wire as collectives_wire
+from zeco_train.collectives.registry import SCANS
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
@@ -33,7 +33,7 @@ from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, ste
 from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.sp.registry import SPConfig, build_scan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
@@ -102,8 +102,8 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         case = make_case(*_overrides(*setting))
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
         model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, seed=0)
-        optimizer = build_optimizer(model, OptimConfig(), has_weight_decay)
-        scan = _CountingScan(build_scan(SPConfig(Backend.zeco), mesh.scan_groups, mesh.timeout))
+        optimizer = build_optimizer(model, OptimConfig(), model.weight_decay())
+        scan = _CountingScan(build_scan(SPConfig(), mesh.scan_groups, mesh.timeout))
         step = TrainingStep(
             model,
             optimizer,
@@ -170,8 +170,8 @@ def test_a_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None
 def test_parameters_of_one_rank() -> None:
     for model in ("gla_tiny", "gla_340m", "gla_1b"):
         case = make_case(f"model={model}", "world_size=1")
-        assert parameter_bytes(case, 1) == num_parameters(case.config.model)
-        assert optimizer_bytes(case) == 8 * num_parameters(case.config.model) + 4 * sum(map(len, case.units))
+        assert parameter_bytes(case, 1) == case.spec.num_parameters
+        assert optimizer_bytes(case) == 8 * case.spec.num_parameters + 4 * sum(map(len, case.spec.units))
 
 
 # --- scans on the wire ---
@@ -183,12 +183,6 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
     assert group is not None
     courier = Courier(group, timedelta(seconds=60))
     state, log_decay = torch.ones(1, heads, 8, value_dim), -torch.ones(1, heads, 8)
-    launchers: dict[str, Callable[[ScanRequest], PendingScan]] = {
-        "chain": lambda request: launch_chain(request, courier, blocks=3),
-        "two_shot": lambda request: launch_two_shot(request, courier),
-        "lasp2": lambda request: launch_all_gather(request, courier),
-        "lasp1": lambda request: launch_serial(request, courier),
-    }
 
     def recording(owner: Any, name: str, count: Callable[..., int]) -> Any:
         original = getattr(owner, name)
@@ -205,9 +199,9 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
         recording(dist, "all_to_all_single", lambda into, parts, **_: parts.nbytes * (world_size - 1) // world_size),
         recording(collectives_wire, "_all_gather_single", lambda into, part, **_: part.nbytes * (world_size - 1)),
     ):
-        for (name, launch), want_carry in itertools.product(launchers.items(), (False, True)):
+        for (name, scan), want_carry in itertools.product(SCANS.items(), (False, True)):
             key = f"{name} {want_carry}"
-            pending = launch(ScanRequest(state, log_decay, want_carry=want_carry))
+            pending = scan.start(ScanRequest(state, log_decay, want_carry=want_carry), courier, blocks=3)
             pending.wait()
             pending.finish()
             if want_carry:
@@ -222,18 +216,18 @@ def test_bytes_of_scans(world_size: int, heads: int, value_dim: int) -> None:
     model = [f"model.hidden_size={heads * value_dim}", f"model.num_heads={heads}", f"model.expand_k={8 / value_dim}"]
     case = make_case(*model, f"world_size={world_size}", "data.seq_len=768", "gpu=cpu")
     assert (case.state_bytes, case.config.model.head_k_dim) == (4 * heads * 8 * value_dim, 8)
-    for way, want_carry in itertools.product(("chain", "two_shot", "lasp2", "lasp1"), (False, True)):
-        busiest = max(rank.get(f"{way} {want_carry}", 0) for rank in ranks)
-        assert scan_bytes(case, way, want_carry=want_carry) == pytest.approx(busiest, rel=1e-12), (way, want_carry)
+    for (name, scan), want_carry in itertools.product(SCANS.items(), (False, True)):
+        busiest = max(rank.get(f"{name} {want_carry}", 0) for rank in ranks)
+        assert scan_bytes(case, scan, want_carry=want_carry) == pytest.approx(busiest, rel=1e-12), (name, want_carry)
 
 
 def test_bytes_of_a_step() -> None:
     case = make_case(*GLA_1B, "world_size=4", "data.seq_len=65536", "train.segments=4", "train.recompute=full")
     assert case.state_bytes == 16 * 64 * 128 * 4
     # 4 forward passes that scan (the second ones replay) and 4 backward ones, of 20 layers.
-    assert step_bytes(case, "chain") == 2 * 4 * 20 * case.state_bytes
-    assert step_bytes(case, "lasp2") == pytest.approx(2 * 4 * 20 * 3 * case.state_bytes * 129 / 128)
-    assert scan_bytes(make_case(*GLA_1B, "sp=dp", "world_size=1"), "lasp2") == 0
+    assert step_bytes(case, SCANS["chain"]) == 2 * 4 * 20 * case.state_bytes
+    assert step_bytes(case, SCANS["all_gather"]) == pytest.approx(2 * 4 * 20 * 3 * case.state_bytes * 129 / 128)
+    assert scan_bytes(make_case(*GLA_1B, "sp=dp", "world_size=1"), SCANS["all_gather"]) == 0
 
 
 # --- activations ---
@@ -241,7 +235,7 @@ def test_bytes_of_a_step() -> None:
 
 def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int) -> int:
     """What autograd keeps of a block, its parameters aside."""
-    block = GLABlock(config).to(dtype)
+    block = Block(config, GatedLinearAttention).to(dtype)
     block.recompute = recompute
     if compiled:
         # What the compiler keeps is decided before it makes code.
@@ -265,19 +259,20 @@ def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, co
 
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), (Dtype.bf16, True)])
-def test_kept_activations(dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
+@pytest.mark.parametrize("variant", [[], ["model.num_kv_heads=1", "model.use_output_gate=false"]])
+def test_kept_activations(variant: list[str], dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
     """The tables of tensors, to the byte."""
     torch._dynamo.reset()
-    shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352"]
+    shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352", *variant]
     how = ["always" if compiled else "never", dtype.value, recompute.value]
     case = make_case(*shape, "gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
     short, long = (_saved_bytes(case.config.model, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
-    assert (long - short) / 256 == kept_bytes_per_token(case)
+    assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
 
 
 def test_kept_activations_of_full_recompute() -> None:
     case = make_case(*GLA_1B, "train.recompute=full", "world_size=1")
-    assert kept_bytes_per_token(case) == 2 * case.config.model.hidden_size
+    assert kept_bytes_per_token(case, case.block(0)) == 2 * case.config.model.hidden_size
 
 
 def test_loss_chunk_is_that_of_the_loss() -> None:

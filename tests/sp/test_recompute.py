@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.gla import GLABlock
+from models.language_model import Block
+from models.mixers.gla import GatedLinearAttention
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import CONFIGS, RecordingScan, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
@@ -62,7 +63,7 @@ def test_every_backend_and_strategy_trains_alike(world_size: int, tmp_path: Path
 def kept(recompute: Recompute, tokens: int) -> int:
     """Numbers that a block keeps for its backward pass, besides its parameters."""
     scan = LocalScan()
-    block = GLABlock(TINY)
+    block = Block(TINY, GatedLinearAttention)
     block.recompute = recompute
     saved: dict[int, int] = {}
 

@@ -30,8 +30,8 @@ from zeco_train.errors import ConfigError
 from zeco_train.sp.autograd import gla
 from zeco_train.sp.base import SequenceShard
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm
+from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
 pytestmark = pytest.mark.numeric
 
@@ -178,7 +178,7 @@ def test_every_backend_has_a_name_and_a_configuration() -> None:
         load_config,  # here, for every spawned rank imports this file, and that takes seconds
     )
 
-    assert {config.backend for config in CONFIGS.values()} | {Backend.dp} == set(Backend)
+    assert {config.backend for config in CONFIGS.values()} | {Backend["dp"]} == set(Backend)
     assert {config.all_scan.algorithm for config in CONFIGS.values()} == set(AllScanAlgorithm)
     for backend in Backend:
         assert load_config([f"sp={backend.name}"]).sp.backend is backend

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from data.documents import shard_cu_seqlens
 from zeco_train import ops
+from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.sp.autograd import gla
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.base import PendingScan, SequenceShard, StateScan
-from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig, build_scan
-from zeco_train.sp.zeco import AllScanAlgorithm
+from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig, build_scan
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
 TIMEOUT = timedelta(seconds=60)
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 7, 5
@@ -28,13 +29,14 @@ RATES = (0.0, 50.0, 1e-3, 1e-2, 0.1, 1.0, 5.0)
 # Up to 250 tokens of terms near 1 round 2^-53 each; measured 1.8e-15 at most.
 TOLERANCE = 1e-13
 CONFIGS = {
-    "lasp1": SPConfig(Backend.lasp1),
-    "lasp2": SPConfig(Backend.lasp2),
-    "two_shot": SPConfig(Backend.zeco, all_scan=AllScanConfig(AllScanAlgorithm.two_shot)),
-    "auto": SPConfig(Backend.zeco),
+    **{name: SPConfig(Backend[name]) for name in SHARING if not BACKENDS[name].section},
+    "auto": SPConfig(),
     **{
-        f"chain/{b}": SPConfig(Backend.zeco, all_scan=AllScanConfig(AllScanAlgorithm.chain, blocks=str(b)))
-        for b in (1, 3)
+        scan.name + (f"/{blocks}" if scan.best_blocks else ""): SPConfig(
+            all_scan=AllScanConfig(AllScanAlgorithm[scan.name], blocks=blocks)
+        )
+        for scan in ALL_SCANS
+        for blocks in (("1", "3") if scan.best_blocks else ("auto",))
     },
 }
 
@@ -285,7 +287,7 @@ def build_scans(ranks: tuple[int, ...]) -> dict[str, RecordingScan]:
         groups = dist.new_group(ranks), dist.new_group(ranks)
         scans[name] = RecordingScan(build_scan(config, groups, TIMEOUT))
     if len(ranks) == 1:
-        scans["dp"] = RecordingScan(build_scan(SPConfig(Backend.dp), groups, TIMEOUT))
+        scans["dp"] = RecordingScan(build_scan(SPConfig(Backend["dp"]), groups, TIMEOUT))
     return scans
 
 

@@ -18,8 +18,8 @@ from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
-from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import has_weight_decay
+from models.language_model import LanguageModel
+from models.mixers.gla import GLAConfig
 from tests.support.sp_reference import RecordingScan
 from tests.support.training import full
 from zeco_train.config.schema import Dtype, TrainConfig
@@ -109,7 +109,7 @@ def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
     return init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
 
 
-def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) -> tuple[GLAForCausalLM, TrainingStep]:
+def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) -> tuple[LanguageModel, TrainingStep]:
     """A model in fp64, and its step."""
     train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
     config = dataclasses.replace(TINY, num_layers=case.num_layers)
@@ -118,7 +118,7 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
         model.compile_parts(backend=case.compiler)
     step = TrainingStep(
         model,
-        build_optimizer(model, OptimConfig(lr=1e-2), has_weight_decay),
+        build_optimizer(model, OptimConfig(lr=1e-2), model.weight_decay()),
         scan,
         mesh,
         strategy=case.strategy,

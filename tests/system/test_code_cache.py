@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 from tests.support.steps import TINY, make_mesh
 from zeco_train.config.schema import Compile, TrainConfig
 from zeco_train.distributed.parallelize import Strategy
@@ -132,7 +132,7 @@ def test_folders_by_variable(tmp_path: Path) -> None:
 def test_training_compiles_into_a_private_folder() -> None:
     mesh, config = make_mesh(0, 1, 1), TrainConfig(compile=Compile.always)
     try:
-        with mock.patch.object(GLAForCausalLM, "compile_parts"):
+        with mock.patch.object(LanguageModel, "compile_parts"):
             build_model(TINY, config, Strategy.zero2, mesh, seed=0)
         cache = default_folder() / "inductor"
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)

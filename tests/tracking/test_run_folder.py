@@ -171,3 +171,33 @@ def test_errors_of_the_system_name_the_folder(tmp_path: Path) -> None:
         folder.begin({}, [])
     folder.release()
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "overrides.txt", "lock", "logs/rank_0.log"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_files_of_a_strangers_run_are_not_written_through_links(name: str, exists: bool, tmp_path: Path) -> None:
+    run, private = tmp_path / "run", tmp_path / "private"
+    folder = RunFolder(run, IDENTITY)
+    folder.begin({"seed": 0}, [])
+    folder.release()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(private)
+    if exists:
+        private.write_text("mine")
+    with pytest.raises(ConfigError, match=f"{name} is a link, and files of a run never are; remove the link"):
+        RunFolder(run, IDENTITY)
+    assert private.read_text() == "mine" if exists else not private.exists()
+
+
+def test_folders_of_a_run_may_be_links(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("checkpoints", "logs"):
+        (tmp_path / name).mkdir()
+        run.mkdir(exist_ok=True)
+    folder = RunFolder(run, IDENTITY)
+    folder.begin({"seed": 0}, [])
+    folder.release()
+    for name in ("checkpoints", "logs"):
+        (run / name).symlink_to(tmp_path / name)
+    RunFolder(run, IDENTITY).release()

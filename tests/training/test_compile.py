@@ -17,7 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.library import opcheck
 
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordingScan, build_scans
 from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
@@ -90,7 +91,7 @@ def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: Process
 def test_lengths_may_differ() -> None:
     """As in benchmarks: what was compiled for two lengths serves every other one."""
     scan = LocalScan()
-    eager, compiled = (GLAForCausalLM(TINY).double() for _ in range(2))
+    eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
     compiled.compile_parts(backend=counter)
     graphs = []
@@ -144,7 +145,7 @@ def test_the_compiler_that_training_uses(
 @pytest.mark.parametrize(("setting", "calls"), [(Compile.always, 1), (Compile.auto, 0), (Compile.never, 0)])
 def test_what_is_compiled(setting: Compile, calls: int, mesh: ProcessMesh) -> None:
     """On a CPU; `auto` compiles on GPUs only."""
-    with mock.patch.object(GLAForCausalLM, "compile_parts") as compile_parts:
+    with mock.patch.object(LanguageModel, "compile_parts") as compile_parts:
         build_model(TINY, TrainConfig(compile=setting), Strategy.zero2, mesh, seed=0)
     assert compile_parts.call_count == calls
 

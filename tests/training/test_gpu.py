@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.gla import GLAConfig, GLAForCausalLM
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.sp.base import SequenceShard
@@ -81,7 +82,7 @@ def test_logits_equal_those_of_fla(dtype: torch.dtype, ours_from_exact: float, o
     fla = pytest.importorskip("fla.models")
     torch.backends.cuda.matmul.allow_tf32 = False
     config = GLAConfig(vocab_size=512, hidden_size=512, num_layers=2, num_heads=4, intermediate_size=1024)
-    model = GLAForCausalLM(config)
+    model = ModelSpec(config).build()
     model.init_weights(0)
     theirs = fla.GLAForCausalLM(
         fla.GLAConfig(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import has_weight_decay
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.steps import Case, make_mesh, make_step
 from tests.support.training import full
@@ -82,8 +82,8 @@ def test_values_out_of_range(config: OptimConfig | ScheduleConfig, field: str) -
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    model = GLAForCausalLM(GLAConfig(num_layers=1))
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3), has_weight_decay)
+    model = ModelSpec(GLAConfig(num_layers=1)).build()
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3), model.weight_decay())
     decay, rest = optimizer.param_groups
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {p.ndim for p in decay["params"]} == {2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch, DataSplit
-from models.gla import GLAConfig
-from models.hooks import has_weight_decay
+from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.collectives import ScanRequest
@@ -93,7 +93,7 @@ class Backends:
     def __init__(self, run: Config, session: Session) -> None:
         self._run, self._session = run, session
         self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
-        self._optimizer = build_optimizer(self.model, run.optim, has_weight_decay)
+        self._optimizer = build_optimizer(self.model, run.optim, self.model.weight_decay())
         set_learning_rate(self._optimizer, LEARNING_RATE)
         self._scan = SwitchedScan()
         self._alone = _alone(session.mesh)
@@ -104,7 +104,7 @@ class Backends:
         Raises:
             ConfigError: this machine has not what it takes.
         """
-        return LocalScan() if name == "dp" else self._session.scan(name, state_elements(self._run.model))
+        return LocalScan() if name == "dp" else self._session.scan(name, state_elements(self._run))
 
     def contender(self, name: str, tokens: RandomTokens) -> Contender:
         """The variant with so many tokens a rank."""
@@ -175,9 +175,9 @@ class Backends:
         )
 
 
-def state_elements(model: GLAConfig) -> int:
+def state_elements(run: Config) -> int:
     """Of a layer's state."""
-    return model.num_heads * model.head_k_dim * model.head_v_dim
+    return math.prod(spec_of(run.model).state_shape)
 
 
 def _alone(mesh: ProcessMesh) -> ProcessMesh:

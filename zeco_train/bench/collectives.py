@@ -20,6 +20,7 @@ from zeco_train.bench.config import CollectivesConfig
 from zeco_train.bench.report import Report, Row, timing_fields
 from zeco_train.bench.runner import Runner, Subject, capture
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import ANCHORS
 from zeco_train.errors import ConfigError
 from zeco_train.sp.base import StateScan
 
@@ -27,7 +28,6 @@ from zeco_train.sp.base import StateScan
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # fp32 folds of a few ranks against the same in fp64: some 2^-24 each.
 TOLERANCE = 1e-5
-ANCHORS = ("all_gather", "all_reduce")
 COLUMNS = {
     "size_mb": ("MiB", ">7:g"),
     "variant": ("variant", "<28"),

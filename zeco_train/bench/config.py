@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Self
 
 from zeco_train.bench.variants import (
+    ANCHORS,
     GLA_VARIANTS,
     MODEL_VARIANTS,
     PEER_SETTINGS,
@@ -22,6 +23,7 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.recompute import Recompute
+from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path
 
 PASSES = ("forward", "forward_backward")
@@ -137,7 +139,7 @@ class CollectivesConfig(RunsConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, "all_gather", "all_reduce", "lasp1", "lasp2", "zeco")
+        check_variants(self.variants, *ANCHORS, *SHARING)
         self._check_least(key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
             raise ConfigError("sizes_mb", self.sizes_mb, "must be a list of numbers > 0")
@@ -175,7 +177,7 @@ class OperatorConfig(RunsConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, "dp", "copy", "lasp1", "lasp2", "zeco", "fla")
+        check_variants(self.variants, "dp", "copy", *SHARING, "fla")
         self._check_lists(heads=1, tokens=1)
         if not self.dims or any(len(pair) != 2 or min(pair) < 1 for pair in self.dims):
             raise ConfigError("dims", self.dims, "must be a list of pairs [K, V] of numbers ≥ 1")
@@ -279,7 +281,7 @@ class ModelConfig(OfModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, "dp", PRODUCTS, "lasp1", "lasp2", "zeco", "fla", peer_settings=PEER_SETTINGS)
+        check_variants(self.variants, "dp", PRODUCTS, *SHARING, "fla", peer_settings=PEER_SETTINGS)
         self._check_lists(heads=1, tokens=1)
         self._check_least(steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
+from models.spec import ModelSpec
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
@@ -106,7 +107,7 @@ class _Measurement:
         self._config, self._session, self._report, self._variants = config, session, report, variants
         self._run = config.run_config()
         self._model = _random_model(config, session)
-        scan = session.scan("zeco", state_elements(self._run.model))
+        scan = session.scan("zeco", state_elements(self._run))
         self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 
@@ -214,10 +215,10 @@ class _Measurement:
 
 
 @torch.no_grad()
-def _random_model(config: DecodeConfig, session: Session) -> GLAForCausalLM:
+def _random_model(config: DecodeConfig, session: Session) -> LanguageModel:
     run = config.run_config()
     with torch.device("meta"):
-        model = GLAForCausalLM(run.model).to(run.train.dtype.compute)
+        model = ModelSpec(run.model).build().to(run.train.dtype.compute)
     model.to_empty(device=session.device)
     model.init_weights(run.seed)
     return model.eval().requires_grad_(False)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.bench.report import Row
 from zeco_train.bench.stored import load_results
+from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
-from zeco_train.tracking.plot import BACKEND_COLORS, new_figure, save_figure
+from zeco_train.sp.registry import BACKENDS
+from zeco_train.tracking.plot import new_figure, save_figure
 from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
@@ -32,13 +34,15 @@ _PAPER = "ZeCO paper, H100 cluster"
 _COLOURS = {
     "all_gather": "#c2410c",
     "all_reduce": "#5f6b76",
-    **BACKEND_COLORS,
+    **{name: spec.color for name, spec in BACKENDS.items()},
     "copy": "#9aa4ad",
     "fla": "#111111",
     "products": "#b0b7bd",
     "eager": "#5f6b76",
     "graph": "#c2410c",
 }
+# The settings of All-Scan share its colour, and so do those of the peer.
+_LINES = {"no_optimizer": ":", **{scan.name: scan.line for scan in ALL_SCANS}}
 # The variant that answers to a column of the paper's table.
 _PAPER_COLLECTIVES = {"all_gather": "all_gather", "all_scan": "zeco", "all_reduce": "all_reduce"}
 _PAPER_BACKENDS = ("lasp1", "lasp2", "zeco", "dp")
@@ -233,8 +237,7 @@ def _points(rows: list[Row], variant: str, x: str, y: str = "median_ms") -> list
 
 def _draw(axes: Axes, points: Sequence[tuple[float, float]], variant: str) -> None:
     name, *settings = variant.split(":")
-    # The settings of All-Scan share its colour, and so do those of the peer.
-    style = {"chain": "-.", "two_shot": ":", "no_optimizer": ":"}.get(settings[0] if settings else "", "-")
+    style = _LINES.get(settings[0] if settings else "", "-")
     marker = {"p2p": "s", "symmetric": "^"}.get(settings[1] if len(settings) > 1 else "", "o")
     axes.plot(*_xy(points), color=_COLOURS[name], linestyle=style, marker=marker, markersize=5, label=variant)
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.hooks import flops_per_token, recomputed_flops_per_token
+from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import ModelConfig
@@ -105,7 +105,7 @@ def _available(config: ModelConfig, session: Session, report: Report) -> list[st
             if is_peer(name):
                 session.agree(partial(check_peer, run, session))
             elif not _is_alone(name):
-                session.agree(partial(session.scan, name, state_elements(run.model)))
+                session.agree(partial(session.scan, name, state_elements(run)))
             names.append(name)
         except ConfigError as error:
             problem = error
@@ -267,8 +267,9 @@ class _Measurement:
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
         row |= contender.as_row(self._session)
-        flops = flops_per_token(model)
-        all_flops = flops + recomputed_flops_per_token(model, train.recompute, train.segments)
+        spec, seq_len = spec_of(model), count * (1 if contender.name == "dp" else self._session.world_size)
+        flops = spec.flops_per_token(seq_len)
+        all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
         peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb
         if isinstance(contender, ProductsContender):
             flops = all_flops = product_flops(model)

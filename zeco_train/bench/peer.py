@@ -1,4 +1,4 @@
-"""The peer of case `model`: `GLAForCausalLM` of flash-linear-attention (fla), as its users train it.
+"""The peer of case `model`: the model of flash-linear-attention (fla), as its users train it.
 
 Their trainer, flame, wraps each block in FSDP2 with fp32 master weights and bf16 compute, takes the loss with fla's
 fused linear cross-entropy, clips, and steps a fused AdamW; it compiles nothing unless told to, and recomputes nothing.
@@ -12,6 +12,7 @@ step; labels are the tokens, which the model shifts.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from models.gla import GLAConfig
-from models.hooks import has_weight_decay
+from models.config import LanguageModelConfig
+from models.parameters import parameter_rules
+from models.registry import mixer_of
+from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
@@ -28,10 +31,8 @@ from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
 from zeco_train.training.optim import build_optimizer
 
-# The two have one name and one meaning in both configurations.
-_SAME = ("vocab_size", "hidden_size", "num_heads", "expand_k", "expand_v", "intermediate_size", "norm_eps")
-# fla's model takes these from its layer's defaults.
-_FIXED = {"gate_low_rank_dim": 16, "gate_logit_normalizer": 16}
+# These have one name and one meaning in both configurations, as have the numbers of the mixer's `FlaFormat`.
+_SAME = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ def check_peer(run: Config, session: Session) -> None:
         raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
     if run.train.dtype is not Dtype.bf16:
         raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
-    for name, value in _FIXED.items():
+    fla_format = mixer_of(run.model).fla
+    if fla_format is None:
+        raise ConfigError("variants", "fla", f"has no model with {run.model.mixer}")
+    for name, value in fla_format.fixed.items():
         if getattr(run.model, name) != value:
             raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")
     try:
@@ -91,7 +95,7 @@ class Peer:
             self.model.to(run.train.dtype.compute)
         else:
             _shard(self.model, run, mesh)
-            self._optimizer = build_optimizer(self.model, run.optim, has_weight_decay)
+            self._optimizer = build_optimizer(self.model, run.optim, _weight_decay(self.model, run))
         self.model.train()
 
     def step(self, ids: Tensor) -> Tensor:
@@ -113,21 +117,23 @@ class Peer:
         return logits
 
 
-def _build(config: GLAConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
+def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
     """fla's model with these parameters, in their fp32."""
-    from fla.models import GLAConfig as PeerConfig
-    from fla.models import GLAForCausalLM as PeerModel
+    import fla.models
 
+    fla_format = mixer_of(config).fla
+    assert fla_format is not None
+    same, peer_model = (*_SAME, *fla_format.numbers), getattr(fla.models, fla_format.architecture)
     with torch.device("meta"), warnings.catch_warnings():
         # That its loss rounds otherwise than its plain one: it is what its users take.
         warnings.simplefilter("ignore", UserWarning)
-        model = PeerModel(
-            PeerConfig(
+        model = peer_model(
+            peer_model.config_class(
                 num_hidden_layers=config.num_layers,
                 tie_word_embeddings=config.tie_word_embeddings,
                 fuse_cross_entropy=False,
                 fuse_linear_cross_entropy=True,
-                **{name: getattr(config, name) for name in _SAME},
+                **{name: getattr(config, name) for name in same},
             )
         )
     model.to_empty(device=device)
@@ -141,6 +147,16 @@ def _build(config: GLAConfig, parameters: dict[str, Tensor], device: torch.devic
         for name, parameter in own.items():
             parameter.copy_(parameters[name])
     return model
+
+
+def _weight_decay(model: nn.Module, run: Config) -> Callable[[nn.Parameter], bool]:
+    """Those of fla's parameters decay whose namesakes of ours do."""
+    with torch.device("meta"):
+        ours = spec_of(run.model).build()
+    names = {name for name, _, rule in parameter_rules(ours) if rule.decays}
+    # A compiled block adds to the names of its own.
+    named = ((name.replace("_orig_mod.", ""), parameter) for name, parameter in model.named_parameters())
+    return {parameter for name, parameter in named if name in names}.__contains__
 
 
 def _shard(model: Any, run: Config, mesh: ProcessMesh) -> None:

@@ -5,8 +5,8 @@ for a moment, bounds nothing. This one takes its turns with the backends, on the
 power is the limit it is no strict bound: products alone need more of it than a step that also moves memory, so they may
 run at lower clocks than within a step.
 
-For each linear layer of the model (q, k, v, g, the decays' two, o, gate, up, down of each block, and the head) it makes
-the three products of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
+For each linear layer of the model, as the walk over it finds them (`models.spec`), and for the head it makes the three
+products of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
 
     y = x Wᵀ       in the forward pass
     dx = dy W      in the backward pass; dW = dyᵀ x too
@@ -18,13 +18,14 @@ larger product; the model does not do that, and neither does this.
 
 Numbers are drawn from normal distributions, since products of zeros take less power: x and dy with variance 1, W as the
 model's initial weights. Results are written, but never read (the head's logits are, as their own gradient). All blocks
-share one block's weights, and all layers three buffers, for x, for dy and for what is written. An L2 cache does not
-serve them: between two uses of a weight lie all others of the block, 0.1 GB for `gla_1b`, and passes over buffers of
-0.2 GB at 16k tokens. Together the buffers take 1.4 GB then, and 2.0 GB at 32k.
+of a mixer share one block's weights, and all layers three buffers, for x, for dy and for what is written. An L2 cache
+does not serve them: between two uses of a weight lie all others of the block, 0.1 GB for `gla_1b`, and passes over
+buffers of 0.2 GB at 16k tokens. Together the buffers take 1.4 GB then, and 2.0 GB at 32k.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +33,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.gla import GLAConfig
-from models.hooks import TokenFLOPs, flops_per_token
+from models.config import LanguageModelConfig
+from models.spec import TokenFLOPs, spec_of
 from zeco_train.bench.steps import Contender
 from zeco_train.bench.variants import PRODUCTS
 
@@ -54,24 +55,16 @@ class ProductsContender(Contender):
 
 
 def products_contender(
-    config: GLAConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
+    config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> ProductsContender:
     """The products for so many tokens of a rank. What a step returns is no loss, but one of the results."""
     products = Products(config, tokens, dtype, device, seed)
     return ProductsContender(PRODUCTS, products.step, held_gb=products.held_bytes / 1e9)
 
 
-def product_flops(config: GLAConfig) -> TokenFLOPs:
+def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
     """What they compute for one token: the model's, less the operator's."""
-    return replace(flops_per_token(config), operator=0.0)
-
-
-def linear_layers(config: GLAConfig) -> list[list[tuple[int, int]]]:
-    """(input width, output width) of a block's linear layers, in the order of the forward pass, by shared input."""
-    width, keys, values = config.hidden_size, config.key_dim, config.value_dim
-    rank, inner = config.gate_low_rank_dim, config.intermediate_size
-    projections = [(width, keys), (width, keys), (width, values), (width, values), (width, rank)]
-    return [projections, [(rank, keys)], [(values, width)], [(width, inner), (width, inner)], [(inner, width)]]
+    return replace(spec_of(config).flops_per_token(seq_len=1), operator=0.0)
 
 
 class Products:
@@ -87,35 +80,46 @@ class Products:
         held_bytes: of all buffers.
     """
 
-    def __init__(self, config: GLAConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-        self._num_layers = config.num_layers
-        groups, head = linear_layers(config), (config.hidden_size, config.vocab_size)
-        shapes = [shape for group in groups for shape in group]
+        blocks, head = spec_of(config).blocks, (config.hidden_size, config.vocab_size)
+        self._layers = [config.mixer_of(layer) for layer in range(config.num_layers)]
+        shapes = [shape for block in blocks.values() for group in block.products for shape in group]
         widest, chunk = max(max(shape) for shape in shapes), min(tokens, CHUNK_TOKENS)
         self._tokens, self._inputs, self._grads = tokens, normal(tokens * widest), normal(tokens * widest)
         self._results = torch.empty_like(self._inputs)
         # In the model, too, a chunk's gradient takes the place of its logits.
         self._logits = torch.empty(chunk * config.vocab_size, dtype=dtype, device=device)
         self._dweight = self._logits.new_empty(max(math.prod(shape) for shape in (*shapes, head)))
-        weights = [[normal(n, k).mul_(config.initializer_range) for k, n in group] for group in groups]
+        weights = {
+            name: [[normal(n, k).mul_(config.initializer_range) for k, n in group] for group in block.products]
+            for name, block in blocks.items()
+        }
         head_weight = normal(*reversed(head)).mul_(config.initializer_range)
         buffers = [self._inputs, self._grads, self._results, self._logits, self._dweight, head_weight]
-        self.held_bytes = sum(tensor.nbytes for tensor in [*buffers, *(w for group in weights for w in group)])
-        self._forward = [product for group in weights for product in self._outputs(group)]
+        own = [weight for groups in weights.values() for group in groups for weight in group]
+        self.held_bytes = sum(tensor.nbytes for tensor in [*buffers, *own])
+        self._forward = {
+            name: [product for group in groups for product in self._outputs(group)] for name, groups in weights.items()
+        }
         self._head = self._head_products(head_weight, chunk)
-        self._backward = [product for group in reversed(weights) for product in self._gradients(group)]
+        self._backward = {
+            name: [product for group in reversed(groups) for product in self._gradients(group)]
+            for name, groups in weights.items()
+        }
 
     def step(self, number: int) -> Tensor:
         """All products of a step, the so-manieth: all are alike. Returns an element of the last result."""
-        for products, times in ((self._forward, self._num_layers), (self._head, 1), (self._backward, self._num_layers)):
-            for _ in range(times):
-                for a, b, result in products:
-                    torch.mm(a, b, out=result)
+        forward = (self._forward[name] for name in self._layers)
+        backward = (self._backward[name] for name in reversed(self._layers))
+        for a, b, result in itertools.chain(*forward, self._head, *backward):
+            torch.mm(a, b, out=result)
         return self._dweight[0]
 
     def _outputs(self, weights: Sequence[Tensor]) -> list[_Product]:

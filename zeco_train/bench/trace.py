@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from zeco_train.bench.runner import Subject
 from zeco_train.bench.session import Session
+from zeco_train.collectives.registry import ALL_SCANS
 
 _STEP = "bench_step"
 # Of NCCL, and of `zeco_train/kernels/all_scan/`.
-_COMMUNICATION = ("nccl", "two_shot_kernel", "chain_kernel")
+_COMMUNICATION = ("nccl", *(scan.kernel.name for scan in ALL_SCANS if scan.kernel))
 Interval = tuple[float, float]
 
 

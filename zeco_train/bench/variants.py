@@ -1,7 +1,7 @@
 """What is compared, by name.
 
 all_gather, all_reduce          of the states, by `torch.distributed`: the anchors
-lasp1, lasp2                    the scans of these backends
+lasp1, lasp2, …                 the scans of these backends
 zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_scan`; BLOCKS also `paper`, which cuts
                                 a state into pieces of 16,384 elements, as the ZeCO paper does
 dp                              each rank its own sequence, nothing crosses ranks
@@ -13,34 +13,40 @@ fla[:no_optimizer][:compile]    of its model: forward and backward alone, with b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from zeco_train.collectives import PendingScan, ScanRequest
+from zeco_train.collectives.one_kernel import PAPER_BLOCK
+from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
+
+def _in_one_kernel() -> Iterator[str]:
+    for scan in ALL_SCANS:
+        if scan.kernel:
+            yield f"zeco:{scan.name}:symmetric"
+            if scan.best_blocks:
+                yield f"zeco:{scan.name}:symmetric:paper"
+
+
+ANCHORS = ("all_gather", "all_reduce")
 SCAN_VARIANTS = (
-    "all_gather",
-    "all_reduce",
-    "lasp1",
-    "lasp2",
-    "zeco:chain:p2p",
-    "zeco:two_shot:p2p",
-    "zeco:chain:symmetric",
-    "zeco:chain:symmetric:paper",
-    "zeco:two_shot:symmetric",
-    "zeco",
+    *ANCHORS,
+    *(name for name in SHARING if not BACKENDS[name].section),
+    *(f"zeco:{scan.name}:p2p" for scan in ALL_SCANS),
+    *_in_one_kernel(),
+    *(name for name in SHARING if BACKENDS[name].section),
 )
-GLA_VARIANTS = ("dp", "copy", "lasp1", "lasp2", "zeco", "fla")
+GLA_VARIANTS = ("dp", "copy", *SHARING, "fla")
 PRODUCTS = "products"
-MODEL_VARIANTS = ("dp", PRODUCTS, "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer")
+MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", "fla:no_optimizer")
 PEER_SETTINGS = ("no_optimizer", "compile")
-PAPER_BLOCK_ELEMENTS = 16_384
 
 
 def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[str] = ()) -> None:
@@ -63,7 +69,7 @@ def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[st
 def sp_config(name: str, state_elements: int) -> SPConfig:
     """The backend of a variant that is a scan, for states of so many elements."""
     backend = Backend[name.split(":")[0]]
-    return SPConfig(backend, all_scan=_all_scan(name, state_elements) if backend is Backend.zeco else AllScanConfig())
+    return SPConfig(backend, all_scan=_all_scan(name, state_elements) if backend.name == "zeco" else AllScanConfig())
 
 
 def _all_scan(name: str, state_elements: int) -> AllScanConfig:
@@ -75,7 +81,7 @@ def _all_scan(name: str, state_elements: int) -> AllScanConfig:
         if value not in options.__members__:
             raise ConfigError("variants", name, f"{value} must be one of {', '.join(options.__members__)}")
     if blocks == "paper":
-        blocks = str(max(1, state_elements // PAPER_BLOCK_ELEMENTS))
+        blocks = str(max(1, state_elements // PAPER_BLOCK))
     config = AllScanConfig(AllScanAlgorithm[algorithm], AllScanTransport[transport], blocks)
     config.validate()
     return config

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from zeco_train.checkpoint.files import (
+    CHECKPOINT_FOLDER,
     LATEST,
     Progress,
     check_nothing_is_missing,
@@ -127,7 +128,7 @@ class Checkpointer:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, mesh: ProcessMesh) -> None:
-        self.folder, self._run_dir, self._config, self._mesh = run_dir / "checkpoints", run_dir, config, mesh
+        self.folder, self._run_dir, self._config, self._mesh = run_dir / CHECKPOINT_FOLDER, run_dir, config, mesh
         self.group = host_group(mesh)
         self._stager: DefaultStager | None = None
         self._save: _Save | None = None

@@ -21,6 +21,7 @@ from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 
 METADATA_FILE = ".metadata"
+CHECKPOINT_FOLDER = "checkpoints"
 PROGRESS_FILE = "run.json"
 CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
@@ -78,7 +79,7 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
         CheckpointError: the folder, or a checkpoint in it, is there and cannot be looked into: refused by the system,
             or a link to a disk that is not mounted. A run that went on without it would start over.
     """
-    folder = run_dir / "checkpoints"
+    folder = run_dir / CHECKPOINT_FOLDER
     try:
         with os.scandir(folder) as entries:
             found = [Path(entry) for entry in entries if _COMPLETE.fullmatch(entry.name)]

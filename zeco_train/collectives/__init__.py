@@ -1,4 +1,5 @@
-"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file for each way over the wire.
+"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file for each way over the wire;
+`registry.py` has them by name, with what each sends and takes.
 
 All take a pair of this rank's tokens, from a zero start, and give the state that precedes them (DESIGN, section 5):
 

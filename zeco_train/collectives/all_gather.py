@@ -9,7 +9,7 @@ never made by subtraction or division. The first rank in scan order folds `carry
 
 On the wire, per rank: S (V + 1)/V bytes, with matrices S (V + K)/V, sent to each of P − 1 others, as many received.
 Rounds: 1.
-Time = (P − 1)(α' + βS); P pairs are held in memory meanwhile.
+Time = α' + (P − 1)(α'' + β'S); P pairs are held in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from functools import partial
 
 import torch
 
+from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.transition import as_columns, fold, from_columns
 from zeco_train.collectives.wire import Wire
 
@@ -50,3 +52,18 @@ def _gather(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
         running = fold(part, from_columns(transition, request.transition), running)
     if scan.carry is not None:
         scan.carry.deliver(running)
+
+
+def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
+    return costs.exchange + (load.ranks - 1) * (costs.exchange_peer + costs.exchange_byte * load.state_bytes)
+
+
+ALL_GATHER = ScanSpec(
+    name="all_gather",
+    description="every rank gets every pair and folds those before its own (LASP-2)",
+    launch=launch_all_gather,
+    # Every rank sends its own to each other one; the carry costs no message.
+    bytes_sent=lambda load, want_carry: float(load.state_bytes + load.transition_bytes) * (load.ranks - 1),
+    seconds=_seconds,
+    held_states=lambda ranks: ranks + 1,
+)

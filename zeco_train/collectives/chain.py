@@ -7,10 +7,13 @@ On the wire: each rank but the last sends one state of S bytes, no transitions, 
 P − 2 + b. With α seconds a message and β seconds a byte,
 
     T(b) = (P − 2 + b)(α + βS/b),    least at b = √((P − 2)βS/α)
+
+and in one kernel, whose blocks flow side by side, T = α₀ + (P − 1)α + βS.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.transition import fold
 from zeco_train.collectives.wire import Transfer, Wire
 
@@ -114,3 +120,29 @@ def _flow(blocks: list[_Block], along_values: int, wire: Wire, scan: PendingScan
         carry = _join(folded, along_values)
         wire.broadcast(carry, wire.size - 1, "carry_out").wait()
         scan.carry.deliver(carry)
+
+
+def best_blocks(costs: Costs, load: Load) -> int:
+    """b = √((P − 2)βS/α), a whole number from 1 to the H · V columns of a state."""
+    exact = math.sqrt(max(load.ranks - 2, 0) * costs.byte * load.state_bytes / costs.message)
+    return max(1, min(load.columns, round(exact)))
+
+
+def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
+    """T; the blocks count over messages only."""
+    if costs.link is Link.symmetric or blocks is None:
+        return costs.start + (load.ranks - 1) * costs.message + costs.byte * load.state_bytes
+    return (load.ranks - 2 + blocks) * (costs.message + costs.byte * load.state_bytes / blocks)
+
+
+CHAIN = ScanSpec(
+    name="chain",
+    description="blocks of a state flow from rank to rank, each folded as it passes (ZeCO, Algorithm 2)",
+    launch=launch_chain,
+    # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
+    bytes_sent=lambda load, want_carry: float(load.state_bytes),
+    seconds=_seconds,
+    best_blocks=best_blocks,
+    kernel=CHAIN_KERNEL,
+    line="-.",
+)

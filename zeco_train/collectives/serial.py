@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.scan import ScanRequest
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.transition import fold
 from zeco_train.collectives.wire import Wire
 
@@ -112,3 +114,19 @@ class PendingSerialScan:
         if self._carry is None:
             raise RuntimeError("carry_out of a serial scan comes after finish")
         return self._carry
+
+
+def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
+    """Of the messages alone; the ranks' compute between them is the caller's to add."""
+    return (load.ranks - 1) * (costs.message + costs.byte * load.state_bytes)
+
+
+SERIAL = ScanSpec(
+    name="serial",
+    description="one rank after another receives, computes, folds and sends (LASP, Algorithms 2 and 3)",
+    launch=launch_serial,
+    # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
+    bytes_sent=lambda load, want_carry: float(load.state_bytes),
+    seconds=_seconds,
+    in_series=True,
+)

@@ -1,4 +1,4 @@
-"""All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map: `chain` and `two_shot`.
+"""All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map.
 
 The kernels and the protocol are `zeco_train/kernels/all_scan/`; here lie what they are given, their launch on the
 courier's stream, and what the host learns of a scan that failed. Nothing here waits for the device, so that a scan can
@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -27,8 +26,6 @@ from zeco_train.collectives.arena import (
     Allocate,
     Arena,
     Capacity,
-    ChainCapacity,
-    TwoShotCapacity,
     allocate_symmetric,
     enlarged,
     holds,
@@ -36,7 +33,9 @@ from zeco_train.collectives.arena import (
     on_all_ranks,
 )
 from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
 from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.transition import is_matrix
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
@@ -49,32 +48,6 @@ WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a
 
 logger = logging.getLogger(__name__)
 
-# ZeCO, section 4: elements of a block of the pipelined All-Scan.
-PAPER_BLOCK = 16_384
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How a kernel is cut up.
-
-    Attributes:
-        ctas: at most; all spin at once beside the compute that the scan overlaps.
-        num_warps: of a CTA.
-        elements: of a tile, which a CTA holds in registers.
-    """
-
-    ctas: int
-    num_warps: int
-    elements: int
-
-
-# Measured on 2 and 4 H200s, 1 and 4 MB, among 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would
-# gain up to 8 % at 4 MB, and take twice as much of the chip from the compute beside them.
-TUNING = {
-    "chain": Tuning(ctas=32, num_warps=8, elements=4096),
-    "two_shot": Tuning(ctas=32, num_warps=8, elements=4096),
-}
-
 
 def request_problem(request: ScanRequest) -> str | None:
     """Why a scan is beyond the kernels, whose tiles hold all of K, or of V; None if it is not."""
@@ -83,7 +56,7 @@ def request_problem(request: ScanRequest) -> str | None:
     batch, heads, key_dim, value_dim = request.state.shape
     if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
-    elements = batch * heads * _power_of_2(key_dim) * _power_of_2(value_dim)
+    elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
 
 
@@ -122,18 +95,18 @@ class SymmetricScans:
         self, courier: Courier, allocate: Allocate = allocate_symmetric, tuning: dict[str, Tuning] | None = None
     ) -> None:
         self._courier, self._allocate = courier, allocate
-        self._tuning = TUNING | (tuning or {})
+        self._tuning = tuning or {}
         self._arenas: list[tuple[Wire, Arena]] = []
         self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}
         self._zeros: dict[tuple[Any, ...], Tensor] = {}
         courier.checks.append(self.check)
 
-    def launch(self, request: ScanRequest, algorithm: str, blocks: int | None = None) -> PendingScan:
+    def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
         """Start the scan; it ends without this rank's `wait`.
 
         Args:
             request: this rank's part.
-            algorithm: `chain` or `two_shot`.
+            algorithm: one that has a kernel.
             blocks: of `chain`; None makes blocks of 16,384 elements.
 
         Raises:
@@ -141,13 +114,14 @@ class SymmetricScans:
             CommunicationError: an earlier scan of the courier failed.
             RuntimeError: a CUDA graph is being captured, and no scan like this one has run; or memory cannot be had.
         """
-        operation = f"symmetric_{algorithm}"
+        operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
         wire = self._courier.wire(operation, request.reverse)
         if wire.size == 1:
             return scan_alone(request)
         # Before the courier has anything to do with it: what is refused here fails no other scan, and leaves its stream
         # out of a capture.
-        plan = self._planned(request, algorithm, blocks, wire)
+        assert kernel is not None
+        plan = self._planned(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
         return self._courier.launch(
             request, operation, lambda wire, scan: partial(self._run, request, plan, wire, scan)
         )
@@ -201,11 +175,13 @@ class SymmetricScans:
             self._zeros[key] = zeros
         scan.incoming.deliver(zeros, is_ready=True)
 
-    def _planned(self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire) -> Callable[..., None]:
+    def _planned(
+        self, request: ScanRequest, kernel: Kernel, tuning: Tuning, blocks: int | None, wire: Wire
+    ) -> Callable[..., None]:
         """The launch of scans like this one. Errors as of `launch`."""
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
-        key = (algorithm, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
+        key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
         plan = self._plans.get(key)
         if plan is None:
             if _is_capturing(state.device):
@@ -215,14 +191,12 @@ class SymmetricScans:
                 )
             self._courier.check()  # peers may be gone
             with torch.cuda.device_of(state):
-                plan = self._plans[key] = self._plan(request, algorithm, blocks, wire, has_carry)
+                cut = kernel.cut(request, wire, tuning, blocks)
+                plan = self._plans[key] = self._plan(request, kernel, cut, wire, has_carry)
         return plan
 
-    def _plan(
-        self, request: ScanRequest, algorithm: str, blocks: int | None, wire: Wire, has_carry: bool
-    ) -> Callable[..., None]:
+    def _plan(self, request: ScanRequest, kernel: Kernel, cut: Cut, wire: Wire, has_carry: bool) -> Callable[..., None]:
         """All of a launch that does not change from one scan of a shape to the next. Collective where memory lacks."""
-        cut = (_two_shot_cut if algorithm == "two_shot" else _chain_cut)(request, wire, self._tuning[algorithm], blocks)
         arena = self._arena(cut.needed, request, wire)
         tail = (
             *(arena.peers, arena.control, arena.failure, arena.status_address),
@@ -232,11 +206,7 @@ class SymmetricScans:
             *(wire.position, wire.size, *cut.constants, has_carry, request.want_carry),
             *(32 * cut.num_warps, not INTERPRETED),
         )
-        from zeco_train.kernels.all_scan.chain import chain_kernel
-        from zeco_train.kernels.all_scan.two_shot import two_shot_kernel
-
-        kernel = two_shot_kernel if algorithm == "two_shot" else chain_kernel
-        return _Launch(kernel, (cut.ctas, 1, 1), cut.num_warps, tail)
+        return _Launch(kernel.load(), (cut.ctas, 1, 1), cut.num_warps, tail)
 
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
         """The first arena of this algorithm and direction that holds the call, or a new one.
@@ -257,73 +227,8 @@ class SymmetricScans:
         return arena
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How one call is cut up: what a kernel is given between the arena's addresses and its flags.
-
-    Attributes:
-        needed: room in an arena.
-        sizes: numbers of rows, tiles, …, in the kernel's order.
-        places: the layout's offsets and strides, in the kernel's order.
-        constants: dimensions, in the kernel's order.
-    """
-
-    needed: Capacity
-    ctas: int
-    num_warps: int
-    sizes: tuple[int, ...]
-    places: tuple[str, ...]
-    constants: tuple[int, ...]
-
-
-def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> _Cut:
-    """Tiles are all of K by some of V: never cut along K, so that a transition may mix a column's elements."""
-    batch, heads, key_dim, value_dim = request.state.shape
-    rows = _power_of_2(key_dim)
-    # At least four columns, which fp32 moves at once.
-    columns = max(4, min(_power_of_2(value_dim), tuning.elements // rows))
-    tiles = batch * heads * -(-value_dim // columns)
-    width = -(-tiles // wire.size)
-    size = request.state.element_size()
-    tile = key_dim * columns * size
-    return _Cut(
-        needed=TwoShotCapacity(width, tiles, width * tile, width * rows * size, tiles * tile),
-        ctas=min(width, tuning.ctas),
-        num_warps=tuning.num_warps,
-        sizes=(tiles, width),
-        places=(
-            *("flag_stride", "results_flags", "inbox", "inbox_stride"),
-            *("decays_box", "decays_stride", "results", "results_stride"),
-        ),
-        constants=(key_dim, value_dim, rows, columns),
-    )
-
-
-def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> _Cut:
-    """Blocks are runs of rows of [B·H·K, V]."""
-    value_dim = request.state.shape[3]
-    rows = request.transition.numel()
-    block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
-    count = -(-rows // block_rows)
-    columns = _power_of_2(value_dim)
-    held = max(1, min(_power_of_2(block_rows), tuning.elements // columns))
-    return _Cut(
-        needed=ChainCapacity(count, request.state.numel() * request.state.element_size()),
-        ctas=min(count, tuning.ctas),
-        num_warps=tuning.num_warps,
-        sizes=(rows, block_rows, count),
-        places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
-        constants=(value_dim, columns, held),
-    )
-
-
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _power_of_2(number: int) -> int:
-    """The next one, at least 1."""
-    return 1 << (number - 1).bit_length()
 
 
 class _Launch:

@@ -10,7 +10,8 @@ owner's columns are of few heads, since each head needs its transition.
 
 The first rank in scan order folds `carry_in` into what it sends and keeps it as its own incoming state, so nobody
 else's `carry_in` is read. On the wire, per rank: S + (w's heads) transitions out, S back, of S bytes each ((P−1)/P of
-that leaves the rank); `carry_out` adds S. Rounds: 2. Time ≈ 2(α' + βS), α' being an all-to-all's latency.
+that leaves the rank); `carry_out` adds S. Rounds: 2.
+Time = 2(α' + (P − 1)α'' + β'S(P − 1)/P), α' + (P − 1)α'' being an all-to-all's latency.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
 from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.transition import cut as transition_rows
 from zeco_train.collectives.transition import fold, join
 from zeco_train.collectives.wire import Wire
@@ -133,3 +137,27 @@ def _fold_slices(received: Tensor, transition: Tensor, wire: Wire, cut: _Cut, wi
     if with_carry:
         results[:, 1] = cut.as_columns(running, wire.rank)
     return results
+
+
+def _bytes_sent(load: Load, want_carry: bool) -> float:
+    _, heads, key_dim, value_dim = load.shape
+    cut = _Cut(heads, value_dim, load.ranks)
+    sent = (cut.width + cut.rows * (key_dim if load.matrices else 1)) * (load.ranks - 1)
+    returned = cut.width * (load.ranks - 1) * (2 if want_carry else 1)
+    return (sent + returned) * float(load.state_bytes) / load.columns
+
+
+def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
+    latency = costs.exchange + (load.ranks - 1) * costs.exchange_peer
+    return 2 * (latency + costs.exchange_byte * load.state_bytes * (load.ranks - 1) / load.ranks)
+
+
+TWO_SHOT = ScanSpec(
+    name="two_shot",
+    description="every rank owns a slice of all states and scans it alone, between two all-to-alls",
+    launch=launch_two_shot,
+    bytes_sent=_bytes_sent,
+    seconds=_seconds,
+    kernel=TWO_SHOT_KERNEL,
+    line=":",
+)

@@ -220,13 +220,22 @@ def _type_of(key: str, schema: Any) -> Any:
     kind = schema
     for part in key.split("."):
         if dataclasses.is_dataclass(kind):
-            kind = typing.get_type_hints(kind).get(part)
+            kind = _kinds(kind).get(part)
         elif typing.get_origin(kind) in (list, tuple) and part.isdigit():
             elements = typing.get_args(kind)
             kind = elements[0] if typing.get_origin(kind) is list or int(part) < len(elements) else None
         else:
             return None
     return kind
+
+
+def _kinds(schema: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields; of a section its default's, which may be narrower than the annotation."""
+    hints, kinds = typing.get_type_hints(schema), {}
+    for entry in dataclasses.fields(schema):
+        default: Any = entry.default_factory
+        kinds[entry.name] = default if dataclasses.is_dataclass(default) else hints[entry.name]
+    return kinds
 
 
 def _allowed(kind: Any) -> str:
@@ -245,7 +254,7 @@ def _allowed(kind: Any) -> str:
 
 def _keys(schema: Any, prefix: str = "") -> list[str]:
     keys = []
-    for name, kind in typing.get_type_hints(schema).items():
+    for name, kind in _kinds(schema).items():
         keys.append(f"{prefix}{name}")
         if dataclasses.is_dataclass(kind):
             keys += _keys(kind, f"{prefix}{name}.")

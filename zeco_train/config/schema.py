@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
-from models.gla import GLAConfig
+from models.config import LanguageModelConfig
+from models.registry import DEFAULT_CONFIG
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.overrides import check_overrides
@@ -31,8 +32,8 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm
+from zeco_train.sp.registry import BACKENDS, SPConfig
+from zeco_train.sp.zeco import IN_BLOCKS
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
@@ -119,7 +120,7 @@ class Config:
     run_dir: str = MISSING
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
-    model: GLAConfig = field(default_factory=GLAConfig)
+    model: LanguageModelConfig = field(default_factory=DEFAULT_CONFIG)
     data: DataConfig = field(default_factory=DataConfig)
     sp: SPConfig = field(default_factory=SPConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -210,12 +211,12 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
             *("verify", "verify_changed", "cache_dir"),
         )
     ),
-    ("sp.all_scan", "sp=zeco", lambda config: config.sp.backend is Backend.zeco),
-    (
-        "sp.all_scan.blocks",
-        "sp.all_scan.algorithm=chain",
-        lambda config: config.sp.all_scan.algorithm is AllScanAlgorithm.chain,
+    *(
+        (f"sp.{spec.section}", f"sp={spec.name}", lambda config, spec=spec: config.sp.spec is spec)
+        for spec in BACKENDS.values()
+        if spec.section
     ),
+    ("sp.all_scan.blocks", f"sp.all_scan.algorithm={IN_BLOCKS}", lambda config: config.sp.all_scan.takes_blocks),
     ("train.profile_ranks", "train.profile", lambda config: config.train.profile is not None),
     ("sched.decay_fraction", "sched=wsd", lambda config: config.sched.kind is ScheduleKind.wsd),
     ("sched.min_ratio", "sched=wsd or cosine", lambda config: config.sched.kind is not ScheduleKind.constant),

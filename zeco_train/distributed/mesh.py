@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from data.reader import DataSplit
 from zeco_train.distributed.postmortem import record_communication
 from zeco_train.errors import CommunicationError, ConfigError, ZecoError
+from zeco_train.sp.registry import BACKENDS
 
 T = TypeVar("T")
 
@@ -166,13 +167,13 @@ class ProcessMesh:
 
 
 def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
-    """The SP size that `sp.size` asks for: −1 means 1 for `sp=dp` and the whole world otherwise.
+    """The SP size that `sp.size` asks for: −1 means the whole world, or 1 for a backend that keeps whole sequences.
 
     Raises:
-        ConfigError: a size that does not divide the world, or one above 1 with `sp=dp`.
+        ConfigError: a size that does not divide the world, or that the backend refuses.
     """
     if sp_size == -1:
-        return 1 if backend == "dp" else world_size
+        return world_size if BACKENDS[backend].scans else 1
     legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if sp_size not in legal:
         raise ConfigError(
@@ -180,8 +181,8 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
             sp_size,
             f"must divide the world size {world_size}: {', '.join(map(str, legal))}, or -1 for the backend's default",
         )
-    if backend == "dp" and sp_size > 1:
-        raise ConfigError("sp.size", sp_size, "sp=dp keeps whole sequences on a rank and needs 1; or take sp=zeco")
+    if (problem := BACKENDS[backend].size_problem(sp_size)) is not None:
+        raise ConfigError("sp.size", sp_size, problem)
     return sp_size
 
 

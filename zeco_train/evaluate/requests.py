@@ -15,9 +15,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.labels import IGNORE_INDEX
 from data.reader import Batch
 from zeco_train.evaluate.cut import Cut
+from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.training.forward import SequenceForward
 
 

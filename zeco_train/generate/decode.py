@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 
 
 class Decoder:
@@ -21,7 +21,7 @@ class Decoder:
             a layer, which take longer to launch than to run.
     """
 
-    def __init__(self, model: GLAForCausalLM, states: Sequence[Tensor], cuda_graph: bool = True) -> None:
+    def __init__(self, model: LanguageModel, states: Sequence[Tensor], cuda_graph: bool = True) -> None:
         self._model, self._states = model, list(states)
         self._graph = _GraphedStep(model, self._states) if cuda_graph and states[0].is_cuda else None
 
@@ -42,7 +42,7 @@ class Decoder:
 class _GraphedStep:
     """`model.step` on CUDA as one graph, over tokens, states and logits that stay where they are."""
 
-    def __init__(self, model: GLAForCausalLM, states: Sequence[Tensor]) -> None:
+    def __init__(self, model: LanguageModel, states: Sequence[Tensor]) -> None:
         device = states[0].device
         self._tokens = torch.zeros(len(states[0]), dtype=torch.int64, device=device)
         # What runs for the first time, compiles, tunes and allocates, none of which a recording may; and moves states.

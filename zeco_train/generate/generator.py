@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.decode import Decoder
@@ -162,7 +162,7 @@ class Generator:
 
     def __init__(
         self,
-        model: GLAForCausalLM,
+        model: LanguageModel,
         tokenizer: Tokenizer,
         mesh: ProcessMesh,
         scan: StateScan,

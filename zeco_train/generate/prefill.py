@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
 from zeco_train.sp.base import SequenceShard, StateScan
@@ -32,7 +32,7 @@ class Prefill:
         tokens: at most so many of a piece on a rank, over all its prompts.
     """
 
-    def __init__(self, model: GLAForCausalLM, mesh: ProcessMesh, scan: StateScan, tokens: int) -> None:
+    def __init__(self, model: LanguageModel, mesh: ProcessMesh, scan: StateScan, tokens: int) -> None:
         self._model, self._mesh, self._scan, self._tokens = model, mesh, scan, tokens
         self._alone = LocalScan()
 
@@ -103,7 +103,7 @@ class Prefill:
 
 
 @torch.no_grad()
-def whole_logits(model: GLAForCausalLM, input_ids: Tensor) -> Tensor:
+def whole_logits(model: LanguageModel, input_ids: Tensor) -> Tensor:
     """Logits by the chunked operator at once, on this rank alone: input_ids [B, T] → [B, T, vocab]."""
     scan = LocalScan()
     logits = model(input_ids, SequenceShard(scan=scan, offset=0, seq_len=input_ids.shape[1]))

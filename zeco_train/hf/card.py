@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind
-from models.gla_config import GLAConfig, num_parameters
+from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
 from zeco_train.system.run_files import METRICS_FILE
@@ -36,10 +36,9 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
     """
     model, data = config.model, config.data
     rows = {
-        "parameters": f"{num_parameters(model):,}",
+        "parameters": f"{spec_of(model).num_parameters:,}",
         "layers, width": f"{model.num_layers}, {model.hidden_size}",
-        "heads": f"{model.num_heads} of K {model.head_k_dim} and V {model.head_v_dim}",
-        "variants": _variants(model) or "none",
+        **model.describe(),
         "vocabulary": f"{model.vocab_size:,}, tokenizer: {origin['tokenizer'].get('kind', 'unknown')}",
         "weights": origin["dtype"],
         "trained for": f"{progress.step:,} steps, {progress.tokens:,} tokens, seed {config.seed}",
@@ -74,21 +73,6 @@ def last_losses(run_dir: Path, step: int) -> dict[str, float]:
         if values:
             found[f"{name} at step {values[-1]['step']:,}"] = float(values[-1][key])
     return found
-
-
-def _variants(model: GLAConfig) -> str:
-    parts = []
-    if model.num_kv_heads is not None:
-        parts.append(f"{model.num_kv_heads} heads of keys and values")
-    if model.feature_map is not None:
-        parts.append(f"feature map {model.feature_map.value}")
-    if model.clamp_min is not None:
-        parts.append(f"log-decays ≥ {model.clamp_min:g}")
-    if not model.use_output_gate:
-        parts.append("no output gate")
-    if model.tie_word_embeddings:
-        parts.append("tied embeddings")
-    return "; ".join(parts)
 
 
 def _data(data: DataConfig) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.tokenizer import BYTES
-from models.gla_config import GLAConfig
+from models.config import LanguageModelConfig
 from zeco_train.config.overrides import as_override
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.folder import checked_fla_model
@@ -17,7 +17,7 @@ from zeco_train.hf.tokenizer import tokenizer_info
 _NOT_OF_THE_MODEL = ("name", "initializer_range")
 
 
-def check_continuation(folder: Path, model: GLAConfig) -> None:
+def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
     """Check that the model in `folder` is the one that is configured.
 
     Raises:
@@ -25,7 +25,7 @@ def check_continuation(folder: Path, model: GLAConfig) -> None:
         CheckpointError: its files cannot be read, or do not fit its own configuration.
     """
     found = checked_fla_model(folder).model
-    fields = [entry.name for entry in dataclasses.fields(GLAConfig) if entry.name not in _NOT_OF_THE_MODEL]
+    fields = [entry.name for entry in dataclasses.fields(model) if entry.name not in _NOT_OF_THE_MODEL]
     different = [name for name in fields if getattr(found, name) != getattr(model, name)]
     if different:
         overrides = " ".join(f"model.{name}={as_override(getattr(found, name))}" for name in different)

@@ -19,7 +19,7 @@ import torch
 from data.atomic import atomic_folder
 from data.tokenizer import ByteTokenizer
 from data.tokenizer_files import tokenizer_files
-from models.gla_config import num_parameters
+from models.spec import spec_of
 from zeco_train import __version__
 from zeco_train.checkpoint.files import HF_CONFIG_FILE, is_hf_folder, read_progress, write_checksums
 from zeco_train.checkpoint.weights import problem_of
@@ -78,9 +78,9 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     # All that is refused is refused before anything is written.
     record = _fla_record(trained, trained.config, dtype)
     with atomic_folder(out, remedy="name another OUT") as folder:
-        _check_room(out, folder, num_parameters(trained.model) * dtype.itemsize)
+        _check_room(out, folder, spec_of(trained.model).num_parameters * dtype.itemsize)
         written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
-    count = f"{compact(num_parameters(trained.model))} parameters, {_name(dtype)}"
+    count = f"{compact(spec_of(trained.model).num_parameters)} parameters, {_name(dtype)}"
     files = "1 file" if len(written.files) == 1 else f"{len(written.files)} files"
     return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
 
@@ -131,9 +131,7 @@ def _fill(
 def _check_round_trip(folder: Path, trained: Trained) -> None:
     """What was written has to be the model again when it is read; a failure is a fault of ours."""
     found = dataclasses.replace(checked_fla_model(folder).model, name=trained.model.name)
-    wanted = trained.model
-    if wanted.num_kv_heads == wanted.num_heads:
-        wanted = dataclasses.replace(wanted, num_kv_heads=None)
+    wanted = trained.model.canonical()
     assert found == wanted, (found, wanted)
 
 

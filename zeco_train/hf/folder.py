@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
-from models.gla import GLAForCausalLM
-from models.gla_config import GLAConfig
+from models.spec import spec_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError
@@ -46,15 +44,6 @@ def read_fla_model(folder: Path) -> FlaModel:
     return from_fla(read_record(folder / CONFIG_FILE), folder)
 
 
-def parameter_shapes(model: GLAConfig) -> dict[str, torch.Size]:
-    """The parameters that a file has to have, by our names; a tied head is the embedding."""
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in GLAForCausalLM(model).state_dict().items()}
-    if model.tie_word_embeddings:
-        del shapes[_HEAD]
-    return shapes
-
-
 def checked_fla_model(folder: Path) -> FlaModel:
     """The model that config.json describes, once the files are seen to have its parameters, no more and no less, in
     shapes and dtypes that can be read.
@@ -64,7 +53,7 @@ def checked_fla_model(folder: Path) -> FlaModel:
         CheckpointError: names the first parameter that is not so, or the file that cannot be read.
     """
     fla = read_fla_model(folder)
-    expected = {fla.name_of(name): shape for name, shape in parameter_shapes(fla.model).items()}
+    expected = {fla.name_of(name): shape for name, shape in spec_of(fla.model).parameter_shapes.items()}
     found = stored_weights(folder)
     if fla.model.tie_word_embeddings and found.get(_HEAD) is not None:
         found = {name: stored for name, stored in found.items() if name != _HEAD}

@@ -12,8 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
-from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import sharding_units
+from models.config import LanguageModelConfig
+from models.language_model import LanguageModel
+from models.spec import spec_of
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.schema import Config, Dtype, config_of, load_config, read_config
 from zeco_train.distributed.device import Device
@@ -41,7 +42,7 @@ class Trained:
     """
 
     path: Path
-    model: GLAConfig
+    model: LanguageModelConfig
     config: Config | None
     step: int | None
     tokenizer_info: Mapping[str, str]
@@ -123,23 +124,23 @@ def find_trained(path: str) -> Trained:
     raise ConfigError("RUN", path, "holds no model; name a run's folder, a step_… folder of one, or an export")
 
 
-def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy | None) -> GLAForCausalLM:
+def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy | None) -> LanguageModel:
     """The model with its weights, laid over the ranks, for use without gradients. Collective.
 
     Any number of ranks and any strategy will do, whatever it was trained with. The weights are in the compute dtype.
-    With None as strategy they are plain tensors, whole on every rank, as `GLAForCausalLM.step` needs them.
+    With None as strategy they are plain tensors, whole on every rank, as `LanguageModel.step` needs them.
 
     Raises:
         CheckpointError: the weights are damaged or of another model.
         ConfigError: the ranks have found different checkpoints.
     """
     with torch.device("meta"):
-        model = GLAForCausalLM(trained.model).to(dtype.compute)
+        model = spec_of(trained.model).build().to(dtype.compute)
     model.to_empty(device=mesh.device)
     # `to_empty` replaces each module's parameters on their own.
     model.tie_weights()
     if strategy is not None:
-        parallelize(model, sharding_units(model), strategy, dtype.compute, mesh)
+        parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh)
     load_weights(trained.path, model, mesh, host_group(mesh))
     return model.eval().requires_grad_(False)
 

@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from models.spec import spec_of
 from zeco_train.checkpoint.files import CHECKSUMS_FILE, is_hf_folder, read_record
 from zeco_train.checkpoint.weights import damage_of, read_state
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import CheckpointError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, parameter_shapes
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
@@ -39,7 +40,7 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
     model_state = get_model_state_dict(model)
     if is_hf:
         fla = agree(mesh, lambda: checked_fla_model(path))
-        tensors = {fla.name_of(name): model_state[name] for name in parameter_shapes(fla.model)}
+        tensors = {fla.name_of(name): model_state[name] for name in spec_of(fla.model).parameter_shapes}
         read_state(tensors, path, group, HuggingFaceStorageReader(str(path)))
     else:
         read_state({"model": model_state}, path, group)

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from models.gla_config import GLAConfig
+from models.config import LanguageModelConfig
+from models.spec import spec_of
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError
-from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE, parameter_shapes
+from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.system.files import write_durably
 
 # What weights lie under in a checkpoint (`Checkpointer`).
@@ -33,7 +34,7 @@ class Written:
     num_bytes: int
 
 
-def stored_dtype(checkpoint: Path, model: GLAConfig) -> torch.dtype:
+def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
     """The dtype of a checkpoint's weights, which have one, once they are seen to be those of the model.
 
     Raises:
@@ -44,7 +45,7 @@ def stored_dtype(checkpoint: Path, model: GLAConfig) -> torch.dtype:
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: .metadata cannot be read: {error.strerror}") from error
     dtypes = set()
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in spec_of(model).parameter_shapes.items():
         stored = metadata.get(f"{_MODEL}.{name}")
         if not isinstance(stored, TensorStorageMetadata) or stored.size != shape:
             found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "not there"
@@ -55,7 +56,9 @@ def stored_dtype(checkpoint: Path, model: GLAConfig) -> torch.dtype:
     return dtypes.pop()
 
 
-def write_weights(checkpoint: Path, model: GLAConfig, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
+def write_weights(
+    checkpoint: Path, model: LanguageModelConfig, folder: Path, dtype: torch.dtype, file_bytes: int
+) -> Written:
     """Write the weights, rounded to `dtype` where they have another one, and read each file back.
 
     Args:
@@ -65,7 +68,7 @@ def write_weights(checkpoint: Path, model: GLAConfig, folder: Path, dtype: torch
         CheckpointError: a weight cannot be read.
         OSError: a file cannot be written, or is not what was written.
     """
-    parts = list(_parts(parameter_shapes(model), dtype.itemsize, file_bytes))
+    parts = list(_parts(spec_of(model).parameter_shapes, dtype.itemsize, file_bytes))
     names = _file_names(len(parts))
     table: dict[str, str] = {}
     total = 0

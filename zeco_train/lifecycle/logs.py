@@ -13,6 +13,7 @@ from tqdm import tqdm
 from zeco_train.errors import ConfigError
 from zeco_train.system.terminal import visible
 
+LOG_FOLDER = "logs"
 # The packages of this repository; modules log to `logging.getLogger(__name__)`.
 _OWN_LOGGERS = ("zeco_train", "models", "data")
 
@@ -33,7 +34,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> 
         ConfigError: it cannot be written.
     """
     close_logging()
-    path = Path(run_dir) / "logs" / f"rank_{rank}.log"
+    path = Path(run_dir) / LOG_FOLDER / f"rank_{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _LogFile(path, encoding="utf-8")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from data.labels import IGNORE_INDEX
 from zeco_train.ops import accumulation_dtype
+from zeco_train.system.labels import IGNORE_INDEX
 
 TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
 

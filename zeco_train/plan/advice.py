@@ -9,7 +9,6 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.step_time import StepTime, plan_step
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
 
 # Shorter parts than this a rank leave a device idle, and their number is bounded by it.
 LEAST_TOKENS = 1024
@@ -71,7 +70,7 @@ def divisors(number: int) -> list[int]:
 def more_ranks(case: Case, headroom: float) -> Option | None:
     """The fastest option on the fewest ranks, twice as many and so on, that share a sequence; None if there is none.
     Ranks of `sp=dp` share none."""
-    if case.config.sp.backend is Backend.dp:
+    if not case.config.sp.spec.scans:
         return None
     while case.world_size < _MOST_RANKS:
         case = dataclasses.replace(case, world_size=2 * case.world_size, sp_size=2 * case.sp_size)

@@ -1,110 +1,9 @@
 """Every constant of the planner that was measured or is assumed. To calibrate is to edit this file and no other.
 
-Sizes of tensors are given by widths, elements a token, that follow from the model's shape:
-
-    D  hidden_size       K  H·K, all heads' keys      S  H·K·V / 64, states at the borders of chunks
-    I  intermediate_size V  H·V, all heads' values    A  H·64, scores inside chunks
-    r  gate_low_rank_dim H  heads                     1  a number
+What follows from a model alone, such as the tensors that it keeps, its modules say themselves (`models.activations`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from enum import Enum
-
-from zeco_train.sp.recompute import Recompute
-
-
-class Part(Enum):
-    """Of a block: what every setting of `train.recompute` keeps, what `full` computes again, and what `selective` does,
-    too."""
-
-    input = "input"
-    mixer = "mixer"
-    mlp = "mlp"
-
-
-KEPT_PARTS = {
-    Recompute.none: (Part.input, Part.mixer, Part.mlp),
-    Recompute.selective: (Part.input, Part.mixer),
-    Recompute.full: (Part.input,),
-}
-
-
-@dataclass(frozen=True)
-class TokenTensor:
-    """A tensor of so many elements a token.
-
-    Attributes:
-        name: what it is.
-        width: see the module's table.
-        part: of the block that it belongs to.
-        wide: fp32 also where the compute dtype is bf16.
-        eager, compiled: whether it exists without `torch.compile`, and with it.
-    """
-
-    name: str
-    width: str
-    part: Part
-    wide: bool = False
-    eager: bool = True
-    compiled: bool = True
-
-
-# What a block keeps from its forward pass to its backward pass, as autograd and the compiler's partitioner save it; a
-# test compares both lists with what they do save.
-KEPT = (
-    TokenTensor("x, the block's input", "D", Part.input),
-    TokenTensor("1 / rms of x", "1", Part.mixer, wide=True),
-    TokenTensor("x normed", "D", Part.mixer),
-    TokenTensor("x in the gate's low rank", "r", Part.mixer),
-    TokenTensor("gate logits", "K", Part.mixer, wide=True, compiled=False),
-    TokenTensor("gate logits", "K", Part.mixer, eager=False),
-    TokenTensor("q", "K", Part.mixer),
-    TokenTensor("k", "K", Part.mixer),
-    TokenTensor("v", "V", Part.mixer),
-    TokenTensor("log-decays, summed in chunks", "K", Part.mixer, wide=True),
-    TokenTensor("output gate", "V", Part.mixer),
-    TokenTensor("o", "V", Part.mixer),
-    TokenTensor("1 / rms of o", "H", Part.mixer, wide=True),
-    TokenTensor("o normed and gated", "V", Part.mixer),
-    TokenTensor("x in the middle", "D", Part.mixer),
-    TokenTensor("1 / rms in the middle", "1", Part.mlp, wide=True),
-    TokenTensor("x in the middle, normed", "D", Part.mlp),
-    TokenTensor("mlp's gate", "I", Part.mlp),
-    TokenTensor("mlp's up", "I", Part.mlp),
-    TokenTensor("their product", "I", Part.mlp),
-)
-# log σ keeps a second tensor on CPUs. The operator keeps scores on GPUs; in PyTorch it makes them again.
-KEPT_ON_CPU = (TokenTensor("exp of the gate logits", "K", Part.mixer, wide=True, compiled=False),)
-KEPT_ON_GPU = (TokenTensor("scores", "A", Part.mixer),)
-
-# What is alive at the fullest moment of a part's backward pass, beside what was kept. Compiled code can write the
-# gradients of the mlp's gate and up over these two, and by the peaks measured on H200s (recompute=selective and full)
-# it does: they would be 22 kB a token higher otherwise.
-BACKWARD = (
-    TokenTensor("gradient of the block's output", "D", Part.mlp),
-    TokenTensor("gradient of the product", "I", Part.mlp),
-    TokenTensor("gradient of mlp's gate", "I", Part.mlp, compiled=False),
-    TokenTensor("gradient of mlp's up", "I", Part.mlp, compiled=False),
-    TokenTensor("gradient in the middle", "D", Part.mixer),
-    TokenTensor("gradient of o", "V", Part.mixer),
-    TokenTensor("gradient of the output gate", "V", Part.mixer),
-    TokenTensor("gradient of q", "K", Part.mixer),
-    TokenTensor("gradient of k", "K", Part.mixer),
-    TokenTensor("gradient of v", "V", Part.mixer),
-    TokenTensor("gradient of the log-decays", "K", Part.mixer, wide=True),
-    TokenTensor("q ⊙ dq − k ⊙ dk", "K", Part.mixer, wide=True),
-    TokenTensor("states", "S", Part.mixer),
-    TokenTensor("gradients of states", "S", Part.mixer),
-)
-# The operator in PyTorch works on fp32 copies of all its tensors.
-BACKWARD_ON_CPU = (
-    TokenTensor("chunks of q, k, v, do", "K", Part.mixer, wide=True),
-    TokenTensor("decays in chunks", "K", Part.mixer, wide=True),
-    TokenTensor("scores", "A", Part.mixer),
-    TokenTensor("scores and their gradients", "A", Part.mixer, wide=True),
-)
 
 # The operator's forward pass on GPUs keeps the states that its walks start from: so many tiles [K, V] over all heads.
 WALKS = 264
@@ -122,35 +21,6 @@ PROCESS_BYTES = 0.6e9
 # their own, MALLOC_MMAP_THRESHOLD_=131072, 1.2 GB).
 HEAP_TENSOR, HEAP_SHARE = 32 << 20, 0.8
 
-
-@dataclass(frozen=True)
-class Traffic:
-    """Elementwise work of a block.
-
-    Attributes:
-        name: what it is.
-        width: of the tensors that it reads or writes.
-        forward, backward: how many of them, in a compiled block.
-        wide: they are fp32.
-        in_mlp: `selective` does it again.
-    """
-
-    name: str
-    width: str
-    forward: int
-    backward: int
-    wide: bool = False
-    in_mlp: bool = False
-
-
-TRAFFIC = (
-    Traffic("residual sum and norm before the mixer", "D", 4, 5),
-    Traffic("gate logits", "K", 1, 2),
-    Traffic("log-decays", "K", 1, 1, wide=True),
-    Traffic("gated norm of o", "V", 3, 6),
-    Traffic("residual sum and norm before the mlp", "D", 4, 5, in_mlp=True),
-    Traffic("SwiGLU", "I", 3, 6, in_mlp=True),
-)
 # Without `torch.compile` each step of a formula reads and writes memory: so many times the compiled traffic.
 EAGER_TRAFFIC = 6.0
 # Of a logit, bytes that the loss reads and writes, compiled (2 ms for 16,384 × 32,000 of them on an H200) and not.

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-import torch
 
 from data.config import check_batch, check_seq_len
-from models.gla import GLAConfig, GLAForCausalLM
-from models.hooks import sharding_units
-from zeco_train.collectives.cost_model import Link
+from models.spec import BlockSpec, ModelSpec, spec_of
+from zeco_train.collectives.cost_model import assumed_costs
 from zeco_train.config.schema import Compile, Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
-from zeco_train.sp.zeco import AllScanTransport
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -108,9 +99,8 @@ class Case:
 
     @property
     def state_bytes(self) -> int:
-        """S: a state [B, H, K, V]."""
-        model = self.config.model
-        return self.batch * model.num_heads * model.head_k_dim * model.head_v_dim * self.wide_bytes
+        """S: a state [B, H, K, V] of a layer, the largest where they differ."""
+        return self.batch * math.prod(self.spec.state_shape) * self.wide_bytes
 
     @property
     def nodes(self) -> int:
@@ -121,15 +111,6 @@ class Case:
         """Whether ranks that share a sequence are on several machines."""
         straddles = self.nodes > 1 and self.gpus_per_node % self.sp_size != 0
         return self.sp_size > self.gpus_per_node or straddles
-
-    def link_of(self, backend: Backend) -> Link:
-        """How a backend's states go over the wire."""
-        if self.machine.is_cpu:
-            return Link.gloo
-        if self.crosses_nodes:
-            return Link.nccl_across_nodes
-        shared = backend is Backend.zeco and self.config.sp.all_scan.transport is not AllScanTransport.p2p
-        return Link.symmetric if shared else Link.nccl
 
     @property
     def shards(self) -> int:
@@ -143,38 +124,13 @@ class Case:
                 return self.world_size
 
     @property
-    def widths(self) -> dict[str, int]:
-        """Elements a token of the tensors of `calibration`."""
-        model = self.config.model
-        return {
-            "D": model.hidden_size,
-            "I": model.intermediate_size,
-            "r": model.gate_low_rank_dim,
-            "K": model.key_dim,
-            "V": model.value_dim,
-            "H": model.num_heads,
-            "S": model.num_heads * model.head_k_dim * model.head_v_dim // CHUNK,
-            "A": model.num_heads * CHUNK,
-            "1": 1,
-        }
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return spec_of(self.config.model)
 
-    @property
-    def units(self) -> Sequence[Sequence[Shape]]:
-        """The parameters' shapes by FSDP unit: those of `sharding_units`, in the order of the forward pass, then the
-        rest, which the root holds."""
-        return _units(dataclasses.astuple(self.config.model))
-
-
-@cache
-def _units(fields: tuple[Any, ...]) -> Sequence[Sequence[Shape]]:
-    with torch.device("meta"):
-        model = GLAForCausalLM(GLAConfig(*fields))
-    units, taken = [], set()
-    for module in (*sharding_units(model), model):
-        parameters = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(parameters)
-        units.append([tuple(parameter.shape) for parameter in parameters])
-    return units
+    def block(self, layer: int) -> BlockSpec:
+        """Of a layer; negative numbers count from the last one."""
+        return self.spec.blocks[self.config.model.mixer_of(layer % self.config.model.num_layers)]
 
 
 def build_case(request: Request) -> tuple[Case, list[str]]:
@@ -220,4 +176,8 @@ def _machine(request: Request, gpu: Gpu) -> Machine:
         bandwidth=given(settings.bandwidth_gbps, known.bandwidth),
         link=given(settings.link_gbps, known.link),
         node_link=given(settings.node_gbps, known.node_link),
+        scans=assumed_costs(
+            None if settings.scan_alpha_us is None else settings.scan_alpha_us * 1e-6,
+            None if settings.scan_gbps is None else 1e-9 / settings.scan_gbps,
+        ),
     )

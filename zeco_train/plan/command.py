@@ -9,7 +9,6 @@ from zeco_train.plan.advice import evaluate, more_ranks, options
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
 from zeco_train.plan.report import Plan, as_json, as_text
-from zeco_train.plan.step_time import assumed_costs
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
@@ -34,13 +33,10 @@ def run(arguments: Sequence[str]) -> str:
     request = parse(arguments)
     settings = request.settings
     warn_of_replacing([] if settings.json is None else [settings.json])
-    message = None if settings.scan_alpha_us is None else settings.scan_alpha_us * 1e-6
-    byte = None if settings.scan_gbps is None else 1e-9 / settings.scan_gbps
-    with assumed_costs(message, byte):
-        plan = make_plan(request)
-        text, data = as_text(plan), as_json(plan)
+    plan = make_plan(request)
+    text = as_text(plan)
     if settings.json is not None:
-        write_json_result(Path(settings.json), data)
+        write_json_result(Path(settings.json), as_json(plan))
     return text
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
+from zeco_train.collectives.cost_model import MEASURED, Costs, Link
 from zeco_train.config.schema import Dtype
 from zeco_train.plan.calibration import (
     BANDWIDTH_EFFICIENCY,
@@ -38,6 +40,7 @@ class Machine:
     bandwidth: of memory, achieved by elementwise work, bytes/s.
     link: between devices of a machine, bytes/s and direction, achieved by NCCL (gloo).
     node_link: between machines, bytes/s, device and direction.
+    scans: what the scans' messages cost, by link.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Machine:
     bandwidth: float
     link: float
     node_link: float
+    scans: Mapping[Link, Costs] = field(default_factory=lambda: MEASURED)
 
     @property
     def is_cpu(self) -> bool:

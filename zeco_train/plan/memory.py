@@ -8,23 +8,30 @@ A step's memory has its peak in one of four phases, of which each is summed up b
     optimizer       weights, gradients and optimizer state
 
 Weights, gradients and optimizer state are counted from the shapes of the parameters, and exact; the tensors of a block
-are those listed in `calibration`.
+are those that it lists (`models.activations`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from models.activations import Part, TokenTensor
+from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan import calibration
-from zeco_train.plan.calibration import KEPT_PARTS, Part, TokenTensor
-from zeco_train.plan.case import Case, Shape
+from zeco_train.plan.case import Case
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
+
+_KEPT_PARTS = {
+    Recompute.none: (Part.input, Part.mixer, Part.mlp),
+    Recompute.selective: (Part.input, Part.mixer),
+    Recompute.full: (Part.input,),
+}
 
 
 @dataclass(frozen=True)
@@ -70,35 +77,37 @@ class Memory:
 
 def plan_memory(case: Case, headroom: float) -> Memory:
     """The memory of the rank that has most."""
-    layers = case.config.model.num_layers
-    kept, recomputed = kept_bytes_per_token(case), _recomputed(case)
+    blocks = list(case.spec.blocks.values())
+    first, last = case.block(0), case.block(-1)
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
-    block = max(_backward_bytes(case, part) for part in (Part.mlp, Part.mixer)) + recomputed
     # Gradients of an earlier pass of the step are there when the next one begins.
     carried = _gradient_bytes(case) if case.passes > 1 else 0.0
 
+    # States that the operator's kernels keep: of one layer where blocks are computed again.
+    walked = [dataclasses.replace(last, count=1)] if case.recompute is Recompute.full else blocks
     everywhere = {
         "weights": parameter_bytes(case, case.master_bytes) + _gathered_bytes(case),
         "optimizer": optimizer_bytes(case),
-        "states": _state_bytes(case, layers),
+        "states": _state_bytes(case) + sum(block.count * _walk_bytes(case, block) for block in walked),
         "buffers": _buffer_bytes(case),
         "workspace": calibration.WORKSPACE_BYTES,
     }
-    whole = layers * case.tokens * kept + 16.0 * case.tokens
+    kept = sum(block.count * case.tokens * kept_bytes_per_token(case, block) for block in blocks)
+    whole = kept + 16.0 * case.tokens
     if case.machine.is_cpu:
-        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + block)
+        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + _passing_back(case, last))
     phases = {
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
             **everywhere,
             "gradients": max(carried, _largest_gradient(case)),
-            "activations": whole + block,
+            "activations": whole + _passing_back(case, last),
         },
         "backward of the first block": {
             **everywhere,
             "gradients": _gradient_bytes(case),
-            "activations": case.tokens * (kept + 16.0) + block,
-            "states": _state_bytes(case, 1),
+            "activations": case.tokens * (kept_bytes_per_token(case, first) + 16.0) + _passing_back(case, first),
+            "states": _state_bytes(case) + _walk_bytes(case, first),
         },
         "optimizer": {
             "weights": parameter_bytes(case, case.master_bytes),
@@ -115,54 +124,49 @@ def plan_memory(case: Case, headroom: float) -> Memory:
 
 def _heap_share(case: Case) -> float:
     """Of the activations, what a CPU's allocator wastes on top."""
-    largest = case.tokens * max(case.widths.values()) * case.wide_bytes
+    parts = [part for block in case.spec.blocks.values() for part in block.activations.values()]
+    widest = max(tensor.width for part in parts for tensor in (*part.kept, *part.gradients))
+    largest = case.tokens * widest * case.wide_bytes
     return calibration.HEAP_SHARE if case.passes > 1 and largest < calibration.HEAP_TENSOR else 0.0
 
 
 def parameter_bytes(case: Case, itemsize: int) -> float:
     """One number for each of this rank's parameters; the first ranks have the most of a parameter that does not
     divide."""
-    return float(itemsize * sum(_local(shape, case.shards) for unit in case.units for shape in unit))
+    return float(itemsize * sum(_local(shape, case.shards) for unit in case.spec.units for shape in unit))
 
 
 def optimizer_bytes(case: Case) -> float:
     """AdamW: two moments, and a step count, fp32, of each parameter."""
-    return 2 * parameter_bytes(case, case.master_bytes) + 4.0 * sum(map(len, case.units))
+    return 2 * parameter_bytes(case, case.master_bytes) + 4.0 * sum(map(len, case.spec.units))
 
 
-def kept_bytes_per_token(case: Case) -> float:
+def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:
     """Of a block, from its forward pass to its backward pass."""
-    return _sum(case, _tensors(case), KEPT_PARTS[case.recompute])
+    return sum(_sum(case, block.activations[part].kept) for part in _KEPT_PARTS[case.recompute])
 
 
-def _tensors(case: Case) -> Sequence[TokenTensor]:
-    return (*calibration.KEPT, *(calibration.KEPT_ON_CPU if case.machine.is_cpu else calibration.KEPT_ON_GPU))
-
-
-def _sum(case: Case, tensors: Iterable[TokenTensor], parts: Sequence[Part]) -> float:
+def _sum(case: Case, tensors: Iterable[TokenTensor]) -> float:
     """Bytes a token."""
-    widths = case.widths
     return float(
         sum(
-            widths[tensor.width] * (case.wide_bytes if tensor.wide else case.compute_bytes)
+            tensor.width * (case.wide_bytes if tensor.wide else case.compute_bytes)
             for tensor in tensors
-            if tensor.part in parts and (tensor.compiled if case.compiled else tensor.eager)
+            if (tensor.compiled if case.compiled else tensor.eager)
+            and (tensor.cpu if case.machine.is_cpu else tensor.gpu)
         )
     )
 
 
-def _recomputed(case: Case) -> float:
-    """What one block computes again before its backward pass; the whole of it ends with its output."""
-    again = [part for part in Part if part not in KEPT_PARTS[case.recompute]]
+def _passing_back(case: Case, block: BlockSpec) -> float:
+    """What a block's backward pass takes beside what was kept: what it computes again, the whole of which ends with its
+    output; and the gradients inside it. The mixer's come when what the mlp kept is gone."""
+    kept = {part: _sum(case, activations.kept) for part, activations in block.activations.items()}
+    gradients = {part: _sum(case, activations.gradients) for part, activations in block.activations.items()}
+    again = sum(size for part, size in kept.items() if part not in _KEPT_PARTS[case.recompute])
     output = case.config.model.hidden_size * case.compute_bytes if case.recompute is Recompute.full else 0
-    return case.tokens * (_sum(case, _tensors(case), again) + output)
-
-
-def _backward_bytes(case: Case, part: Part) -> float:
-    """Gradients inside a block's backward pass, beside what was kept; the mixer's come when the mlp's are gone."""
-    tensors = (*calibration.BACKWARD, *(calibration.BACKWARD_ON_CPU if case.machine.is_cpu else ()))
-    freed = _sum(case, _tensors(case), (Part.mlp,)) if part is Part.mixer else 0.0
-    return case.tokens * (_sum(case, tensors, (part,)) - freed)
+    backward = max(gradients[Part.mlp], gradients[Part.mixer] - kept[Part.mlp])
+    return case.tokens * backward + case.tokens * (again + output)
 
 
 def _loss_bytes(case: Case) -> float:
@@ -177,24 +181,22 @@ def _loss_bytes(case: Case) -> float:
     return float(chunk * logits + model.vocab_size * model.hidden_size * case.wide_bytes)
 
 
-def _state_bytes(case: Case, layers: int) -> float:
-    """R and what is carried of each layer and segment, the operator's kept states, and what a scan holds."""
+def _state_bytes(case: Case) -> float:
+    """R and what is carried of each layer and segment, and what a scan holds."""
     states = case.segments * case.config.model.num_layers
     if case.segments > 1:
         # What is carried into each segment, and the gradients at both ends of one.
         states += (case.segments + 2) * case.config.model.num_layers
-    if case.config.sp.backend is Backend.lasp2:
-        states += case.sp_size + 1
-    return states * case.state_bytes + _walk_bytes(case) * (1 if case.recompute is Recompute.full else layers)
+    states += max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
+    return float(states * case.state_bytes)
 
 
-def _walk_bytes(case: Case) -> float:
+def _walk_bytes(case: Case, block: BlockSpec) -> float:
     """The states that the walks of the operator's kernels start from, in one layer."""
     if case.machine.is_cpu:
         return 0.0
-    model = case.config.model
-    walks = max(calibration.WALKS, case.batch * model.num_heads)
-    return float(walks * model.head_k_dim * model.head_v_dim * 4)
+    heads, key_dim, value_dim = block.state_shape
+    return float(max(calibration.WALKS, case.batch * heads) * key_dim * value_dim * 4)
 
 
 def _gathered_bytes(case: Case) -> float:
@@ -223,8 +225,10 @@ def _buffer_bytes(case: Case) -> float:
 
 
 def unit_bytes(case: Case, itemsize: int) -> list[float]:
-    """Whole parameters of each FSDP unit, in the order of `Case.units`, padded so that they divide."""
-    return [float(itemsize * case.shards * sum(_local(shape, case.shards) for shape in unit)) for unit in case.units]
+    """Whole parameters of each FSDP unit, in the order of `ModelSpec.units`, padded so that they divide."""
+    return [
+        float(itemsize * case.shards * sum(_local(shape, case.shards) for shape in unit)) for unit in case.spec.units
+    ]
 
 
 def _local(shape: Shape, shards: int) -> int:

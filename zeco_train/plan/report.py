@@ -5,26 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.gla_config import num_parameters
-from models.hooks import flops_per_token
-from zeco_train.collectives.cost_model import MEASURED
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
 from zeco_train.plan.case import Case
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
-from zeco_train.plan.step_time import plan_step, scan_choice
-from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
-from zeco_train.sp.registry import Backend
-
-# Backends, and All-Scan's algorithms, as rows. `dp`: the same tokens on each rank as sequences of their own.
-WAYS: tuple[tuple[str, Backend, str | None], ...] = (
-    ("dp", Backend.dp, None),
-    ("lasp1", Backend.lasp1, None),
-    ("lasp2", Backend.lasp2, None),
-    ("zeco (chain)", Backend.zeco, "chain"),
-    ("zeco (two_shot)", Backend.zeco, "two_shot"),
-)
+from zeco_train.plan.step_time import plan_step
+from zeco_train.plan.wire import costs_of, count_scans, parameter_traffic, scan_bytes, scan_choice, step_bytes, ways
+from zeco_train.sp.backend import BackendSpec
 
 
 @dataclass(frozen=True)
@@ -49,8 +38,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     traffic, scans = parameter_traffic(case), count_scans(case)
     return {
         "case": _describe(case),
-        "parameters": num_parameters(case.config.model),
-        "flops_per_token": flops_per_token(case.config.model).total,
+        "parameters": case.spec.num_parameters,
+        "flops_per_token": case.spec.flops_per_token(case.config.data.seq_len).total,
         "memory": {
             "bytes": memory.kinds,
             "phases": memory.phases,
@@ -111,10 +100,10 @@ def _describe(case: Case) -> dict[str, Any]:
 
 def _head(case: Case) -> list[str]:
     config, model = case.config, case.config.model
-    flops = flops_per_token(model).total
+    flops = case.spec.flops_per_token(config.data.seq_len).total
     segments = "" if case.segments == 1 else f" in {case.segments} segments"
     return [
-        f"{model.name}: {num_parameters(model):,} parameters, {flops / 1e9:.3g} GFLOP a token, "
+        f"{model.name}: {case.spec.num_parameters:,} parameters, {flops / 1e9:.3g} GFLOP a token, "
         f"{config.train.dtype.value}{', compiled' if case.compiled else ''}",
         f"sp={config.sp.backend.value} on {case.dp_size} × {case.sp_size} ranks (dp × sp) of {case.machine.name}, "
         f"{config.parallel.strategy.value}, recompute={case.recompute.value}",
@@ -163,29 +152,28 @@ def _time_lines(plan: Plan) -> list[str]:
 def _backends(case: Case) -> dict[str, dict[str, Any]]:
     """What the backends would take on the same ranks; of those that share sequences only where there are any."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, backend, algorithm in WAYS:
-        choice = scan_choice(case, backend, algorithm)
-        if choice is None and backend is not Backend.dp:
+    for name, backend, scan in ways():
+        choice = scan_choice(case, backend, scan)
+        if choice is None and backend.scans:
             continue
-        time, way = plan_step(case, backend, algorithm), algorithm or backend.value
+        time = plan_step(case, backend, scan)
         rows[name] = {
-            "link": None if choice is None else case.link_of(backend).value,
-            "bytes_per_scan": scan_bytes(case, way),
-            "bytes_per_step": step_bytes(case, way),
+            "link": None if choice is None else choice.link.value,
+            "bytes_per_scan": scan_bytes(case, scan),
+            "bytes_per_step": step_bytes(case, scan),
             "scan_seconds": 0.0 if choice is None else choice.seconds,
             "exposed_seconds": time.seconds["scans"],
             "step_seconds": time.total,
             "tokens_per_second_per_device": time.per_device,
-            "planned": _is_planned(case, backend, algorithm),
+            "planned": _is_planned(case, backend, scan),
         }
     return rows
 
 
-def _is_planned(case: Case, backend: Backend, algorithm: str | None) -> bool:
+def _is_planned(case: Case, backend: BackendSpec, scan: ScanSpec | None) -> bool:
     """Whether a row is what the configuration leads to."""
-    choice = scan_choice(case, case.config.sp.backend)
-    chosen = None if choice is None or backend is not Backend.zeco else choice.algorithm
-    return backend is case.config.sp.backend and algorithm == chosen
+    choice = scan_choice(case, backend)
+    return backend is case.config.sp.spec and scan is (None if choice is None else choice.scan)
 
 
 def _wire(case: Case) -> list[str]:
@@ -239,14 +227,13 @@ def _option_line(option: Option, mark: str) -> str:
 
 def _assumptions(case: Case) -> dict[str, str]:
     machine = case.machine
-    link = case.link_of(case.config.sp.backend)
-    costs = MEASURED[link]
+    costs = costs_of(case, case.config.sp.scans)
     dtype = case.config.train.dtype
     operator = calibration.OPERATOR_SECONDS_CPU if machine.is_cpu else calibration.OPERATOR_SECONDS
     return {
         "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
         "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",
         "between devices, between nodes": f"{machine.link / 1e9:.4g}, {machine.node_link / 1e9:.4g} GB/s",
-        "scans": f"{link.value}: α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s",
+        "scans": f"{costs.link.value}: α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s",
         "operator": f"{operator * 1e9:.3g} ns a token and head of K 64, V 128, forward + backward",
     }

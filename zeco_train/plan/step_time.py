@@ -11,20 +11,18 @@ gaps          between kernels; launches that take longer than the work launched;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from models.hooks import flops_per_token, recomputed_flops_per_token
-from zeco_train.collectives.cost_model import MEASURED, Choice, chain_seconds, choose
+from models.activations import Part
+from models.spec import BlockSpec
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.config.schema import Dtype
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
-from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic
+from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, scan_choice
+from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import Backend
-from zeco_train.sp.zeco import AllScanAlgorithm
 
 
 @dataclass(frozen=True)
@@ -52,82 +50,43 @@ class StepTime:
         return self.tokens_per_second / self.world_size
 
 
-@contextmanager
-def assumed_costs(message: float | None, byte: float | None) -> Iterator[None]:
-    """The cost model with another α, in seconds a message, and β, in seconds a byte, on every way over the wire and
-    for a while; None leaves what was measured."""
-    measured = dict(MEASURED)
-    changes: dict[str, float] = {}
-    if message is not None:
-        changes |= {"message": message, "exchange": message}
-    if byte is not None:
-        changes |= {"byte": byte, "exchange_byte": byte}
-    MEASURED.update({link: replace(costs, **changes) for link, costs in measured.items()})
-    try:
-        yield
-    finally:
-        MEASURED.update(measured)
-
-
-def plan_step(case: Case, backend: Backend | None = None, algorithm: str | None = None) -> StepTime:
+def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | None = None) -> StepTime:
     """Predicted time of a step.
 
     Args:
         case: what runs.
         backend: in place of the configured one, on the same ranks and tokens.
-        algorithm: of All-Scan; None is the configured one, or the faster one.
+        scan: of its algorithms; None is the configured one, or the fastest.
     """
     seconds = _compute_seconds(case)
     busy = sum(seconds.values())
     seconds["parameters"] = _exposed_traffic(case, busy)
-    seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.backend, algorithm)
+    seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.spec, scan)
     seconds["gaps"] = _gaps(case, busy)
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
 
-def operator_seconds(case: Case) -> tuple[float, float]:
+def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     """Forward and backward pass of one layer's operator over the tokens of a pass, in a step."""
-    model, dtype = case.config.model, case.config.train.dtype
+    dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
     seconds = known.OPERATOR_SECONDS_CPU
     if not case.machine.is_cpu:
         slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth
         seconds = (
             known.OPERATOR_SECONDS / known.IN_STEP * slower * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
         )
-    size = (model.head_k_dim + model.head_v_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
-    both = seconds * size * case.tokens * model.num_heads
+    size = (key_dim + value_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
+    both = seconds * size * case.tokens * heads
     return both * known.OPERATOR_FORWARD, both * (1 - known.OPERATOR_FORWARD)
 
 
-def scan_choice(case: Case, backend: Backend, algorithm: str | None = None) -> Choice | None:
-    """What one scan takes from launch to wait, nothing beside it; None where nothing crosses ranks."""
-    ranks, size = case.sp_size, case.state_bytes
-    if backend is Backend.dp or ranks == 1:
-        return None
-    link = case.link_of(backend)
-    match backend:
-        case Backend.zeco:
-            all_scan = case.config.sp.all_scan
-            configured = None if all_scan.algorithm is AllScanAlgorithm.auto else all_scan.algorithm.value
-            # A configured number of blocks is the chain's.
-            chosen = algorithm or configured
-            blocks = all_scan.num_blocks if chosen == "chain" else None
-            return choose(link, ranks, size, case.config.model.head_k_dim, chosen, blocks)
-        case Backend.lasp2:
-            costs = MEASURED[link]
-            seconds = costs.exchange + (ranks - 1) * (costs.exchange_peer + costs.exchange_byte * size)
-            return Choice("all-gather", None, seconds)
-        case Backend.lasp1:
-            return Choice("serial", None, (ranks - 1) * chain_seconds(link, 2, size, blocks=1))
-
-
-def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = None) -> float:
+def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:
     """Of a step: what of the scans no compute hides."""
-    choice, scans = scan_choice(case, backend, algorithm), count_scans(case)
+    choice, scans = scan_choice(case, backend, scan), count_scans(case)
     if choice is None:
         return 0.0
-    forward, backward = operator_seconds(case)
-    if backend is Backend.lasp1:
+    forward, backward = operator_seconds(case, case.block(0))
+    if choice.scan.in_series:
         # Every rank computes its outputs between receive and send, one rank after the other.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
         turns = (scans.forward, choice.seconds + serial * forward), (scans.backward, choice.seconds + serial * backward)
@@ -141,32 +100,38 @@ def exposed_scan_seconds(case: Case, backend: Backend, algorithm: str | None = N
 
 
 def _compute_seconds(case: Case) -> dict[str, float]:
-    model, machine = case.config.model, case.machine
+    spec, machine, seq_len = case.spec, case.machine, case.config.data.seq_len
     tokens = case.tokens * case.passes
-    own, again = flops_per_token(model), recomputed_flops_per_token(model, case.recompute, case.segments)
-    forward, backward = operator_seconds(case)
+    own = spec.flops_per_token(seq_len)
+    again = spec.recomputed_flops_per_token(seq_len, case.recompute, case.segments)
     forwards = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)
-    traffic = _traffic_per_token(case) * model.num_layers + model.vocab_size * known.LOGIT_TRAFFIC[case.compiled]
+    traffic, operators = case.config.model.vocab_size * known.LOGIT_TRAFFIC[case.compiled], 0.0
+    for block in spec.blocks.values():
+        forward, backward = operator_seconds(case, block)
+        operators += block.count * (forwards * forward + case.passes * backward)
+        traffic += block.count * _traffic_per_token(case, block)
     parameters = parameter_bytes(case, 1)
     copies = parameter_traffic(case)
     around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
     updates = parameters * (known.OPTIMIZER_TRAFFIC + case.shards * around)
     return {
         "products": tokens * (own.linear + again.linear + own.head) / machine.flops[case.config.train.dtype],
-        "operator": model.num_layers * (forwards * forward + case.passes * backward),
+        "operator": operators,
         "elementwise": tokens * traffic / machine.bandwidth,
         "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS),
     }
 
 
-def _traffic_per_token(case: Case) -> float:
+def _traffic_per_token(case: Case, block: BlockSpec) -> float:
     """Bytes that the elementwise work of a block moves, averaged over the segments."""
     again = (case.segments - 1) / case.segments
     total = 0.0
-    for row in known.TRAFFIC:
-        computed_again = case.recompute is Recompute.full or (case.recompute is Recompute.selective and row.in_mlp)
-        times = row.forward * (1 + again + computed_again) + row.backward
-        total += times * case.widths[row.width] * (case.wide_bytes if row.wide else case.compute_bytes)
+    for part, activations in block.activations.items():
+        in_mlp = part is Part.mlp
+        computed_again = case.recompute is Recompute.full or (case.recompute is Recompute.selective and in_mlp)
+        for row in activations.traffic:
+            times = row.forward * (1 + again + computed_again) + row.backward
+            total += times * row.width * (case.wide_bytes if row.wide else case.compute_bytes)
     return total if case.compiled else total * known.EAGER_TRAFFIC
 
 

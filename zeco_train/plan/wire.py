@@ -1,16 +1,21 @@
 """Bytes on the wire, of one rank: what it sends to others, for one scan and for a step, by backend; and FSDP's traffic.
 
-A scan sends what `zeco_train/collectives` says on the wire, S bytes a state, P ranks (DESIGN, section 4); the rank that
-sends most counts. `carry_out`, wanted between segments, adds a broadcast for the chains and nothing for an all-gather.
+A scan sends and takes what its descriptor in `zeco_train/collectives` says; the rank that sends most counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.spec import Choice, ScanSpec, choose
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
+from zeco_train.sp.backend import BackendSpec
+from zeco_train.sp.registry import BACKENDS, Backend
+from zeco_train.sp.zeco import AllScanTransport
 
 
 @dataclass(frozen=True)
@@ -40,41 +45,60 @@ def count_scans(case: Case) -> Scans:
     return Scans(passes, passes, carries)
 
 
-def scan_bytes(case: Case, way: str, *, want_carry: bool = False) -> float:
-    """Bytes that the busiest rank sends for one scan of states like the model's; `way`: chain and two_shot of All-Scan,
-    and the other backends by their names."""
-    model, ranks, state = case.config.model, case.sp_size, float(case.state_bytes)
-    if ranks == 1 or way == "dp":
-        return 0.0
-    pair = state * (1 + 1 / model.head_v_dim)
-    match way:
-        case "chain" | "lasp1":
-            # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
-            return state
-        case "lasp2":
-            # An all-gather in which every rank sends its own to each other one.
-            return pair * (ranks - 1)
-        case "two_shot":
-            columns = model.num_heads * model.head_v_dim
-            width = -(-columns // ranks)
-            sent = (width + _heads_touched(model.head_v_dim, columns, width)) * (ranks - 1)
-            returned = width * (ranks - 1) * (2 if want_carry else 1)
-            return (sent + returned) * state / columns
-        case _:
-            raise ValueError(f"no such way over the wire: {way}")
+def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
+    """The backends, and each algorithm of those that have several, under the names of table rows. A backend without
+    any: the same tokens on each rank as sequences of their own."""
+    return [
+        (spec.name if len(spec.scans) < 2 or scan is None else f"{spec.name} ({scan.name})", spec, scan)
+        for spec in BACKENDS.values()
+        for scan in spec.scans or (None,)
+    ]
 
 
-def _heads_touched(value_dim: int, columns: int, width: int) -> int:
-    """Heads whose columns an owner has, at most (`zeco_train/collectives/two_shot.py`)."""
-    starts = range(0, columns, width)
-    return max((min(start + width, columns) - 1) // value_dim - start // value_dim + 1 for start in starts)
+def costs_of(case: Case, scans: Sequence[ScanSpec]) -> Costs:
+    """How the states of scans to choose from go over the wire."""
+    link = Link.nccl
+    if case.machine.is_cpu:
+        link = Link.gloo
+    elif case.crosses_nodes:
+        link = Link.nccl_across_nodes
+    elif case.config.sp.all_scan.transport is not AllScanTransport.p2p and any(scan.kernel for scan in scans):
+        link = Link.symmetric
+    return case.machine.scans[link]
 
 
-def step_bytes(case: Case, way: str) -> float:
+def scan_choice(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> Choice | None:
+    """What one scan takes from launch to wait, nothing beside it; None where nothing crosses ranks.
+
+    Args:
+        case: what runs.
+        backend: in place of the configured one.
+        scan: of its algorithms; None is the configured one, or the fastest.
+    """
+    if not backend.scans or case.sp_size == 1:
+        return None
+    settings = replace(case.config.sp, backend=Backend[backend.name])
+    scans = settings.scans if scan is None else (scan,)
+    # A configured number of blocks is that of a known algorithm.
+    blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
+    return choose(scans, costs_of(case, scans), load_of(case), blocks)
+
+
+def load_of(case: Case) -> Load:
+    """The size of a scan of states like the model's."""
+    return Load(case.sp_size, (case.batch, *case.spec.state_shape), case.wide_bytes)
+
+
+def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False) -> float:
+    """Bytes that the busiest rank sends for one scan of states like the model's; None: nothing crosses ranks."""
+    return 0.0 if scan is None or case.sp_size == 1 else scan.bytes_sent(load_of(case), want_carry)
+
+
+def step_bytes(case: Case, scan: ScanSpec | None) -> float:
     """Bytes that a rank sends in a step for all scans."""
     scans = count_scans(case)
     plain = scans.total - scans.with_carry
-    return plain * scan_bytes(case, way) + scans.with_carry * scan_bytes(case, way, want_carry=True)
+    return plain * scan_bytes(case, scan) + scans.with_carry * scan_bytes(case, scan, want_carry=True)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from zeco_train.tracking.plot import BACKEND_COLORS
+from zeco_train.sp.registry import BACKENDS
 
 # As `length_name` says it, in Vega's expressions.
 _LENGTH = (
@@ -22,7 +22,7 @@ def chart_spec() -> dict[str, Any]:
         "field": series,
         "type": "nominal",
         "title": "sp",
-        "scale": {"domain": [*BACKEND_COLORS], "range": [*BACKEND_COLORS.values()]},
+        "scale": {"domain": [*BACKENDS], "range": [spec.color for spec in BACKENDS.values()]},
     }
     # Each length and number of devices has a place of its own, as on a logarithmic axis of powers of two.
     across = {

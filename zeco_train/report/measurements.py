@@ -16,6 +16,7 @@ import numpy as np
 from zeco_train.bench.stored import load_results
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.report.comparison import Run, read_runs
+from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 from zeco_train.tracking.run_folder import IDENTITY_FILE
@@ -235,7 +236,7 @@ def _of_benchmark(name: str, results: Mapping[str, Any], notes: list[str]) -> li
     for row in results["rows"]:
         if not row.get("median_ms"):
             notes.append(f"{name}: {row.get('variant')} was not measured ({row.get('note', 'no reason is given')})")
-        elif row["variant"].split(":")[0] in ("dp", "lasp1", "lasp2", "zeco"):
+        elif row["variant"].split(":")[0] in BACKENDS:
             found.append(_of_benchmark_row(name, results, row))
         else:
             notes.append(f"{name}: {row['variant']} is in the benchmark's own picture only")

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.report.comparison import Run, draw_differences, draw_losses
 from zeco_train.report.measurements import Comparison, Measurement, Spread
+from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.drawing import import_matplotlib
-from zeco_train.tracking.plot import BACKEND_COLORS, new_figure, plain
+from zeco_train.tracking.plot import new_figure, plain
 from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DARK_COLORS = {"dp": "#4cc38a", "lasp1": "#d9b23c", "lasp2": "#c596f5", "zeco": "#6cb6ff"}
+_COLORS = {name: spec.color for name, spec in BACKENDS.items()}
+_DARK_COLORS = {name: spec.dark_color for name, spec in BACKENDS.items()}
 _MARKERS = "osD^vPX*"
 _RATE = "tokens/s of a device (p10, median, p90)"
 # More of them have no room for their names.
@@ -67,7 +69,7 @@ def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
     figure = new_figure(title, (7.2 * columns, 4.6 * lines + 0.4), dpi=110, title_size=13)
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes, panel in zip(grid.flat, drawn, strict=False):
-        panel.draw(axes, BACKEND_COLORS)
+        panel.draw(axes, _COLORS)
         _finish(axes, panel.title)
     for axes in list(grid.flat)[len(drawn) :]:
         axes.set_axis_off()
@@ -79,7 +81,7 @@ def panel_png(panel: Panel, dark: bool) -> bytes:
     with _paper(dark):
         figure = new_figure("", (7.6, 4.4), dpi=110, title_size=11)
         axes = figure.subplots()
-        panel.draw(axes, _DARK_COLORS if dark else BACKEND_COLORS)
+        panel.draw(axes, _DARK_COLORS if dark else _COLORS)
         _finish(axes, "")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
@@ -100,7 +102,7 @@ def _paper(dark: bool) -> Iterator[None]:
 
 def _place(measurement: Measurement) -> tuple[int, str, int, int]:
     layout = measurement.layout
-    known = [*BACKEND_COLORS]
+    known = [*BACKENDS]
     name = layout.backend.split(":")[0]
     order = known.index(name) if name in known else len(known)
     return order, layout.backend, layout.seq_len, layout.devices

@@ -1,14 +1,18 @@
-"""What the backends share: a scan is launched from one request, over the courier of its direction."""
+"""What the backends share: a scan is launched from one request, over the courier of its direction; and a descriptor,
+which is all that the rest of the project knows of a backend."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeco_train.collectives import Courier, ScanRequest
+from zeco_train.collectives.spec import ScanSpec
 from zeco_train.sp.base import PendingScan
 from zeco_train.sp.exposed import ExposedMeter
 
@@ -88,3 +92,32 @@ class ScanBackend(ABC):
         """
         for courier in self._couriers:
             courier.drain()
+
+
+@dataclass(frozen=True, eq=False)
+class BackendSpec:
+    """A backend, as settings, tables, plans and pictures know it.
+
+    Attributes:
+        name: as `sp=` has it.
+        description: for `--help`, a line.
+        color, dark_color: in pictures, on light and on dark paper.
+        build: (couriers, settings) → its scan; `settings` is the section of `sp` that it reads, or None.
+        scans: the algorithms that it may run, in the order of tables; none where nothing crosses ranks, and then it
+            refuses ranks that share a sequence.
+        section: name of that section; None if there is none.
+    """
+
+    name: str
+    description: str
+    color: str
+    dark_color: str
+    build: Callable[[tuple[Courier, ...], Any], ScanBackend]
+    scans: tuple[ScanSpec, ...] = ()
+    section: str | None = None
+
+    def size_problem(self, size: int) -> str | None:
+        """Why so many ranks cannot share a sequence; None if they can."""
+        if self.scans or size == 1:
+            return None
+        return f"sp={self.name} keeps whole sequences on a rank and needs 1; or take sp=zeco"

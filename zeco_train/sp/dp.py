@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeco_train.collectives import PendingScan, ScanRequest, scan_alone
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 
 class LocalScan(ScanBackend):
@@ -11,3 +11,12 @@ class LocalScan(ScanBackend):
 
     def start(self, request: ScanRequest) -> PendingScan:
         return scan_alone(request)
+
+
+DP = BackendSpec(
+    name="dp",
+    description="data parallelism: every rank has sequences of its own, nothing crosses ranks",
+    color="#1f8a53",
+    dark_color="#4cc38a",
+    build=lambda couriers, _: LocalScan(),
+)

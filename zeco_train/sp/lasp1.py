@@ -9,7 +9,8 @@ launched ahead: `wait` receives and `finish` folds and sends.
 from __future__ import annotations
 
 from zeco_train.collectives import PendingSerialScan, ScanRequest, launch_serial
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.collectives.serial import SERIAL
+from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 
 class SerialScan(ScanBackend):
@@ -17,3 +18,13 @@ class SerialScan(ScanBackend):
 
     def start(self, request: ScanRequest) -> PendingSerialScan:
         return launch_serial(request, self.courier(request))
+
+
+LASP1 = BackendSpec(
+    name="lasp1",
+    description="one rank after the other, in series with the compute (LASP-1)",
+    color="#8a6d1d",
+    dark_color="#d9b23c",
+    build=lambda couriers, _: SerialScan(couriers),
+    scans=(SERIAL,),
+)

@@ -9,37 +9,46 @@ So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
 last rank to the first. Steps 1, 3 and 4 are `zeco_train/sp/autograd.py`; step 2 is here.
 
-On the wire, per rank and direction: one state of S bytes, received once and sent once (`chain`), or at most 2 S
-(`two_shot`); an all-gather takes (P − 1) S. Both are in `zeco_train/collectives`, and differ in rounding only. Between
-GPUs that map each other's memory each is one kernel, `zeco_train/kernels/all_scan/`, with no host in between.
+The algorithms are in `zeco_train/collectives` (`ALL_SCANS`), say there what they send, and differ in rounding only; an
+all-gather would take (P − 1) S. Between GPUs that map each other's memory those with a kernel run as one,
+`zeco_train/kernels/all_scan/`, with no host in between.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives import Courier, PendingScan, ScanRequest, launch_chain, launch_two_shot
-from zeco_train.collectives.cost_model import Choice, Link, choose, eligible
+from zeco_train.collectives import Courier, PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives.cost_model import MEASURED, Link, Load
+from zeco_train.collectives.registry import ALL_SCANS
+from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, request_problem, transport_problem
+from zeco_train.collectives.transition import is_matrix
 from zeco_train.errors import ConfigError
-from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 logger = logging.getLogger(__name__)
 
+_BY_NAME = {scan.name: scan for scan in ALL_SCANS}
+# Of them those whose states flow in blocks.
+IN_BLOCKS = " or ".join(scan.name for scan in ALL_SCANS if scan.best_blocks)
+_MAX_BLOCKS = 1 << 20
+
 
 class AllScanAlgorithm(Enum):
-    """`chain`: blocks flow from rank to rank (ZeCO, Algorithm 2). `two_shot`: two all-to-alls, slices have owners.
-    `auto`: the faster one by the cost model."""
+    """The names of `ALL_SCANS`; `auto` is the fastest one by the cost model."""
 
+    _ignore_ = "name"
     auto = "auto"
-    chain = "chain"
-    two_shot = "two_shot"
+    for name in _BY_NAME:
+        vars()[name] = name
 
 
 class AllScanTransport(Enum):
@@ -51,30 +60,73 @@ class AllScanTransport(Enum):
     symmetric = "symmetric"
 
 
+@dataclass
+class AllScanConfig:
+    """Attributes:
+    algorithm: how the states are scanned; `auto` is the fastest one by a model.
+    transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
+        `torch.distributed`. `auto` is `symmetric` where the ranks can, else `p2p`.
+    blocks: the pieces of a state that flow through `chain` one after another: a number, which needs algorithm=chain
+        (under `auto` the model picks both), or `auto`, which over `p2p` is the model's best number and in one kernel
+        blocks of 16,384 elements.
+    """
+
+    algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
+    transport: AllScanTransport = AllScanTransport.auto
+    blocks: str = "auto"
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or one without effect."""
+        if self.num_blocks is not None and self.algorithm is not AllScanAlgorithm.auto and not self.takes_blocks:
+            allowed = f"would be ignored; it needs sp.all_scan.algorithm={IN_BLOCKS}"
+            raise ConfigError("sp.all_scan.blocks", self.blocks, allowed)
+        if self.transport is AllScanTransport.symmetric and not any(scan.kernel for scan in self.scans):
+            allowed = f"{self.algorithm.value} has no kernel yet and goes by messages: take auto or p2p"
+            raise ConfigError("sp.all_scan.transport", self.transport.value, allowed)
+
+    @property
+    def scans(self) -> tuple[ScanSpec, ...]:
+        """The algorithms to choose from."""
+        if self.algorithm is AllScanAlgorithm.auto:
+            return tuple(scan for scan in ALL_SCANS if scan.automatic)
+        return (_BY_NAME[self.algorithm.value],)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether `blocks` has a meaning: the one algorithm is known, and states flow through it in blocks."""
+        return self.algorithm is not AllScanAlgorithm.auto and self.scans[0].best_blocks is not None
+
+    @property
+    def num_blocks(self) -> int | None:
+        """`blocks` as a number; None is `auto`.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        text = str(self.blocks)
+        if text == "auto":
+            return None
+        if not text.isdecimal() or not 1 <= int(text) <= _MAX_BLOCKS:
+            raise ConfigError("sp.all_scan.blocks", text, f"must be ≥ 1 and ≤ {_MAX_BLOCKS}, or auto")
+        return int(text)
+
+
 class AllScan(ScanBackend):
     """ZeCO's scan over the ranks of a sequence.
 
     Args:
         couriers: see `ScanBackend`.
-        algorithm, transport: see `AllScanConfig`.
-        blocks: of `chain`; None is auto.
+        settings: which algorithms, and over what.
     """
 
-    def __init__(
-        self,
-        couriers: tuple[Courier, ...],
-        algorithm: AllScanAlgorithm,
-        transport: AllScanTransport = AllScanTransport.auto,
-        blocks: int | None = None,
-    ) -> None:
+    def __init__(self, couriers: tuple[Courier, ...], settings: AllScanConfig) -> None:
         super().__init__(couriers)
         self._ranks = couriers[0].size
-        self._transport, self._blocks = transport, blocks
-        self._algorithm = None if algorithm is AllScanAlgorithm.auto else algorithm.value
+        self._scans, self._transport, self._blocks = settings.scans, settings.transport, settings.num_blocks
         self._link: Link | None = None
         self._fell_back: set[str] = set()
         self._symmetric: dict[Courier, SymmetricScans] = {}
-        self._choices: dict[tuple[object, ...], tuple[Link, Choice]] = {}
+        self._choices: dict[tuple[object, ...], Choice] = {}
 
     def start(self, request: ScanRequest) -> PendingScan:
         """Start the All-Scan: it goes on while the caller computes its intra-chunk scores.
@@ -82,52 +134,48 @@ class AllScan(ScanBackend):
         Raises:
             ConfigError: `transport=symmetric`, and the ranks cannot. On all of them.
         """
-        return self._start(request, self._algorithm)
+        return self._start(request, self._scans)
 
     def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], PendingScan]]:
         """`start` for each algorithm that may be chosen; each takes tens of MB of symmetric memory a direction."""
-        if self._algorithm is not None or self._ranks == 1:
+        if len(self._scans) == 1 or self._ranks == 1:
             return [self.start]
-        return [partial(self._start, algorithm=name) for name in eligible(self._find_link(device), self._ranks)]
+        found = eligible(self._scans, MEASURED[self._find_link(device)], self._ranks)
+        return [partial(self._start, scans=(scan,)) for scan in found]
 
-    def _start(self, request: ScanRequest, algorithm: str | None) -> PendingScan:
+    def _start(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> PendingScan:
         courier = self.courier(request)
         if self._ranks == 1:
-            return launch_chain(request, courier, blocks=1)  # which has nothing to do
-        key = (courier, algorithm, request.state.shape, request.state.dtype, request.transition.ndim)
+            return scan_alone(request)
+        key = (courier, scans, request.state.shape, request.state.dtype, request.transition.ndim)
         if key not in self._choices:
-            self._choices[key] = self._choose(courier, request, algorithm)
-        link, choice = self._choices[key]
-        if link is Link.symmetric:
-            return self._symmetric[courier].launch(request, choice.algorithm, choice.blocks)
-        if choice.algorithm == "two_shot":
-            return launch_two_shot(request, courier)
-        return launch_chain(request, courier, blocks=choice.blocks or 1)
+            self._choices[key] = self._choose(courier, request, scans)
+        choice = self._choices[key]
+        if choice.link is Link.symmetric:
+            return self._symmetric[courier].launch(request, choice.scan, choice.blocks)
+        return choice.scan.start(request, courier, choice.blocks)
 
-    def _choose(self, courier: Courier, request: ScanRequest, algorithm: str | None) -> tuple[Link, Choice]:
+    def _choose(self, courier: Courier, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> Choice:
         """How scans of a shape go over the wire: decided once, by what all ranks know alike, and logged."""
-        state, ranks = request.state, self._ranks
-        link = self._find_link(state.device)
+        state, link = request.state, self._find_link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
             link = Link.nccl
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)
-        state_bytes = state.numel() * state.element_size()
-        columns = state.shape[1] * state.shape[3]
-        choice = choose(link, ranks, state_bytes, columns, algorithm, self._blocks)
+        load = Load(self._ranks, tuple(state.shape), state.element_size(), is_matrix(request.transition))
+        choice = choose(scans, MEASURED[link], load, self._blocks)
         if _is_main():
-            blocks = "" if choice.blocks is None or choice.algorithm != "chain" else f" of {choice.blocks} blocks"
             logger.info(
                 "all-scan of %.3g MB over %d ranks: %s%s by %s",
-                state_bytes / 1e6,
-                ranks,
-                choice.algorithm,
-                blocks,
+                load.state_bytes / 1e6,
+                self._ranks,
+                choice.scan.name,
+                "" if choice.blocks is None else f" of {choice.blocks} blocks",
                 link.value,
             )
-        return link, choice
+        return choice
 
     def _find_link(self, device: torch.device) -> Link:
         """Which way the ranks have, the same in both directions. Collective on CUDA, the first time."""
@@ -141,7 +189,8 @@ class AllScan(ScanBackend):
                 self._fall_back(f"the states are on {device.type}")
             return Link.gloo
         if self._transport is not AllScanTransport.p2p:
-            problem = transport_problem(courier, device)
+            able = any(scan.kernel for scan in self._scans)
+            problem = transport_problem(courier, device) if able else f"{self._scans[0].name} has no kernel yet"
             if problem is None:
                 return Link.symmetric
             self._fall_back(problem)
@@ -159,3 +208,14 @@ class AllScan(ScanBackend):
 
 def _is_main() -> bool:
     return dist.get_rank() == 0
+
+
+ZECO = BackendSpec(
+    name="zeco",
+    description="All-Scan: one state received and one sent, beside the work inside chunks (ZeCO)",
+    color="#2a6fbb",
+    dark_color="#6cb6ff",
+    build=AllScan,
+    scans=ALL_SCANS,
+    section="all_scan",
+)

@@ -17,10 +17,11 @@ _SHOWN_CHARACTERS = 500
 
 
 def path_problem(path: str | Path) -> str | None:
-    """Why no file or folder can have this path: it is empty, too long, a loop of links, or has a NUL character.
+    """Why the system cannot look up this path: it is empty, too long, a loop of links, behind a folder that this user
+    may not enter, on a failing disk, or has a NUL character.
 
     `Path.exists()` and its like answer False for some of these and raise OSError, RuntimeError or ValueError for
-    others. A path where nothing lies, or where access is denied, has no problem of this kind.
+    others. A path where nothing lies has no problem of this kind.
     """
     text = os.fspath(path)
     if not text:
@@ -35,7 +36,7 @@ def path_problem(path: str | Path) -> str | None:
     except UnicodeEncodeError:
         return "contains characters that no path can have"
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             return f"cannot be looked up ({error.strerror})"
     return None
 

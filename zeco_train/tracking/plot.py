@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "loss.png"
 
-# The backends', on light paper, in every picture of ours.
-BACKEND_COLORS = {"dp": "#1f8a53", "lasp1": "#8a6d1d", "lasp2": "#7a3fa8", "zeco": "#2a6fbb"}
-
 _BLUE, _ORANGE, _GREY = "#2a6fbb", "#d9720f", "#5f6b76"
 # From this many rows on, a running mean over about a 50th of them is drawn over the single rows.
 _ROWS_TO_SMOOTH = 200

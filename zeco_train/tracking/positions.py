@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.labels import IGNORE_INDEX
 from zeco_train.ops.loss import TokenScores
 from zeco_train.system.jsonable import jsonable
+from zeco_train.system.labels import IGNORE_INDEX
 
 MeanAndError = tuple[Tensor, Tensor]
 

@@ -18,8 +18,15 @@ from omegaconf import OmegaConf
 
 from data.tokenizer import comparable
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
-from zeco_train.checkpoint.files import RECORD_FILE, complete_checkpoints, read_record, record_checkpoint
+from zeco_train.checkpoint.files import (
+    CHECKPOINT_FOLDER,
+    RECORD_FILE,
+    complete_checkpoints,
+    read_record,
+    record_checkpoint,
+)
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.lifecycle.logs import LOG_FOLDER
 from zeco_train.system.files import write_durably
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_small
@@ -74,6 +81,7 @@ class RunFolder:
             self._is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
             _check_owner(path)
+            _check_links(path)
             self._take()
             try:
                 self.has_begun = (path / IDENTITY_FILE).exists()
@@ -199,6 +207,18 @@ def _check_owner(path: Path) -> None:
     names = {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{IDENTITY_FILE}.")}
     if names - {_LOCK, _JOBS} and not (path / IDENTITY_FILE).exists():
         raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
+
+
+def _check_links(path: Path) -> None:
+    """Refuse files that are links: in a folder from somebody else they could have a run write to any file of its user.
+
+    Folders may be links, such as that of checkpoints to a larger disk, which is looked at elsewhere.
+    """
+    for folder in (path, path / LOG_FOLDER):
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.is_symlink() and not entry.is_dir() and entry.name != CHECKPOINT_FOLDER:
+                name = entry.relative_to(path)
+                raise ConfigError("run_dir", path, f"{name} is a link, and files of a run never are; remove the link")
 
 
 def _is_file(path: Path, descriptor: int) -> bool:

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 from data.config import check_batch, check_seq_len
-from data.labels import IGNORE_INDEX
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.opening import open_data
 from data.reader import OpenedData
-from models.gla import GLAConfig, GLAForCausalLM
-from models.gla_config import num_parameters
-from models.hooks import flops_per_token, has_weight_decay, recomputed_flops_per_token, sharding_units
+from models.config import LanguageModelConfig
+from models.language_model import LanguageModel
+from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
@@ -38,6 +37,7 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
+from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
@@ -58,7 +58,7 @@ class Parts:
     watchdog: Watchdog
     scan: ScanBackend
     step: TrainingStep
-    model: GLAForCausalLM
+    model: LanguageModel
     optimizer: torch.optim.Optimizer
     split: DataSplit
     loader: PrefetchingLoader
@@ -122,7 +122,7 @@ def join_ranks(config: Config, launch: Launch, sp_size: int, device: torch.devic
 
 def _check_memory(config: Config, device: torch.device) -> None:
     """Refuse a model that no rank could initialise, before the system ends the process, or another one."""
-    count = num_parameters(config.model)
+    count = spec_of(config.model).num_parameters
     needed = count * config.train.dtype.master.itemsize
     if device.type == "cuda":
         available, owner = torch.cuda.get_device_properties(device).total_memory, "this GPU"
@@ -245,7 +245,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     latest = checkpointer.latest_sound()
 
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
-    optimizer = build_optimizer(model, config.optim, has_weight_decay)
+    optimizer = build_optimizer(model, config.optim, model.weight_decay())
 
     progress = Progress()
     if latest is not None:
@@ -294,7 +294,8 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
 
 def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
     train = config.train
-    flops = flops_per_token(config.model)
+    spec, seq_len = spec_of(config.model), config.data.seq_len
+    flops = spec.flops_per_token(seq_len)
     return Recorder(
         path,
         mesh,
@@ -303,14 +304,14 @@ def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
         tokens_per_step=config.data.global_batch * config.data.seq_len,
         flops_per_token=flops.total,
         hardware_flops_per_token=(
-            flops + recomputed_flops_per_token(config.model, train.recompute, train.segments)
+            flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
         ).total,
         dtype=train.dtype.compute,
     )
 
 
 def _build_step(
-    config: Config, model: GLAForCausalLM, optimizer: torch.optim.Optimizer, scan: ScanBackend, mesh: ProcessMesh
+    config: Config, model: LanguageModel, optimizer: torch.optim.Optimizer, scan: ScanBackend, mesh: ProcessMesh
 ) -> TrainingStep:
     return TrainingStep(
         model,
@@ -325,8 +326,8 @@ def _build_step(
 
 
 def build_model(
-    model_config: GLAConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
-) -> GLAForCausalLM:
+    model_config: LanguageModelConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
+) -> LanguageModel:
     """The model from its seed, laid over the ranks, with recomputation and compilation as configured.
 
     Raises:
@@ -336,11 +337,11 @@ def build_model(
     if compiled:
         use_private_caches()  # before parts of torch take its default when they are imported
     with torch.device("meta"):  # torch's own initial values take as long to draw as ours, and are overwritten
-        model = GLAForCausalLM(model_config).to(config.dtype.master)
+        model = spec_of(model_config).build().to(config.dtype.master)
     model.to_empty(device=mesh.device)
     # The whole model from the seed, then shards: initialised shards would depend on the number of ranks.
     model.init_weights(seed)
-    parallelize(model, sharding_units(model), strategy, config.dtype.compute, mesh)
+    parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh)
     model.set_recompute(config.recompute)
     if compiled:
         model.compile_parts()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.reader import Batch
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.loss import TokenScores
 from zeco_train.sp.base import SequenceShard, StateScan
@@ -24,11 +24,11 @@ class SequenceForward:
         mesh: the ranks.
     """
 
-    def __init__(self, model: GLAForCausalLM, scan: StateScan, mesh: ProcessMesh) -> None:
+    def __init__(self, model: LanguageModel, scan: StateScan, mesh: ProcessMesh) -> None:
         self.model, self.scan, self.mesh = model, scan, mesh
 
     def loss(self, batch: Batch, seq_len: int, states: LayerStates) -> Tensor:
-        """The sum of the token losses of a segment of sequences of `seq_len` tokens; see `GLAForCausalLM.forward`."""
+        """The sum of the token losses of a segment of sequences of `seq_len` tokens; see `LanguageModel.forward`."""
         input_ids, labels = self._tokens(batch)
         return self.model(input_ids, self._shard(batch, seq_len), labels, states)
 

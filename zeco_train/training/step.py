@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.reader import Batch
-from models.gla import GLAForCausalLM
+from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm
 from zeco_train.sp.base import StateScan
@@ -61,7 +61,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        model: GLAForCausalLM,
+        model: LanguageModel,
         optimizer: torch.optim.Optimizer,
         scan: StateScan,
         mesh: ProcessMesh,

@@ -14,7 +14,7 @@ from torch import Tensor
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import Backend, SPConfig, build_scan
+from zeco_train.sp.registry import SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanTransport
 from zeco_train.verify.config import BACKENDS, DTYPES, LIMITS, VerifyConfig
 from zeco_train.verify.huge import huge_deviations, huge_sequence
@@ -147,7 +147,7 @@ class Verification:
 def _applies(config: SPConfig, sp_size: int) -> bool:
     """dp is for groups of one rank, in which there is no memory to share."""
     if sp_size > 1:
-        return config.backend is not Backend.dp
+        return bool(config.scans)
     return config.all_scan.transport is not AllScanTransport.symmetric
 
 

@@ -7,29 +7,31 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
-from zeco_train.sp.registry import AllScanConfig, Backend, SPConfig
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+from zeco_train.sp.registry import BACKENDS as SPECS
+from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.system.paths import check_output_file
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # What may lie between a result and float64: norm of the difference over norm.
 LIMITS = {"bf16": 1e-2, "fp32": 1e-3, "fp64": 1e-12}
 
+# Every backend as it is by default, and before All-Scan's choice each of its algorithms over each transport it has.
 BACKENDS: dict[str, SPConfig] = {
-    "dp": SPConfig(Backend.dp),
-    "lasp1": SPConfig(Backend.lasp1),
-    "lasp2": SPConfig(Backend.lasp2),
+    **{name: SPConfig(Backend[name]) for name, spec in SPECS.items() if not spec.section},
     **{
-        f"zeco:{algorithm.value}:{transport.value}": SPConfig(
-            Backend.zeco, all_scan=AllScanConfig(algorithm, transport)
+        f"zeco:{scan.name}:{transport.value}": SPConfig(
+            Backend["zeco"], all_scan=AllScanConfig(AllScanAlgorithm[scan.name], transport)
         )
         for transport in (AllScanTransport.p2p, AllScanTransport.symmetric)
-        for algorithm in (AllScanAlgorithm.chain, AllScanAlgorithm.two_shot)
+        for scan in ALL_SCANS
+        if scan.kernel or transport is AllScanTransport.p2p
     },
-    "zeco": SPConfig(Backend.zeco),
+    **{name: SPConfig(Backend[name]) for name, spec in SPECS.items() if spec.section},
 }
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.labels import IGNORE_INDEX
 from data.synthetic.example import Example
 from data.synthetic.source import ExampleReader
 from zeco_train.evaluate.cut import Cut
+from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.training.forward import SequenceForward
 
 

@@ -1,33 +1,31 @@
-"""The gated linear attention language model (Yang et al., 2023, arXiv 2312.06635).
+"""The language model: embedding, blocks of a token mixer and an MLP, norm, head. Which mixer is at which layer, the
+configuration says.
 
-Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short
-convolution, no attention layers), so a checkpoint maps one to one, in both directions (`zeco_train.hf`). fla's
-configuration cannot express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
-
-There is no positional embedding: order enters through the decays alone, so a model has no longest sequence and a
-shard needs no positions. Where documents are packed (`shard.cu_seqlens`), only the state of the recurrence restarts at
-each of them; everything else in the model acts on one token at a time.
+Where documents are packed (`shard.cu_seqlens`), only the state of a mixer restarts at each of them; everything else in
+the model acts on one token at a time.
 
 The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.autograd`, through the shard's scan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from models.gla_config import GLAConfig
-from models.modules import GatedRMSNorm, RMSNorm, swiglu
+from models.activations import Activations, Part, TokenTensor, Traffic
+from models.config import LanguageModelConfig
+from models.mixers.base import Mixer
+from models.modules import RMSNorm, swiglu
+from models.parameters import parameter_rules
 from models.projections import parallel_linear, unread_linear
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
-from zeco_train.ops.recurrent import recurrent_step
-from zeco_train.sp.autograd import Crossing, gla_at
+from zeco_train.sp.autograd import Crossing
 from zeco_train.sp.base import Boundary, Place, SequenceShard
 from zeco_train.sp.recompute import Recompute, recomputed
 from zeco_train.sp.segments import LayerStates
@@ -35,76 +33,10 @@ from zeco_train.sp.segments import LayerStates
 _NO_STATES = Boundary()
 
 
-class GatedLinearAttention(nn.Module):
-    """One GLA layer: x [B, T, D] → [B, T, D].
-
-    q, k, v   = x Wq, x Wk, x Wv, cut into heads
-    g         = log σ(x W1 W2 + b) / gate_logit_normalizer        the log-decay, ≤ 0
-    o         = GLA(q, k, v, g)                                   over the whole sequence, all shards
-    y         = (RMSNorm over a head of o ⊙ swish(x Wg)) Wo
-
-    As configured, a feature map on q and k, a lower bound of g, heads that share k, v and g, and no output gate.
-    """
-
-    def __init__(self, config: GLAConfig) -> None:
-        super().__init__()
-        width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
-        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
-        self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
-        self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, values, bias=False)
-        if gates:
-            self.g_proj = nn.Linear(width, gates, bias=False)
-        self.gk_proj = nn.Sequential(
-            nn.Linear(width, config.gate_low_rank_dim, bias=False),
-            nn.Linear(config.gate_low_rank_dim, keys, bias=True),
-        )
-        self.o_proj = nn.Linear(config.value_dim, width, bias=False)
-        if gates:
-            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
-        else:
-            self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
-
-    def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        q, k, v, g, gate = self._operands(x)
-        o, crossing = gla_at(q, k, v, g, place, boundary)
-        return self._output(o, gate), crossing
-
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, H, K, V] goes on in place."""
-        q, k, v, g, gate = self._operands(x)
-        return self._output(recurrent_step(q, k, v, g, state), gate)
-
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
-        down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
-        gates = (self.g_proj,) if hasattr(self, "g_proj") else ()
-        projections = self.q_proj, self.k_proj, self.v_proj, *gates, down
-        q, k, v, *gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
-        q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
-        v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
-        if self.feature_map is not None:
-            q, k = self.feature_map(q), self.feature_map(k)
-        # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
-        logits = up(low_rank).to(accumulation_dtype(x.dtype))
-        g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
-        if self.clamp_min is not None:
-            g = g.clamp_min(self.clamp_min)
-        if self.num_kv_groups > 1:
-            k, v, g = (tensor.repeat_interleave(self.num_kv_groups, dim=-2) for tensor in (k, v, g))
-        return q, k, v, g, gate[0] if gate else None
-
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        normed = self.g_norm(o) if gate is None else self.g_norm_swish_gate(o, gate)
-        return self.o_proj(normed.flatten(-2))
-
-
 class MLP(nn.Module):
     """SwiGLU: x [B, T, D] → (swish(x Wgate) ⊙ x Wup) Wdown."""
 
-    def __init__(self, config: GLAConfig) -> None:
+    def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -115,19 +47,38 @@ class MLP(nn.Module):
         inner = swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight))
         return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
 
+    def activations(self) -> Activations:
+        """Of `forward`, its input and output aside. Compiled code can write the gradients of gate and up over two
+        others, and by the peaks measured on H200s (recompute=selective and full) it does: they would be 22 kB a token
+        of gla_1b higher otherwise."""
+        inner = self.up_proj.out_features
+        return Activations(
+            (TokenTensor("mlp's gate", inner), TokenTensor("mlp's up", inner), TokenTensor("their product", inner)),
+            (
+                TokenTensor("gradient of the product", inner),
+                TokenTensor("gradient of mlp's gate", inner, compiled=False),
+                TokenTensor("gradient of mlp's up", inner, compiled=False),
+            ),
+            (Traffic("SwiGLU", inner, 3, 6),),
+        )
 
-class GLABlock(nn.Module):
+
+class Block(nn.Module):
     """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h)).
+
+    Args:
+        config: of the model.
+        mixer: the class of `attn`.
 
     Attributes:
         recompute: what the backward pass computes again.
     """
 
-    def __init__(self, config: GLAConfig) -> None:
+    def __init__(self, config: LanguageModelConfig, mixer: type[Mixer]) -> None:
         super().__init__()
         self.recompute = Recompute.none
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = GatedLinearAttention(config)
+        self.attn = mixer(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -151,28 +102,51 @@ class GLABlock(nn.Module):
         return self._mlp(x, is_read), *crossing
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """x [B, 1, D] → y [B, 1, D]; see `GLAForCausalLM.step`."""
+        """x [B, 1, D] → y [B, 1, D]; see `LanguageModel.step`."""
         return self._mlp(x + self.attn.step(self.attn_norm(x), state))
+
+    def activations(self) -> Mapping[Part, Activations]:
+        """The block's tensors; norms and residual sums are its own."""
+        width = self.attn_norm.weight.shape[0]
+        return {
+            Part.input: Activations((TokenTensor("x, the block's input", width),)),
+            Part.mixer: Activations(
+                (
+                    TokenTensor("1 / rms of x", 1, wide=True),
+                    TokenTensor("x normed", width),
+                    TokenTensor("x in the middle", width),
+                ),
+                (TokenTensor("gradient in the middle", width),),
+                (Traffic("residual sum and norm before the mixer", width, 4, 5),),
+            )
+            + self.attn.activations(),
+            Part.mlp: Activations(
+                (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor("x in the middle, normed", width)),
+                (TokenTensor("gradient of the block's output", width),),
+                (Traffic("residual sum and norm before the mlp", width, 4, 5),),
+            )
+            + self.mlp.activations(),
+        }
 
     def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
         return x + self.mlp(self.mlp_norm(x), is_read)
 
 
-class GLAModel(nn.Module):
+class Backbone(nn.Module):
     """Embedding, blocks and final norm: input_ids [B, T] → hidden [B, T, D]."""
 
-    def __init__(self, config: GLAConfig) -> None:
+    def __init__(self, config: LanguageModelConfig, mixers: Sequence[type[Mixer]]) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(GLABlock(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def blocks(self) -> list[GLABlock]:
+    def blocks(self) -> list[Block]:
         """The layers, by their type."""
-        return [layer for layer in self.layers if isinstance(layer, GLABlock)]
+        return [cast(Block, layer) for layer in self.layers]
 
     def forward(self, input_ids: Tensor, shard: SequenceShard, states: LayerStates | None = None) -> Tensor:
-        """See `GLAForCausalLM.forward`."""
+        """See `LanguageModel.forward`."""
         place = shard.place(input_ids.shape[1], input_ids.device)
         x = self.embeddings(input_ids)
         for index, layer in enumerate(self.layers):
@@ -204,16 +178,20 @@ class LMHead(nn.Linear):
         return linear_cross_entropy(hidden, self.weight, labels, token_losses=self.token_losses)
 
 
-class GLAForCausalLM(nn.Module):
-    """The language model. Construct it, `init_weights(seed)`, then shard; in this order.
+class LanguageModel(nn.Module):
+    """The language model. Build it (`models.spec.ModelSpec.build`), `init_weights(seed)`, then shard; in this order.
+
+    Args:
+        config: its shape.
+        mixers: of each layer.
 
     On the meta device: construct under `torch.device("meta")`, `to_empty(device=...)`, `init_weights(seed)`.
     """
 
-    def __init__(self, config: GLAConfig) -> None:
+    def __init__(self, config: LanguageModelConfig, mixers: Sequence[type[Mixer]]) -> None:
         super().__init__()
         self.config = config
-        self.model = GLAModel(config)
+        self.model = Backbone(config, mixers)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
@@ -265,11 +243,20 @@ class GLAForCausalLM(nn.Module):
 
     def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
         """The states before a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""
-        config = self.config
-        shape = batch_size, config.num_heads, config.head_k_dim, config.head_v_dim
         # FSDP2 shows weights in the master dtype at one time and in the compute dtype at another.
         dtype = accumulation_dtype(self.model.norm.weight.dtype)
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        shapes = [layer.attn.state_shape for layer in self.model.blocks()]
+        return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in shapes]
+
+    def sharding_units(self) -> list[nn.Module]:
+        """What FSDP2 should gather one at a time, in the order of the forward pass; shard the model itself last.
+
+        The root then holds the rest: the final norm and, where they are tied, the embedding with the head: one
+        parameter can lie in one unit only.
+        """
+        if self.config.tie_word_embeddings:
+            return [*self.model.layers]
+        return [self.model.embeddings, *self.model.layers, self.lm_head]
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward pass computes again, in every block."""
@@ -295,20 +282,18 @@ class GLAForCausalLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter: matrices and embeddings normal(0, initializer_range), norms 1, biases 0, as fla does.
+        """Set every parameter as the rule of the module that it lies in has it.
 
-        The values are drawn whole, in fp32, from one generator on the CPU, in the order of the parameters: they depend
-        on the seed and the shape only, not on device, dtype (but for rounding) or number of ranks. Must run before
-        sharding: drawing into shards would make the weights depend on the number of ranks.
+        Random values come from one generator, in the order of the parameters: they depend on the seed and the shapes
+        only. Must run before sharding: drawing into shards would make the weights depend on the number of ranks.
         """
         # `to_empty` replaces each module's parameters on their own, which unties them.
         self.tie_weights()
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name.endswith(".bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1)
-            else:
-                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(values.normal_(0, self.config.initializer_range, generator=generator))
+        for _, parameter, rule in parameter_rules(self):
+            rule.init(parameter, self.config.initializer_range, generator)
+
+    def weight_decay(self) -> Callable[[Parameter], bool]:
+        """Which of the parameters, as they are now, decay. Sharding makes others of them."""
+        decaying = {parameter for _, parameter, rule in parameter_rules(self) if rule.decays}
+        return decaying.__contains__

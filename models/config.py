@@ -1,0 +1,75 @@
+"""What the configurations of all language models share; each mixer's adds its own fields (`models.mixers`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from zeco_train.errors import ConfigError
+
+
+@dataclass
+class LanguageModelConfig:
+    """Shape of a language model; with the fields of its mixer those of `configs/model/*.yaml`.
+
+    Attributes:
+        mixer: name of the token mixer (`models.registry`); not a field, for a mixer has a class of its own.
+        name: shown in logs.
+        vocab_size: rows of the embedding and of the head.
+        hidden_size: width D of the residual stream.
+        num_layers: blocks, each of a mixer and an MLP.
+        num_heads: H, heads of a mixer.
+        intermediate_size: width of the SwiGLU MLP.
+        norm_eps: added to the mean square in every norm.
+        tie_word_embeddings: the head uses the embedding's weight.
+        initializer_range: standard deviation of the initial matrices.
+    """
+
+    mixer: ClassVar[str]
+
+    name: str = "gla_tiny"
+    vocab_size: int = 259
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    intermediate_size: int = 384
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        self._require_positive("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
+        self._require_finite("norm_eps", "initializer_range")
+
+    def mixer_of(self, layer: int) -> str:
+        """The layer pattern: the mixer of each layer, from 0."""
+        return self.mixer
+
+    def mixer_counts(self) -> Mapping[str, int]:
+        """Layers of each mixer. Counted without a walk over them: a mistyped `num_layers` can be anything."""
+        return {self.mixer: self.num_layers}
+
+    def canonical(self) -> Self:
+        """The same model, written in the one way in which equal models are equal."""
+        return self
+
+    def describe(self) -> Mapping[str, str]:
+        """Rows of the model card that only this kind of model has, by name."""
+        return {}
+
+    def _require_positive(self, *fields: str) -> None:
+        for field in fields:
+            if getattr(self, field) < 1:
+                raise ConfigError(f"model.{field}", getattr(self, field), "must be a whole number ≥ 1")
+
+    def _require_finite(self, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"model.{field}", value, "must be finite and > 0")

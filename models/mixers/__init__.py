@@ -1,0 +1,1 @@
+"""Token mixers, a file each; `models.registry` lists them."""

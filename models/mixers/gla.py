@@ -1,0 +1,303 @@
+"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635): the layer, its configuration, and its numbers.
+
+Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short
+convolution, no attention layers), so a checkpoint maps one to one, in both directions (`zeco_train.hf`). fla's
+configuration cannot express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
+
+There is no positional embedding: order enters through the decays alone, so a model has no longest sequence and a
+shard needs no positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.activations import Activations, TokenTensor, Traffic
+from models.config import LanguageModelConfig
+from models.fla import FlaFormat
+from models.mixers.base import Mixer, OperatorFLOPs
+from models.modules import GatedRMSNorm, RMSNorm
+from models.projections import parallel_linear
+from zeco_train.errors import ConfigError
+from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.recurrent import recurrent_step
+from zeco_train.sp.autograd import Crossing, gla_at
+from zeco_train.sp.base import Boundary, Place
+
+
+class FeatureMap(Enum):
+    """What is applied to each number of queries and keys; the names are those of flash-linear-attention."""
+
+    relu = "relu"
+    sqrelu = "sqrelu"
+    silu = "silu"
+    sigmoid = "sigmoid"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        match self:
+            case FeatureMap.relu:
+                return F.relu(x)
+            case FeatureMap.sqrelu:
+                return F.relu(x).square()
+            case FeatureMap.silu:
+                return F.silu(x)
+            case FeatureMap.sigmoid:
+                return torch.sigmoid(x)
+
+
+@dataclass
+class GLAConfig(LanguageModelConfig):
+    """Shape of a GLA model. The defaults are those of `gla_tiny`.
+
+    Attributes:
+        num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
+        expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
+        gate_low_rank_dim: rank of the projection that makes the decays.
+        gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
+        num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. None: as
+            many as num_heads.
+        feature_map: of queries and keys; None: none.
+        clamp_min: no log-decay is less than this; None: no bound.
+        use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
+    """
+
+    mixer: ClassVar[str] = "gla"
+
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    gate_low_rank_dim: int = 16
+    gate_logit_normalizer: int = 16
+    num_kv_heads: int | None = None
+    feature_map: FeatureMap | None = None
+    clamp_min: float | None = None
+    use_output_gate: bool = True
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
+        super().validate()
+        self._require_positive("gate_low_rank_dim", "gate_logit_normalizer")
+        self._require_finite("expand_k", "expand_v")
+        for field in ("expand_k", "expand_v"):
+            self._require_whole_width(field)
+        common = math.gcd(self.key_dim, self.value_dim)
+        if common % self.num_heads:
+            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - self.num_heads))
+            widths = f"hidden_size · expand_k = {self.key_dim} and hidden_size · expand_v = {self.value_dim}"
+            raise ConfigError("model.num_heads", self.num_heads, f"must divide {widths}; nearest: {nearest}")
+        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            allowed = f"must divide num_heads={self.num_heads}: {', '.join(divisors)}"
+            raise ConfigError("model.num_kv_heads", self.num_kv_heads, allowed)
+        if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
+            raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")
+
+    def _require_whole_width(self, field: str) -> None:
+        width = self.hidden_size * getattr(self, field)
+        if round(width) < 1 or not math.isclose(width, round(width)):
+            nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
+            allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
+            raise ConfigError(f"model.{field}", getattr(self, field), f"{allowed}; nearest: {nearest}")
+
+    @property
+    def key_dim(self) -> int:
+        """H·K, the width of all heads' keys."""
+        return round(self.hidden_size * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        """H·V, the width of all heads' values."""
+        return round(self.hidden_size * self.expand_v)
+
+    @property
+    def head_k_dim(self) -> int:
+        """K."""
+        return self.key_dim // self.num_heads
+
+    @property
+    def head_v_dim(self) -> int:
+        """V."""
+        return self.value_dim // self.num_heads
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Heads of queries that share keys, values and decays."""
+        return self.num_heads // (self.num_kv_heads or self.num_heads)
+
+    @property
+    def projection_widths(self) -> tuple[int, int, int, int]:
+        """Columns of a layer's projections of queries, keys (and decays), values, and output gates."""
+        groups = self.num_kv_groups
+        return self.key_dim, self.key_dim // groups, self.value_dim // groups, self.value_dim * self.use_output_gate
+
+    def canonical(self) -> Self:
+        """See `LanguageModelConfig`: heads that all have their own keys are said by None."""
+        return replace(self, num_kv_heads=None) if self.num_kv_heads == self.num_heads else self
+
+    def describe(self) -> Mapping[str, str]:
+        """See `LanguageModelConfig`."""
+        variants = []
+        if self.num_kv_heads is not None:
+            variants.append(f"{self.num_kv_heads} heads of keys and values")
+        if self.feature_map is not None:
+            variants.append(f"feature map {self.feature_map.value}")
+        if self.clamp_min is not None:
+            variants.append(f"log-decays ≥ {self.clamp_min:g}")
+        if not self.use_output_gate:
+            variants.append("no output gate")
+        if self.tie_word_embeddings:
+            variants.append("tied embeddings")
+        heads = f"{self.num_heads} of K {self.head_k_dim} and V {self.head_v_dim}"
+        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+
+
+class GatedLinearAttention(Mixer):
+    """One GLA layer: x [B, T, D] → [B, T, D].
+
+    q, k, v   = x Wq, x Wk, x Wv, cut into heads
+    g         = log σ(x W1 W2 + b) / gate_logit_normalizer        the log-decay, ≤ 0
+    o         = GLA(q, k, v, g)                                   over the whole sequence, all shards
+    y         = (RMSNorm over a head of o ⊙ swish(x Wg)) Wo
+
+    As configured, a feature map on q and k, a lower bound of g, heads that share k, v and g, and no output gate.
+    """
+
+    config_class = GLAConfig
+    fla = FlaFormat(
+        model_type="gla",
+        architecture="GLAForCausalLM",
+        numbers={"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0},
+        optional={"num_kv_heads": int, "clamp_min": float},
+        switches={"use_output_gate": True},
+        choices={"feature_map": FeatureMap},
+        aliases={"swish": FeatureMap.silu},
+        fixed={"gate_low_rank_dim": 16, "gate_logit_normalizer": 16},
+        refused={"use_short_conv": (False, "short convolutions before the operator")},
+        written={"attn_mode": "chunk", "use_short_conv": False},
+        plain_norm={"g_norm_swish_gate": "g_norm"},
+    )
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
+        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
+        self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, values, bias=False)
+        if gates:
+            self.g_proj = nn.Linear(width, gates, bias=False)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(width, config.gate_low_rank_dim, bias=False),
+            nn.Linear(config.gate_low_rank_dim, keys, bias=True),
+        )
+        self.o_proj = nn.Linear(config.value_dim, width, bias=False)
+        if gates:
+            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
+        else:
+            self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
+
+    def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
+        q, k, v, g, gate = self._operands(x)
+        o, crossing = gla_at(q, k, v, g, place, boundary)
+        return self._output(o, gate), crossing
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, H, K, V] goes on in place."""
+        q, k, v, g, gate = self._operands(x)
+        return self._output(recurrent_step(q, k, v, g, state), gate)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
+        down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
+        gates = (self.g_proj,) if hasattr(self, "g_proj") else ()
+        projections = self.q_proj, self.k_proj, self.v_proj, *gates, down
+        q, k, v, *gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
+        q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
+        v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
+        if self.feature_map is not None:
+            q, k = self.feature_map(q), self.feature_map(k)
+        # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
+        logits = up(low_rank).to(accumulation_dtype(x.dtype))
+        g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
+        if self.clamp_min is not None:
+            g = g.clamp_min(self.clamp_min)
+        if self.num_kv_groups > 1:
+            k, v, g = (tensor.repeat_interleave(self.num_kv_groups, dim=-2) for tensor in (k, v, g))
+        return q, k, v, g, gate[0] if gate else None
+
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        normed = self.g_norm(o) if gate is None else self.g_norm_swish_gate(o, gate)
+        return self.o_proj(normed.flatten(-2))
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """H, K, V."""
+        return self.config.num_heads, self.head_k_dim, self.head_v_dim
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """H · (2·KV + 2·KV + (C+1)·K + (C+1)·V) forward, H · 2·KV again; the sequence's length does not enter.
+
+        The terms, for a chunk of C = 64 tokens: adding kᵀv to the state, applying q to the state, scores q kᵀ, and
+        scores times v. Of the last two only the causal half is counted, (C+1)/2 pairs a token, although kernels compute
+        the whole square. In the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA, dq,
+        dk and dv inside chunks. It computes the chunks' states again rather than keep them.
+        """
+        heads, key, value = self.state_shape
+        forward = heads * (4 * key * value + (CHUNK + 1) * (key + value))
+        return OperatorFLOPs(float(forward), float(heads * 2 * key * value))
+
+    def activations(self) -> Activations:
+        """Kept as autograd and the compiler's partitioner save it; the operator on GPUs keeps scores, in PyTorch it
+        makes them again. Feature maps and a bound of the decays are not counted."""
+        config, heads = self.config, self.config.num_heads
+        keys, values, decays = config.key_dim, config.value_dim, config.projection_widths[1]
+        scores, states = heads * CHUNK, heads * self.head_k_dim * self.head_v_dim // CHUNK
+        gated = config.use_output_gate
+        kept = (
+            TokenTensor("x in the gate's low rank", config.gate_low_rank_dim),
+            TokenTensor("gate logits", decays, wide=True, compiled=False),
+            TokenTensor("gate logits", decays, eager=False),
+            # log σ keeps a second tensor on CPUs.
+            TokenTensor("exp of the gate logits", decays, wide=True, compiled=False, gpu=False),
+            TokenTensor("q", keys),
+            TokenTensor("k", keys),
+            TokenTensor("v", values),
+            TokenTensor("log-decays, summed in chunks", keys, wide=True),
+            TokenTensor("output gate", values * gated),
+            TokenTensor("o", values),
+            TokenTensor("1 / rms of o", heads, wide=True),
+            TokenTensor("o normed and gated", values),
+            TokenTensor("scores", scores, cpu=False),
+        )
+        gradients = (
+            TokenTensor("gradient of o", values),
+            TokenTensor("gradient of the output gate", values * gated),
+            TokenTensor("gradient of q", keys),
+            TokenTensor("gradient of k", keys),
+            TokenTensor("gradient of v", values),
+            TokenTensor("gradient of the log-decays", keys, wide=True),
+            TokenTensor("q ⊙ dq − k ⊙ dk", keys, wide=True),
+            TokenTensor("states", states),
+            TokenTensor("gradients of states", states),
+            # The operator in PyTorch works on fp32 copies of all its tensors.
+            TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=False),
+            TokenTensor("decays in chunks", keys, wide=True, gpu=False),
+            TokenTensor("scores", scores, gpu=False),
+            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
+        )
+        traffic = (
+            Traffic("gate logits", decays, 1, 2),
+            Traffic("log-decays", decays, 1, 1, wide=True),
+            Traffic("gated norm of o", values, 2 + gated, 4 + 2 * gated),
+        )
+        return Activations(kept, gradients, traffic)

@@ -1,0 +1,115 @@
+"""What the program knows of a model without its class: the walk, rules for parameters, layer patterns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.mixers.base import OperatorFLOPs
+from models.mixers.gla import GatedLinearAttention, GLAConfig
+from models.parameters import ParameterRule
+from models.registry import MIXERS
+from models.spec import ModelSpec, spec_of
+from tests.models.test_model import SMALL, tokens_and_labels, whole
+
+pytestmark = pytest.mark.numeric
+
+
+@dataclass
+class _HybridConfig(GLAConfig):
+    """Every second layer has a mixer of its own."""
+
+    mixer: ClassVar[str] = "gla"
+
+    def mixer_of(self, layer: int) -> str:
+        return "scaled" if layer % 2 else "gla"
+
+    def mixer_counts(self) -> Mapping[str, int]:
+        return {"gla": self.num_layers - self.num_layers // 2, "scaled": self.num_layers // 2}
+
+
+class _Scaled(GatedLinearAttention):
+    """GLA with a parameter that lies in the mixer itself, with a beginning of its own."""
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.empty(config.num_heads))
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        def init(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator))
+
+        return {"scale": ParameterRule(init, decays=False)}
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        return OperatorFLOPs(float(seq_len), 0.0)
+
+
+@pytest.fixture
+def hybrid(monkeypatch: pytest.MonkeyPatch) -> _HybridConfig:
+    monkeypatch.setitem(MIXERS, "scaled", _Scaled)
+    return _HybridConfig(**{**dataclasses.asdict(SMALL), "num_layers": 5})
+
+
+def test_a_layer_pattern(hybrid: _HybridConfig) -> None:
+    """A mixer joins by a line in the registry; numbers, states and rules follow."""
+    spec = ModelSpec(hybrid)
+    model = spec.build()
+    kinds = [type(layer.attn) for layer in model.model.blocks()]
+    assert kinds == [GatedLinearAttention, _Scaled, GatedLinearAttention, _Scaled, GatedLinearAttention]
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
+    assert [block.count for block in spec.blocks.values()] == [3, 2]
+    gla = dataclasses.replace(SMALL, num_layers=3)
+    assert spec.flops_per_token(100, backward=False).operator == (
+        spec_of(gla).flops_per_token(100, backward=False).operator + 2 * 100
+    )
+    model.init_weights(0)
+    scale = dict(model.named_parameters())["model.layers.1.attn.scale"]
+    assert 0 < scale.min() < scale.max() < 1
+    assert not model.weight_decay()(scale)
+    ids, labels = tokens_and_labels(tokens=20)
+    assert model(ids, whole(20), labels).isfinite()
+    assert [state.shape[1:] for state in model.zero_states(2, ids.device)] == [spec.state_shape] * 5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_units_are_those_that_are_sharded(hybrid: _HybridConfig, tied: bool) -> None:
+    spec = ModelSpec(dataclasses.replace(hybrid, tie_word_embeddings=tied))
+    model, taken, units = spec.build(), set(), []
+    for module in (*model.sharding_units(), model):
+        parameters = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(parameters)
+        units.append([tuple(parameter.shape) for parameter in parameters])
+    assert [list(unit) for unit in spec.units] == units
+    assert spec.parameter_shapes.keys() == {name for name, _ in model.named_parameters()}
+
+
+def test_a_parameter_without_a_rule_is_noticed() -> None:
+    model = ModelSpec(SMALL).build()
+    model.model.blocks()[0].attn.extra = nn.Parameter(torch.ones(3))
+    with pytest.raises(KeyError, match="extra"):
+        model.init_weights(0)
+
+
+def test_the_walk_takes_no_time_for_layers() -> None:
+    """A mistyped number of layers is refused by the memory that it would take, which has to be counted first."""
+    many = ModelSpec(dataclasses.replace(SMALL, num_layers=10**12))
+    one, two = (ModelSpec(dataclasses.replace(SMALL, num_layers=layers)).num_parameters for layers in (1, 2))
+    assert many.num_parameters == one + (10**12 - 1) * (two - one)
+
+
+def test_the_walk_finds_the_projections_that_there_are() -> None:
+    config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
+    (block,) = ModelSpec(config).blocks.values()
+    projections, gate, output = block.mixer_products
+    assert projections == [(24, 12), (24, 4), (24, 10), (24, 5)]
+    assert (gate, output) == ([(5, 4)], [(30, 24)])
+    assert block.mlp_products == [[(24, 20), (24, 20)], [(20, 24)]]
+    assert math.prod(block.state_shape) == 6 * 2 * 5

@@ -1,0 +1,65 @@
+"""The house's own rules (docs/architecture.md): no circle between files, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+
+PACKAGES = ("zeco_train", "models", "data")
+# What `models` and `data` may import of `zeco_train`.
+FOUNDATION = ("zeco_train", "zeco_train.errors", "zeco_train.system", "zeco_train.ops")
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """By module, all modules of ours that it imports, also inside functions and for types only."""
+    modules = {_module(path): path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= members & modules.keys() or {node.module}
+        found[module] = names & modules.keys() - {module}
+    return found
+
+
+def test_no_circle_between_files() -> None:
+    try:
+        TopologicalSorter(imports()).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("package", ["models", "data"])
+def test_models_and_data_need_nothing_above_the_operators(package: str) -> None:
+    above = {
+        f"{module} → {name}"
+        for module, names in imports().items()
+        if module.split(".")[0] == package
+        for name in names
+        if name.startswith("zeco_train") and not _is_of(name, FOUNDATION)
+    }
+    assert not above
+
+
+def test_the_foundation_stands_alone() -> None:
+    own = {module: names for module, names in imports().items() if _is_of(module, FOUNDATION[1:])}
+    assert {name for names in own.values() for name in names if not _is_of(name, FOUNDATION)} <= {"zeco_train.kernels"}
+
+
+def _is_of(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == room or (room != "zeco_train" and module.startswith(f"{room}.")) for room in rooms)

@@ -1,0 +1,124 @@
+"""How a scan in one kernel is cut up, and which kernel does it (`zeco_train/kernels/all_scan/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from zeco_train.collectives.arena import Capacity, ChainCapacity, TwoShotCapacity
+from zeco_train.collectives.scan import ScanRequest
+from zeco_train.collectives.wire import Wire
+
+# ZeCO, section 4: elements of a block of the pipelined All-Scan.
+PAPER_BLOCK = 16_384
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is cut up.
+
+    Attributes:
+        ctas: at most; all spin at once beside the compute that the scan overlaps.
+        num_warps: of a CTA.
+        elements: of a tile, which a CTA holds in registers.
+    """
+
+    ctas: int
+    num_warps: int
+    elements: int
+
+
+# Measured on 2 and 4 H200s, 1 and 4 MB, among 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would
+# gain up to 8 % at 4 MB, and take twice as much of the chip from the compute beside them.
+_MEASURED = Tuning(ctas=32, num_warps=8, elements=4096)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one call is cut up: what a kernel is given between the arena's addresses and its flags.
+
+    Attributes:
+        needed: room in an arena.
+        sizes: numbers of rows, tiles, …, in the kernel's order.
+        places: the layout's offsets and strides, in the kernel's order.
+        constants: dimensions, in the kernel's order.
+    """
+
+    needed: Capacity
+    ctas: int
+    num_warps: int
+    sizes: tuple[int, ...]
+    places: tuple[str, ...]
+    constants: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A scan in one kernel.
+
+    Attributes:
+        module, name: where it is defined.
+        cut: (request, wire, tuning, blocks) → how a call is cut up.
+        tuning: the measured one.
+    """
+
+    module: str
+    name: str
+    cut: Callable[[ScanRequest, Wire, Tuning, int | None], Cut]
+    tuning: Tuning = _MEASURED
+
+    def load(self) -> Any:
+        """The kernel itself: it needs Triton, which machines without GPUs may lack."""
+        return getattr(import_module(self.module), self.name)
+
+
+def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> Cut:
+    """Tiles are all of K by some of V: never cut along K, so that a transition may mix a column's elements."""
+    batch, heads, key_dim, value_dim = request.state.shape
+    rows = power_of_2(key_dim)
+    # At least four columns, which fp32 moves at once.
+    columns = max(4, min(power_of_2(value_dim), tuning.elements // rows))
+    tiles = batch * heads * -(-value_dim // columns)
+    width = -(-tiles // wire.size)
+    size = request.state.element_size()
+    tile = key_dim * columns * size
+    return Cut(
+        needed=TwoShotCapacity(width, tiles, width * tile, width * rows * size, tiles * tile),
+        ctas=min(width, tuning.ctas),
+        num_warps=tuning.num_warps,
+        sizes=(tiles, width),
+        places=(
+            *("flag_stride", "results_flags", "inbox", "inbox_stride"),
+            *("decays_box", "decays_stride", "results", "results_stride"),
+        ),
+        constants=(key_dim, value_dim, rows, columns),
+    )
+
+
+def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> Cut:
+    """Blocks are runs of rows of [B·H·K, V]."""
+    value_dim = request.state.shape[3]
+    rows = request.transition.numel()
+    block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
+    count = -(-rows // block_rows)
+    columns = power_of_2(value_dim)
+    held = max(1, min(power_of_2(block_rows), tuning.elements // columns))
+    return Cut(
+        needed=ChainCapacity(count, request.state.numel() * request.state.element_size()),
+        ctas=min(count, tuning.ctas),
+        num_warps=tuning.num_warps,
+        sizes=(rows, block_rows, count),
+        places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
+        constants=(value_dim, columns, held),
+    )
+
+
+def power_of_2(number: int) -> int:
+    """The next one, at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+CHAIN_KERNEL = Kernel("zeco_train.kernels.all_scan.chain", "chain_kernel", _chain_cut)
+TWO_SHOT_KERNEL = Kernel("zeco_train.kernels.all_scan.two_shot", "two_shot_kernel", _two_shot_cut)

@@ -1,0 +1,16 @@
+"""The scans by name. A new one is its file and a line here."""
+
+from __future__ import annotations
+
+from zeco_train.collectives.all_gather import ALL_GATHER
+from zeco_train.collectives.chain import CHAIN
+from zeco_train.collectives.serial import SERIAL
+from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.two_shot import TWO_SHOT
+
+# Those of All-Scan (`sp.all_scan.algorithm`), in the order of tables; of equally fast ones `auto` takes the first.
+ALL_SCANS: tuple[ScanSpec, ...] = (
+    CHAIN,
+    TWO_SHOT,
+)
+SCANS: dict[str, ScanSpec] = {scan.name: scan for scan in (SERIAL, ALL_GATHER, *ALL_SCANS)}
