@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeco_train.errors import DataError
+from zeco_train.system.files import sync_folder, write_errors
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,8 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
     Raises:
         DataError: `out` exists (without `replace`), or the system refuses to write there.
     """
-    with system_errors(out, remedy):
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:  # mkdir's word for a file in the place of the folder
-            raise DataError(out, f"cannot be written ({out.parent} is a file)", remedy) from error
+    with write_errors(out, remedy):
+        make_parent(out, remedy)
         remove_leftovers(out)
         temporary, lock = _claim(out)
         try:
@@ -58,6 +56,14 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
             shutil.rmtree(temporary, ignore_errors=True)
             lock_path(temporary).unlink(missing_ok=True)
             os.close(lock)
+
+
+def make_parent(out: Path, remedy: str) -> None:
+    """Make the folder that `out` is to be in. Raises DataError where a file is in its place."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise DataError(out, f"cannot be written ({out.parent} is a file)", remedy) from error
 
 
 def lock_path(temporary: Path) -> Path:
@@ -82,24 +88,6 @@ def remove_leftovers(out: Path) -> None:
                 lock_file.unlink()
             finally:
                 os.close(lock)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the contents of `path` are on disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in the folder `path` are on disk."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _glob_escape(name: str) -> str:
@@ -154,12 +142,3 @@ def _exchange(first: Path, second: Path) -> None:
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(second))
-
-
-@contextmanager
-def system_errors(out: Path, remedy: str) -> Iterator[None]:
-    """Turn an OSError of the block into the DataError that `out` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(out, f"cannot be written ({error.strerror or error})", remedy) from error

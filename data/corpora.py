@@ -21,6 +21,7 @@ from data.store import VALIDATION_FOLDER, VERSION, TokenStore
 from data.store_writer import StoreWriter
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
+from zeco_train.system.files import read_errors
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,12 @@ def standard_library_documents(folder: Path | None = None) -> Corpus:
     digest = hashlib.sha256()
     for name, path in sorted(found):
         try:
-            contents = path.read_bytes()
+            with read_errors(path):
+                contents = path.read_bytes()
             text = contents.decode("utf-8")
         except UnicodeDecodeError:  # some tests of Python itself are in other encodings on purpose
             not_utf8 += 1
             continue
-        except OSError as error:
-            raise DataError(path, f"cannot be read ({error.strerror})") from error
         digest.update(os.fsencode(name) + b"\0" + hashlib.sha256(contents).digest())
         if text:
             documents.append((name, text))

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from zeco_train.errors import DataError
+from zeco_train.system.files import read_errors, sha256_of
 
 COPY_AGAIN = "copy the store again or prepare it again"
 # Read and hashed at once.
@@ -27,11 +28,8 @@ def verify_file(path: Path, expected: str) -> None:
     Raises:
         DataError: it cannot be read, or its contents are other ones.
     """
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})", COPY_AGAIN) from error
+    with read_errors(path, COPY_AGAIN):
+        digest = sha256_of(path)
     if digest != expected:
         raise DataError(path, "its contents differ from what was prepared", COPY_AGAIN)
 
@@ -46,14 +44,11 @@ def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, 
         DataError: the file cannot be read, or was changed.
     """
     digest = hashlib.sha256()
-    try:
-        with path.open("rb", buffering=0) as file:
-            while part := file.read(_PART_BYTES):
-                digest.update(part)
-                yield len(part)
-            now = file_version(os.fstat(file.fileno()))
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})", COPY_AGAIN) from error
+    with read_errors(path, COPY_AGAIN), path.open("rb", buffering=0) as file:
+        while part := file.read(_PART_BYTES):
+            digest.update(part)
+            yield len(part)
+        now = file_version(os.fstat(file.fileno()))
     if version is not None and now != version:
         raise DataError(path, "was changed or replaced since it was opened", "leave a store alone while a run uses it")
     return digest.hexdigest()

@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from data.npy import map_array
 from data.permutation import Permutation
 from zeco_train.errors import DataError
+from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.small_files import check_regular
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
     Raises:
         DataError: the file cannot be written.
     """
-    try:
+    with write_errors(path, "choose another folder with data.cache_dir=FOLDER or ZECO_CACHE=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             array = _read(path)
@@ -108,10 +108,6 @@ def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
                 _write(path, make())
                 logger.info("%s made in %.1f s: %s", what, time.perf_counter() - started, path)
                 array = _read(path)
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror or error})"
-        remedy = "choose another folder with data.cache_dir=FOLDER or ZECO_CACHE=FOLDER"
-        raise DataError(path, problem, remedy) from error
     if array is None:
         raise DataError(path, "does not hold what was just written there", "check the disk, or set data.cache_dir")
     return array
@@ -139,19 +135,12 @@ def _read(path: Path) -> NDArray | None:
 
 
 def _write(path: Path, array: NDArray) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with temporary.open("w+b") as file:
-            np.save(file, array, allow_pickle=False)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").digest()
-            file.seek(0, os.SEEK_END)
-            file.write(digest)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as partial, partial.open("w+b") as file:
+        np.save(file, array, allow_pickle=False)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.seek(0, os.SEEK_END)
+        file.write(digest)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import argparse
 import hashlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.digests import COPY_AGAIN
 from data.display import clock, short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
-from zeco_train.errors import ConfigError, DataError, ZecoError
-from zeco_train.system.arguments import Parser, user_path
+from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
 from zeco_train.system.drawing import import_matplotlib
+from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
 
@@ -40,6 +41,7 @@ _QUANTILES = (0.5, 0.9, 0.99)
 _BLUE, _ORANGE = "#3b6fb6", "#d9822b"
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status; problems are one line on stderr."""
     parser = Parser(prog="python -m data.inspect", description="What is in a token store.")
@@ -51,11 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads, ≥ 0")
     parser.add_argument("--quick", action="store_true", help="do not read the shards whole")
-    try:
-        _inspect(parser.parse_args(arguments))
-    except ZecoError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
+    _inspect(parser.parse_args(arguments))
     return 0
 
 
@@ -74,17 +72,12 @@ def check_shard(store: TokenStore, index: int) -> int:
     dtype = token_dtype(store.vocab_size)
     digest, position = hashlib.sha256(), start
     mistakes: list[str] = []
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                tokens = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
-                mistakes += _mistakes(store, tokens, position)
-                position += len(tokens)
-    except OSError as error:
-        raise DataError(
-            path, f"cannot be read ({error.strerror})", "copy the store again or prepare it again"
-        ) from error
+    with read_errors(path, COPY_AGAIN), path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            tokens = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
+            mistakes += _mistakes(store, tokens, position)
+            position += len(tokens)
     if digest.hexdigest() != shard.sha256:
         mistakes.insert(0, "its contents differ from what was prepared")
     if mistakes:

@@ -31,6 +31,7 @@ from data.store_writer import SHARD_TOKENS, StoreWriter
 from data.tokenizer import BYTES, Tokenizer
 from data.work_folder import MOVING, READ, READING, SPLIT, State, WorkFolder, meta_sha256, start_anew, work_folder
 from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_path
 
 _SMALL_CORPUS_BYTES = 1 << 23
@@ -343,11 +344,9 @@ def _next_stamp(before: str, unit: Unit) -> str:
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Refuse to touch anything that exists, unless it is a store (or an empty folder) and may be overwritten."""
-    try:
+    with read_errors(out, "choose another --out"):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
-    except OSError as error:
-        raise DataError(out, f"cannot be read ({error.strerror})", "choose another --out") from error
     if not is_store(out):
         raise DataError(out, "exists and is not a token store", "choose another --out; nothing was changed")
     if not overwrite:

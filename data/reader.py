@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.config import Shuffle, check_reset, check_seq_len
 from data.store import TokenStore
-from zeco_train.ops.loss import IGNORE_INDEX
+from zeco_train.system.labels import IGNORE_INDEX
 
 # The uses of token stores, see `OpenedData.stores`.
 TRAINING, VALIDATION = "training", "validation"

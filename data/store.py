@@ -37,6 +37,7 @@ from data.npy import map_array
 from data.tokenizer_files import TOKENIZER_FOLDER
 from zeco_train import __version__
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.files import read_errors
 from zeco_train.system.small_files import read_json
 
 FORMAT = "zeco-train token store"
@@ -147,10 +148,8 @@ class TokenStore:
         stats = []
         for shard in meta.shards:
             file = folder / shard.name
-            try:
+            with read_errors(file, _COPY_AGAIN):
                 stats.append(file.stat())
-            except OSError as error:
-                raise DataError(file, f"cannot be read ({error.strerror})", _COPY_AGAIN) from error
             if (size := stats[-1].st_size) != (expected := shard.num_tokens * itemsize):
                 problem = f"{'truncated' if size < expected else 'too long'}: {size} bytes, meta.json says {expected}"
                 raise DataError(file, problem, _COPY_AGAIN)

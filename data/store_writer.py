@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.atomic import sync_file, sync_folder
 from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, shard_name, token_dtype
 from data.tokenizer import Tokenizer
 from zeco_train import __version__
 from zeco_train.errors import DataError
+from zeco_train.system.files import write_durably
 
 SHARD_TOKENS = 1 << 28
 
@@ -201,9 +201,7 @@ class StoreWriter:
             preparation=preparation or {},
         )
         record = {"format": FORMAT, "version": VERSION, **asdict(meta)}
-        (self.folder / META_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        sync_file(self.folder / META_FILE)
-        sync_folder(self.folder)
+        write_durably(self.folder / META_FILE, json.dumps(record, indent=2) + "\n")
         return meta
 
     def close(self) -> None:

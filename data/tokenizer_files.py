@@ -7,6 +7,7 @@ folder is checked before it is loaded, and only known files are copied.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
+from zeco_train.system.files import read_errors
 from zeco_train.system.small_files import LARGEST_BYTES, read_json, read_small
 
 # In which a token store, and a run, keep the tokenizer's own files.
@@ -91,10 +93,8 @@ def copy_tokenizer(folder: Path, to: Path, model_config: bool = False) -> None:
     check_tokenizer(folder)
     for name in _entries(folder):
         if _is_known(name) or (model_config and name == _MODEL_CONFIG):
-            try:
+            with read_errors(folder / name):
                 contents = read_small(folder / name, _LARGEST_BYTES)
-            except OSError as error:
-                raise _unreadable(folder / name, error) from error
             (to / name).parent.mkdir(exist_ok=True)
             (to / name).write_bytes(contents)
 
@@ -107,12 +107,9 @@ def _is_known(name: str) -> bool:
 def _entries(folder: Path) -> Iterator[str]:
     """The names in a folder, and with their path those in its folder of templates."""
     for part in ("", _TEMPLATES):
-        try:
+        names = []
+        with read_errors(folder / part), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = sorted(os.listdir(folder / part))  # noqa: PTH208 - names are wanted, not paths
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
-        except OSError as error:
-            raise _unreadable(folder / part, error) from error
         yield from (f"{part}/{name}" if part else name for name in names)
 
 
@@ -121,12 +118,10 @@ def _check_file(path: Path, root: Path) -> None:
     real = _real(path)
     if not (real.is_relative_to(root) or real.is_relative_to(_blobs_of(root) or root)):
         raise DataError(path, "is a link out of its folder; it is not followed", _REMEDY)
-    try:
+    with read_errors(path):
+        if not real.exists():
+            raise DataError(path, "is a link to a file that is not there", _REMEDY)
         status = real.stat()
-    except FileNotFoundError as error:
-        raise DataError(path, "is a link to a file that is not there", _REMEDY) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(path, "is not a regular file", _REMEDY)
     if status.st_size > _LARGEST_BYTES:
@@ -143,11 +138,10 @@ def _blobs_of(root: Path) -> Path | None:
 def _check_settings(path: Path) -> None:
     """Refuse settings that make transformers open files by other names, inside the folder or out of it."""
     try:
-        settings: Any = read_json(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unreadable(path, error) from error
+        with read_errors(path):
+            if not path.exists():
+                return
+            settings: Any = read_json(path)
     except ValueError as error:
         raise DataError(path, f"cannot be read ({error})") from error
     if not isinstance(settings, dict):
@@ -166,7 +160,3 @@ def _real(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError) as error:
         raise DataError(path, "is a link that leads back to itself", _REMEDY) from error
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(path, f"cannot be read ({error.strerror or error})")

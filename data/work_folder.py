@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.atomic import move_into_place, sync_file, sync_folder, system_errors
+from data.atomic import make_parent, move_into_place
 from data.pipeline import Part
 from data.store import META_FILE
 from data.store_writer import WriterState
 from zeco_train.errors import DataError
+from zeco_train.system.files import sync_file, sync_folder, write_durably, write_errors
 from zeco_train.system.small_files import read_json
 
 _VERSION = 1
@@ -91,11 +92,7 @@ class WorkFolder:
         sync_folder(self.parts)
         sync_folder(self.store)
         record = {"version": _VERSION, "arguments": self._arguments, "state": asdict(state)}
-        temporary = self.folder / "state.json.tmp"
-        temporary.write_text(json.dumps(record), encoding="utf-8")
-        sync_file(temporary)
-        temporary.rename(self.folder / "state.json")
-        sync_folder(self.folder)
+        write_durably(self.folder / "state.json", json.dumps(record))
         self.state = state
 
     def move_to(self, out: Path, replace: bool) -> None:
@@ -119,11 +116,9 @@ def work_folder(out: Path, arguments: dict[str, Any], overwrite: bool) -> Iterat
         DataError: another process has it, it was left with other arguments, or the system refuses to write.
     """
     folder = _folder_for(out)
-    with system_errors(out, "choose another folder"):
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:  # mkdir's word for a file in the place of the folder
-            raise DataError(out, f"cannot be written ({out.parent} is a file)", "choose another folder") from error
+    remedy = "choose another folder"
+    with write_errors(out, remedy):
+        make_parent(out, remedy)
         with _locked(out, folder.with_name(folder.name + ".lock")):
             work = _open(folder, arguments, overwrite)
             try:

@@ -25,13 +25,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
-from zeco_train.checkpoint.files import write_durably
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
-from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.errors import ConfigError, DataError
 from zeco_train.sp.registry import BACKENDS
+from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.files import write_durably
+from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.terminal import show_any_text
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"
@@ -270,6 +272,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@errors_in_a_line
 def main(arguments: list[str]) -> int:
     """The command; returns the exit code."""
     options = parse(arguments)
@@ -277,9 +280,6 @@ def main(arguments: list[str]) -> int:
         if options.local and options.nodes != [1]:
             raise ConfigError("--nodes", " ".join(map(str, options.nodes)), "must be 1 with --local")
         return Sweep(options).run()
-    except ZecoError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
 

@@ -13,23 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.errors import ConfigError
 from zeco_train.report.dashboard import NAME, check_installed, publish, publish_benchmarks, write
-from zeco_train.system.arguments import Parser
+from zeco_train.system.arguments import Parser, errors_in_a_line
 from zeco_train.system.terminal import show_any_text
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Publish or write; returns the process's exit code."""
-    try:
-        _run(arguments)
-    except ZecoError as error:
-        print(error.line, file=sys.stderr, flush=True)
-        return error.exit_code
-    return 0
-
-
-def _run(arguments: Sequence[str]) -> None:
     parser = Parser(prog="launch/wandb_dashboard.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--project", default="zeco-train", help="default: zeco-train")
     parser.add_argument("--entity", help="a user or a team; default: the account's own")
@@ -51,6 +43,7 @@ def _run(arguments: Sequence[str]) -> None:
         print(f"{given.offline}: {len(titles)} panels, read back as they were written: {', '.join(titles)}")
     else:
         print(publish(given.project, given.entity, given.name, given.model, given.update))
+    return 0
 
 
 if __name__ == "__main__":

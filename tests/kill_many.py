@@ -25,7 +25,8 @@ from typing import Any
 
 from tests.support.commands import is_running, torchrun
 from zeco_train.checkpoint.files import complete_checkpoints, step_of
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 
 EVERY = 2
 # One in so many kills comes before the first step: while the run starts, or reads its checkpoint.

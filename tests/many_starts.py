@@ -24,7 +24,8 @@ from pathlib import Path
 
 from tests.support.commands import torchrun, train_here
 from zeco_train.ops.recompute import Recompute
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 
 KINDS = ("segments", "random")
 TOLERANCE = 1e-9

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.commands import REPOSITORY
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 
 COLUMNS = ("loss", "grad_norm")
 BACKENDS = {

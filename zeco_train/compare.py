@@ -13,14 +13,12 @@ if __name__ == "__main__":
     run_command("zeco_train.compare")
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 
-from zeco_train.errors import ConfigError, DataError, ZecoError
+from zeco_train.errors import ConfigError
 from zeco_train.report.comparison import PLOT_FILE, RESULTS_FILE, describe, draw, read_runs, table
-from zeco_train.system.arguments import Parser, user_path
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible
 
@@ -38,34 +36,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Compare; returns the process's exit code: 1 where a loss differs by more than `--max-difference`."""
-    try:
-        return _compare(_parse(arguments))
-    except ZecoError as error:
-        print(error.line, file=sys.stderr, flush=True)
-        return error.exit_code
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    runs = read_runs(arguments.runs)
-    out = arguments.out or runs[0].path.parent
+    options = _parse(arguments)
+    runs = read_runs(options.runs)
+    out = options.out or runs[0].path.parent
     results = out / RESULTS_FILE
     check_outputs("--out", out, (RESULTS_FILE, PLOT_FILE))
     rows = describe(runs)
     print(visible(table(rows)))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(jsonable({"measure": runs[0].name, "runs": rows}), indent=1) + "\n")
-    except OSError as error:
-        raise DataError(results, f"cannot be written ({error.strerror})") from error
+    write_json_result(results, {"measure": runs[0].name, "runs": rows})
     draw(runs, out / PLOT_FILE)
     worst = max(rows[1:], key=lambda row: row["difference"]["loss"]["relative"], default=None)
     if worst is None:
         print(visible(f"one run; {results}, {out / PLOT_FILE}"))
         return 0
     relative, step = (worst["difference"]["loss"][key] for key in ("relative", "relative_step"))
-    limit = arguments.max_difference
+    limit = options.max_difference
     failed = limit is not None and not relative <= limit
     verdict = "" if limit is None else f", {'MORE than' if failed else 'within'} {limit:g}"
     largest = f"largest relative difference of loss from {runs[0].name}: {relative:.2e}, {worst['name']} at step {step}"

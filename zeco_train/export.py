@@ -11,30 +11,27 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.export")
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train.config.overrides import describe_settings, load_settings
-from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.errors import ConfigError
 from zeco_train.hf.export import ExportSettings, export
+from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.terminal import visible
 
 _USAGE = "python -m zeco_train.export RUN OUT [KEY=VALUE ...]"
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Export; returns the process's exit code."""
     if {"-h", "--help"} & set(arguments):
         print(f"usage: {_USAGE}\n\nRUN: a run's folder, or one of its checkpoints. OUT: a new folder.\n")
         print(describe_settings(ExportSettings))
         return 0
-    try:
-        if len(arguments) < 2 or any("=" in name for name in arguments[:2]):
-            raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
-        settings = load_settings(ExportSettings, arguments[2:])
-        print(visible(export(arguments[0], Path(arguments[1]), settings)))
-    except ZecoError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
+    if len(arguments) < 2 or any("=" in name for name in arguments[:2]):
+        raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
+    settings = load_settings(ExportSettings, arguments[2:])
+    print(visible(export(arguments[0], Path(arguments[1]), settings)))
     return 0

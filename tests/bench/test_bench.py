@@ -21,7 +21,7 @@ from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures
-from zeco_train.bench.check import WrongResultError, check_results, relative_error
+from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
 from zeco_train.bench.report import LogLines
 from zeco_train.bench.runner import Runner
@@ -34,6 +34,7 @@ from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
+from zeco_train.system.numbers import relative_error
 
 QUICK = ["device=cpu", "warmup=1", "runs=3", "flush_mb=1", "timeout_seconds=60"]
 SMALL_STATES = [*QUICK, "sizes_mb=[0.03125]"]
@@ -112,7 +113,10 @@ def test_settings_are_yaml_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["collective"], "case=collective: must be collectives, operator, model, decode or plot"),
+        (
+            ["collective"],
+            "case=collective: must be collectives, operator, model, decode, operator_cpu, ",
+        ),
         (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
         (["collectives", "runs"], "argument=runs: must be KEY=VALUE"),

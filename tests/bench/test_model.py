@@ -19,7 +19,7 @@ from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, steps
 from zeco_train.bench.backends import RandomTokens, SwitchedScan
-from zeco_train.bench.check import WrongResultError, relative_error
+from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.model import _Measurement, _Pace
 from zeco_train.bench.report import Report
@@ -29,6 +29,7 @@ from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import GatheredScan, LocalCopyScan
 from zeco_train.distributed.mesh import Launch
 from zeco_train.sp.dp import LocalScan
+from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.numeric
 

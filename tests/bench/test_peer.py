@@ -15,13 +15,13 @@ from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
 from zeco_train.bench.backends import Backends, RandomTokens
-from zeco_train.bench.check import relative_error
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
+from zeco_train.system.numbers import relative_error
 from zeco_train.training.optim.registry import build_optimizer
 
 pytestmark = pytest.mark.numeric

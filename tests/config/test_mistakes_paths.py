@@ -20,7 +20,6 @@ from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, sn
 from tests.support.stores import write_store
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
-from zeco_train.bench import operator_cpu
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.generate import command as generate
@@ -104,7 +103,6 @@ WRITERS: dict[str, Callable[[str], Outcome]] = {
     "--out of report": lambda path: run_here(report.main, "run", "--out", path),
     "--png": lambda path: run_here(inspect.main, "store", "--png", path),
     "--json": lambda path: _generate("run", "--json", path),
-    "--json of operator_cpu": lambda path: run_here(operator_cpu.main, "--json", path),
     "out": lambda path: run_here(verify.main, f"out='{path}'"),
     "out of bench": lambda path: run_here(bench.main, "collectives", f"out='{path}'"),
     "json": lambda path: run_here(plan.main, f"json='{path}'"),
@@ -119,7 +117,7 @@ def test_paths_that_no_file_can_have(name: str, here: Path) -> None:
         assert len(outcome.err) < 1300
 
 
-@pytest.mark.parametrize("name", ["--json", "--json of operator_cpu", "out", "json"])
+@pytest.mark.parametrize("name", ["--json", "out", "json"])
 def test_a_file_that_cannot_be_written_is_found_before_the_work(
     name: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +139,7 @@ def _no_work(*arguments: object, **options: object) -> None:
 def test_a_folder_that_cannot_be_written_is_found_before_the_work(
     name: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_fill", _no_work)
+    monkeypatch.setattr("zeco_train.hf.export._fill", _no_work)
     monkeypatch.setattr(compare, "describe", _no_work)
     monkeypatch.setattr(report, "read", _no_work)
     monkeypatch.setattr(evaluate, "_run", _no_work)

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -33,6 +32,7 @@ from data.documents import Documents, shard_cu_seqlens
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.permutation import Permutation
 from data.store import PREPARE_HINT, TokenStore, shard_name
+from tests.support.commands import Command
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
@@ -387,7 +387,9 @@ def test_embedded_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_benchmark(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zeco_train.bench.loader", "--tokens", "65536", "--sp", "2"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "one sequence of 65,536 tokens, 2 ranks, uint16" in result.stdout
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu"]
+    with Command([*launcher, *case], tmp_path) as command:
+        outcome = command.wait()
+    assert outcome.code == 0, outcome
+    assert "one sequence of 65,536 tokens, 2 ranks, uint16" in outcome.out

@@ -15,7 +15,8 @@ import pytest
 
 from tests.support.commands import REPOSITORY, SMALL, torchrun
 from tests.support.slurm_cluster import SlurmCluster, why_not
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.processes,

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.support.commands import Command, Outcome, is_running, torchrun, train_here
 from zeco_train.errors import NonFiniteError
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.training.validation import Validation, ValidationLoss
+from zeco_train.tracking.positions import ValidationLoss
+from zeco_train.training.validation import Validation
 
 # Bound of a wait for a peer in these runs.
 TIMEOUT = 10.0

@@ -12,7 +12,8 @@ from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.logs import close_logging
 from zeco_train.lifecycle.watchdog import Watchdog
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 from zeco_train.training.build import build, init, open_run
 from zeco_train.training.trainer import Trainer
 

@@ -21,10 +21,11 @@ from data.store_writer import StoreWriter
 from data.tokenizer import ByteTokenizer
 from tests.support.commands import run_here
 from tests.support.stores import write_store
+from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.generate.generator import Completion
 from zeco_train.generate.output import Printer
-from zeco_train.hf.folder import read_json, stored_weights
+from zeco_train.hf.folder import stored_weights
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import read_metrics
@@ -37,7 +38,7 @@ SHOWN = r"\x1b]0;title\x07\x9b2J\u202e"
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta.json": (read_meta, "meta.json"),
     "identity.json": (read_identity, "identity.json"),
-    "config.json": (lambda folder: read_json(folder / "config.json"), "config.json"),
+    "config.json": (lambda folder: read_record(folder / "config.json"), "config.json"),
     "metrics.jsonl": (lambda folder: read_metrics(folder / "metrics.jsonl"), "metrics.jsonl"),
 }
 

@@ -1,5 +1,7 @@
-"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`: collectives, operator, model or decode.
+"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`
 
+collectives, operator, model and decode compare variants; operator_cpu, loader, documents and checkpoint measure the
+operator on a CPU, the data's way in, and how long a checkpoint holds training up.
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures.
 """
 
@@ -11,11 +13,15 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.bench.__main__")
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
-from zeco_train.bench import collectives, decode, figures, model, operator
+from zeco_train.bench import checkpoint, collectives, decode, documents, figures, loader, model, operator, operator_cpu
 from zeco_train.bench.config import (
     BenchConfig,
+    CaseConfig,
     CollectivesConfig,
     DecodeConfig,
     ModelConfig,
@@ -24,7 +30,6 @@ from zeco_train.bench.config import (
 )
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
-from zeco_train.config.overrides import load_settings
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Advice, Job, run_job
 
@@ -33,10 +38,21 @@ _ADVICE = Advice(
     memory="fewer tokens, heads or MiB need less, and so do segments=M and recompute=full; the results so far stand",
     timeout_key="timeout_seconds",
 )
+# Settings, and what measures: `Report` of (settings, Session).
+_CASES: dict[str, tuple[type[CaseConfig], Callable[[Any, Session], Report]]] = {
+    "collectives": (CollectivesConfig, collectives.run),
+    "operator": (OperatorConfig, operator.run),
+    "model": (ModelConfig, model.run),
+    "decode": (DecodeConfig, decode.run),
+    "operator_cpu": (operator_cpu.OperatorCpuConfig, operator_cpu.run),
+    "loader": (loader.LoaderConfig, loader.run),
+    "documents": (documents.DocumentsConfig, documents.run),
+    "checkpoint": (checkpoint.CheckpointConfig, checkpoint.run),
+}
 
 
 def main(arguments: list[str]) -> int:
-    """Run a case; returns the process's exit code."""
+    """Run a case; returns the process's exit code, 1 where what it measured is not as it has to be."""
     return run_job(partial(_run, arguments), _ADVICE)
 
 
@@ -44,51 +60,34 @@ def _run(arguments: list[str], job: Job) -> int:
     case, *rest = arguments or ["--help"]
     if {"-h", "--help"} & {case, *rest}:
         if job.launch.rank == 0:
-            print(f"{__doc__}\n{describe()}")
-    elif case == "plot":
+            print(f"{__doc__}\n{describe({name: schema for name, (schema, _) in _CASES.items()})}")
+        return 0
+    if case == "plot":
         print("\n".join(str(path) for path in figures.plot_files(rest)))
-    else:
-        _measure(case, rest, job)
-    return 0
-
-
-def _measure(case: str, arguments: list[str], job: Job) -> None:
-    config: BenchConfig
-    if case == "collectives":
-        config = load_settings(CollectivesConfig, arguments)
-    elif case == "operator":
-        config = load_settings(OperatorConfig, arguments)
-    elif case == "model":
-        config = ModelConfig.load(arguments)
-    elif case == "decode":
-        config = DecodeConfig.load(arguments)
-    else:
-        raise ConfigError("case", case, "must be collectives, operator, model, decode or plot")
+        return 0
+    if case not in _CASES:
+        raise ConfigError("case", case, f"must be {', '.join(_CASES)} or plot")
+    config = _CASES[case][0].load(rest)
     job.enter("joining the other ranks")
-    session = Session.open(config, job.launch, job.enter)
+    session = Session.open(config, job.launch, job.enter, job)
     job.guard(session.mesh.timeout)
     report = run_case(config, session)
     session.drain()
     if session.mesh.is_main:
         print(f"results are in {report.folder}", flush=True)
+    return 1 if report.failures else 0
 
 
-def run_case(config: BenchConfig, session: Session) -> Report:
+def run_case(config: CaseConfig, session: Session) -> Report:
     """Measure, and draw what was measured.
 
     Raises:
         ZecoError: a wrong result, a folder that cannot be written, a rank that is gone.
     """
-    with LogLines(session) as lines:
-        if isinstance(config, CollectivesConfig):
-            report = collectives.run(config, session)
-        elif isinstance(config, OperatorConfig):
-            report = operator.run(config, session)
-        elif isinstance(config, DecodeConfig):
-            report = decode.run(config, session)
-        else:
-            assert isinstance(config, ModelConfig)
-            report = model.run(config, session)
+    lines = LogLines(session)
+    # A case that trains logs every step.
+    with lines if isinstance(config, BenchConfig) else nullcontext():
+        report = dict(_CASES.values())[type(config)](config, session)
     report.notes += lines.texts
     report.finish()
     if session.mesh.is_main:

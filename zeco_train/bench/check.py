@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zeco_train.errors import ZecoError
+from zeco_train.system.numbers import relative_error
 
 
 class WrongResultError(ZecoError):
@@ -19,13 +20,6 @@ class WrongResultError(ZecoError):
             f"{variant} is wrong, nothing is timed: {result} on rank {rank} has a relative error of {error:.2g}, "
             f"allowed are {tolerance:.0e}"
         )
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖ in float64; the norm of `found` where all that is expected is 0."""
-    found, expected = found.detach().double(), expected.detach().double()
-    scale = float(expected.norm())
-    return float((found - expected).norm()) / (scale or 1.0)
 
 
 def check_results(

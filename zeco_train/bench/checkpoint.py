@@ -1,45 +1,44 @@
-"""For how long a checkpoint holds training up, asynchronous and synchronous, in turns of one run.
+"""Case `checkpoint`: for how long a checkpoint holds training up, asynchronous and synchronous, in turns of one run.
 
-    [torchrun --nproc-per-node N] python -m zeco_train.bench.checkpoint [--rounds N] [KEY=VALUE …]
-
-KEY=VALUE as of train.py; without any, `gla_125m` with 256 tokens a step. A save's stall is what the loop of steps waits
-for it: the call, and before the next update of the weights. What the steps beside the writing lose, since that takes
-processor time too, is told apart. Exits with 1 if the median stall is not below a quarter of the synchronous one.
+A save's stall is what the loop of steps waits for it: the call, and before the next update of the weights. What the
+steps beside the writing lose, since that takes processor time too, is told apart. It fails if the median stall is not
+below a quarter of the synchronous one.
 """
 
 from __future__ import annotations
 
-from zeco_train.system.signals import run_command
-
-if __name__ == "__main__":
-    # Before the other imports, which take seconds.
-    run_command("zeco_train.bench.checkpoint")
-
-import argparse
-import json
 import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from signal import Signals
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
+from zeco_train.bench.config import CaseConfig
+from zeco_train.bench.report import Report, Row
 from zeco_train.bench.samples import slowest_rank
+from zeco_train.bench.session import Session
 from zeco_train.checkpoint.checkpointer import CheckpointMode
 from zeco_train.checkpoint.files import complete_checkpoints
 from zeco_train.config.schema import Config, load_config
+from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.errors import ConfigError, ZecoError
-from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.signals import StopRequest
 from zeco_train.training.build import Parts, build, init, open_run
 from zeco_train.training.trainer import Trainer
 
 LARGEST_RATIO = 0.25
+COLUMNS = {
+    "what": ("seconds", "<42"),
+    "median": ("median", ">9:.3f"),
+    "min": ("least", ">9:.3f"),
+    "max": ("most", ">9:.3f"),
+}
 _PLAIN_STEPS = 2
 _DEFAULTS = [
     "name=bench_checkpoint",
@@ -50,7 +49,43 @@ _DEFAULTS = [
     "checkpoint.keep=1",
     "run_dir=runs/bench/checkpoint",
 ]
-_ADVICE = Advice("measure again", "a smaller model needs less", "parallel.timeout_seconds")
+
+
+@dataclass
+class CheckpointConfig(CaseConfig):
+    """Attributes:
+    rounds: saves of each mode.
+    overrides: all other KEY=VALUE, as of train.py; without any, `gla_125m` with 256 tokens a step.
+    """
+
+    rounds: int = 5
+    overrides: list[str] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, arguments: Sequence[str]) -> Self:
+        own = {entry.name for entry in fields(cls)}
+        overrides = [text for text in arguments if text.partition("=")[0] not in own]
+        config = super().load([text for text in arguments if text not in overrides])
+        config.overrides += overrides
+        return config
+
+    def validate(self) -> None:
+        super().validate()
+        self._check_least(rounds=1)
+
+    def run_config(self) -> Config:
+        """The configuration of the run.
+
+        Raises:
+            ConfigError: see `load_config`; its folder holds checkpoints.
+        """
+        config = load_config([*_DEFAULTS, f"seed={self.seed}", f"train.device={self.device.name}", *self.overrides])
+        if complete_checkpoints(Path(config.run_dir)):
+            raise ConfigError("run_dir", config.run_dir, "holds checkpoints, which would be lost; name a new folder")
+        return config
+
+    def join(self, launch: Launch) -> ProcessMesh:
+        return init(self.run_config(), launch)
 
 
 @dataclass
@@ -123,73 +158,55 @@ class _Loop:
             torch.cuda.synchronize()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure; returns the process's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each mode")
-    options, overrides = parser.parse_known_args(arguments)
-    return run_job(partial(_run, max(1, options.rounds), overrides), _ADVICE)
-
-
-def _run(rounds: int, overrides: list[str], job: Job) -> int:
-    arguments = [*_DEFAULTS, *overrides]
-    config = load_config(arguments)
-    if complete_checkpoints(Path(config.run_dir)):
-        raise ConfigError("run_dir", config.run_dir, "holds checkpoints, which would be lost; name a new folder")
-    job.enter("joining the other ranks")
-    mesh = init(config, job.launch)
-    job.guard(mesh.timeout)
-    run = open_run(config, arguments, mesh)
-    job.closing.callback(run.release)
-    parts = build(config, run, mesh, job.watchdog)
+def run(config: CheckpointConfig, session: Session) -> Report:
+    """Train, and save in both modes in turns; results are in the report's folder."""
+    report, job, mesh = Report("checkpoint", config, session, COLUMNS), session.job, session.mesh
+    assert job is not None
+    run_config = config.run_config()
+    opened = open_run(run_config, config.overrides, mesh)
+    job.closing.callback(opened.release)
+    parts = build(run_config, opened, mesh, job.watchdog)
     for close in (parts.recorder.close, parts.loader.close, parts.checkpointer.close):
         job.closing.callback(close)
     with StopRequest() as stop:
-        loop = _Loop(config, parts, stop)
+        loop = _Loop(run_config, parts, stop)
         # The first steps and saves make what the later ones use: optimizer state, host memory.
         loop.plain_steps()
         for mode in ("sync", "async"):
             loop.save(mode)
         first, loop.stalls = loop.stalls, Stalls()
-        for _ in range(rounds):
+        for _ in range(config.rounds):
             for mode in ("sync", "async"):
                 loop.plain_steps()
                 loop.save(mode)
     parameters = sum(p.numel() for p in parts.model.parameters())
-    ratio = _report(
-        loop.stalls, first, mesh.world_size, f"{config.model.name}, {parameters:,} parameters", mesh.is_main
-    )
-    dist.barrier()
+    report.note(f"{run_config.model.name}, {parameters:,} parameters, {config.rounds} saves of each mode")
+    _add_rows(report, loop.stalls, first, session)
     if mesh.is_main:
         shutil.rmtree(parts.checkpointer.folder)
-    return 0 if ratio < LARGEST_RATIO else 1
+    return report
 
 
-def _report(stalls: Stalls, first: Stalls, world_size: int, title: str, is_main: bool) -> float:
-    """Print the table, the slowest rank of each save counting; returns async over sync. Collective."""
+def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -> None:
+    """Add what was measured, the slowest rank of each save counting, and judge it. Collective."""
 
-    def over_ranks(own: list[float]) -> list[float]:
-        everyone: list[list[float]] = [[]] * world_size
-        dist.all_gather_object(everyone, own)
-        return slowest_rank(everyone)
+    def row(what: str, own: list[float]) -> Row:
+        values = slowest_rank(session.gather(own))
+        median = statistics.median(values)
+        return {"what": what, "median": median, "min": min(values), "max": max(values), "seconds": values}
 
-    rows = {
-        "step without a save": over_ranks(stalls.plain),
-        "sync: steps held up": over_ranks(stalls.held["sync"]),
-        "async: steps held up": over_ranks(stalls.held["async"]),
-        "async: steps beside it slower, in all": over_ranks(stalls.beside),
-        "sync: begin to disk": over_ranks(stalls.written["sync"]),
-        "async: begin to disk, seen after a step": over_ranks(stalls.written["async"]),
-    }
-    first_async = over_ranks(first.held["async"])
-    medians = {name: statistics.median(values) for name, values in rows.items()}
-    ratio = medians["async: steps held up"] / medians["sync: steps held up"]
-    if is_main:
-        print(f"{title}, {world_size} rank(s), {len(stalls.held['sync'])} saves of each mode\n")
-        print(f"{'seconds':42}{'median':>9}{'least':>9}{'most':>9}")
-        for name, values in rows.items():
-            print(f"{name:42}{medians[name]:9.3f}{min(values):9.3f}{max(values):9.3f}")
-        print(f"\nthe first asynchronous save, which makes the host memory: {first_async[0]:.3f} s")
-        print(f"asynchronous over synchronous: {ratio:.3f} (less than {LARGEST_RATIO} is asked for)")
-        print(json.dumps({"benchmark": "checkpoint", "seconds": rows, "ratio": ratio}), flush=True)
-    return ratio
+    sync, asynchronous = (row(f"{mode}: steps held up", stalls.held[mode]) for mode in ("sync", "async"))
+    rows = [
+        row("step without a save", stalls.plain),
+        sync,
+        asynchronous,
+        row("async: steps beside it slower, in all", stalls.beside),
+        row("sync: begin to disk", stalls.written["sync"]),
+        row("async: begin to disk, seen after a step", stalls.written["async"]),
+        row("the first async one, which makes host memory", first.held["async"]),
+    ]
+    report.add(rows)
+    ratio = asynchronous["median"] / sync["median"]
+    report.note(f"asynchronous over synchronous: {ratio:.3f} (less than {LARGEST_RATIO} is asked for)")
+    if not ratio < LARGEST_RATIO:
+        report.fail("an asynchronous save holds training up for too long")

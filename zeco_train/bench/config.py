@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Self
 
 from zeco_train.bench.variants import (
@@ -16,7 +17,9 @@ from zeco_train.bench.variants import (
     check_variants,
 )
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings
-from zeco_train.config.schema import Compile, Config, Device, Dtype, load_config
+from zeco_train.config.schema import Compile, Config, Dtype, load_config
+from zeco_train.distributed.device import Device, find_device
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
@@ -28,31 +31,41 @@ _MIB = 1 << 20
 
 
 @dataclass
-class BenchConfig:
+class CaseConfig:
     """What every case has.
 
     Attributes:
         out: folder of the results; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
-        warmup: untimed runs, or steps, of each variant; the papers' are 5.
         timeout_seconds: bound of each wait for another rank.
         budget_seconds: no configuration is started that would, by the longest so far, end after this many seconds.
-        variants: what is compared, see `zeco_train.bench.variants`.
         commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
     """
 
     out: str = ""
     device: Device = Device.auto
     seed: int = 0
-    warmup: int = 5
     timeout_seconds: float = 120.0
     budget_seconds: float = 540.0
-    variants: list[str] = field(default_factory=list)
     commit: str = ""
+
+    @classmethod
+    def load(cls, arguments: Sequence[str]) -> Self:
+        """Of KEY=VALUE arguments; see `load_settings`."""
+        return load_settings(cls, arguments)
+
+    def join(self, launch: Launch) -> ProcessMesh:
+        """Join the other ranks, all of them as one SP group.
+
+        Raises:
+            ConfigError: a device that the machine has not.
+        """
+        device = find_device(self.device, launch)
+        return init_mesh(launch, launch.world_size, device, timedelta(seconds=self.timeout_seconds))
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        self._check_least(warmup=1, seed=0)
+        self._check_least(seed=0)
         if self.out:
             check_path("out", self.out)
         for name in ("timeout_seconds", "budget_seconds"):
@@ -71,6 +84,23 @@ class BenchConfig:
             values = getattr(self, name)
             if not values or any(value < smallest for value in values):
                 raise ConfigError(name, values, f"must be a list of numbers ≥ {smallest}")
+
+
+@dataclass
+class BenchConfig(CaseConfig):
+    """What the cases have that compare variants.
+
+    Attributes:
+        warmup: untimed runs, or steps, of each variant; the papers' are 5.
+        variants: what is compared, see `zeco_train.bench.variants`.
+    """
+
+    warmup: int = 5
+    variants: list[str] = field(default_factory=list)
+
+    def validate(self) -> None:
+        super().validate()
+        self._check_least(warmup=1)
 
 
 @dataclass
@@ -173,9 +203,8 @@ class OfModelConfig(BenchConfig):
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Of KEY=VALUE arguments; see `load_settings`."""
         overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
-        config = load_settings(cls, [text for text in arguments if text not in overrides])
+        config = super().load([text for text in arguments if text not in overrides])
         config.overrides += overrides
         config.validate()
         return config
@@ -288,15 +317,10 @@ class ModelConfig(OfModelConfig):
         )
 
 
-def describe() -> str:
-    """The settings of all cases."""
-    cases = (
-        ("collectives", CollectivesConfig),
-        ("operator", OperatorConfig),
-        ("model", ModelConfig),
-        ("decode", DecodeConfig),
-    )
-    common = f"Of all cases:\n{describe_attributes(BenchConfig)}"
-    runs = f"Of collectives and operator:\n{describe_attributes(RunsConfig)}"
-    model = f"Of model and decode:\n{describe_attributes(OfModelConfig)}"
-    return "\n\n".join([common, runs, model, *(f"Case {case}:\n{describe_settings(schema)}" for case, schema in cases)])
+def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
+    """The settings of cases: those of families of them, then each one's own, with all defaults."""
+    lines = []
+    for family in (CaseConfig, BenchConfig, RunsConfig, OfModelConfig):
+        names = ", ".join(name for name, schema in cases.items() if issubclass(schema, family))
+        lines.append(f"Of {names}:\n{describe_attributes(family)}")
+    return "\n\n".join([*lines, *(f"Case {name}:\n{describe_settings(schema)}" for name, schema in cases.items())])

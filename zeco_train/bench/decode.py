@@ -31,7 +31,7 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from zeco_train.bench.backends import state_elements
-from zeco_train.bench.check import check_results, relative_error
+from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.report import Report, Row
 from zeco_train.bench.samples import Summary
@@ -41,6 +41,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
+from zeco_train.system.numbers import relative_error
 
 # The error of logits by steps, of the chunked operator's; and what always passes, below which a ratio is chance.
 RATIO = 1.5

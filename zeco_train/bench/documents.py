@@ -1,29 +1,18 @@
-"""What shuffled documents cost on a store of many: opening it, making an epoch's index, reading sequences of it.
+"""Case `documents`: what shuffled documents cost on a store of many: opening, an epoch's index, reading sequences.
 
-    python -m zeco_train.bench.documents [--documents N] [--mean-tokens M] [--seq-len T]
-
-The tokens are holes in a file, so they take no disk and their reads measure this program, not a disk. Exits with 1 if a
+The tokens are holes in a file, so they take no disk and their reads measure this program, not a disk. It fails if a
 batch requests more than its own tokens.
 """
 
 from __future__ import annotations
 
-from zeco_train.system.signals import run_command
-
-if __name__ == "__main__":
-    # Before the other imports, which take seconds.
-    run_command("zeco_train.bench.documents")
-
-import argparse
+import hashlib
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +21,59 @@ from data.config import Shuffle
 from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, StoreMeta, TokenStore, shard_name
+from zeco_train.bench.config import CaseConfig
+from zeco_train.bench.report import Report
+from zeco_train.bench.session import Session
 
+COLUMNS = {
+    "shuffle": ("shuffle", "<10"),
+    "min_document_tokens": ("min tokens", ">10"),
+    "open_s": ("open s", ">8:.3g"),
+    "first_batch_first_s": ("first batch s", ">13:.3g"),
+    "first_batch_first_cpu_s": ("CPU s", ">8:.3g"),
+    "first_batch_again_s": ("again s", ">8:.3g"),
+    "first_batch_again_cpu_s": ("CPU s", ">8:.3g"),
+    "batch_ms": ("batch ms", ">9:.3g"),
+    "batch_cpu_ms": ("CPU ms", ">8:.3g"),
+    "index_mb": ("index MB", ">9:.3g"),
+    "anonymous_mb": ("anonymous MB", ">12:.4g"),
+}
 _READS = 50
 _SHARD_TOKENS = 1 << 38
+
+
+@dataclass
+class DocumentsConfig(CaseConfig):
+    """Attributes:
+    documents: of the store.
+    mean_tokens: their mean length.
+    seq_len: tokens of a sequence.
+    """
+
+    documents: int = 10_000_000
+    mean_tokens: int = 1000
+    seq_len: int = 65_536
+
+    def validate(self) -> None:
+        super().validate()
+        self._check_least(documents=1, mean_tokens=1, seq_len=1)
+
+
+def run(config: DocumentsConfig, session: Session) -> Report:
+    """Measure each way of reading on one rank; results are in the report's folder."""
+    session.check_alone()
+    report = Report("documents", config, session, COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        make_store(store, config.documents, config.mean_tokens)
+        total = TokenStore.open(store).num_tokens
+        report.note(f"{config.documents:,} documents, {total:,} tokens, {config.seq_len:,} each")
+        for shuffle, shortest in [(Shuffle.sequences, 0), (Shuffle.documents, 0), (Shuffle.documents, 4000)]:
+            row, beyond = measure(store, Path(folder, f"{shuffle.value} {shortest}"), config.seq_len, shuffle, shortest)
+            if beyond:
+                report.fail(f"{beyond} bytes more were requested than the rank's own, shuffle={shuffle.value}")
+            report.add([{"shuffle": shuffle.value, "min_document_tokens": shortest, **row}])
+    return report
 
 
 def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
@@ -49,7 +88,8 @@ def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
         (folder / shard_name(index)).touch()
         os.truncate(folder / shard_name(index), 2 * count)
         shards.append(ShardMeta(shard_name(index), count, sha256="holes"))
-    meta = StoreMeta("uint16", 32_000, {"kind": "random"}, 1, total, documents, tuple(shards), "holes", "", "bench")
+    digest = hashlib.sha256((folder / OFFSETS_FILE).read_bytes()).hexdigest()
+    meta = StoreMeta("uint16", 32_000, {"kind": "random"}, 1, total, documents, tuple(shards), digest, "", "bench")
     record = {"format": FORMAT, "version": VERSION, **asdict(meta)}
     (folder / META_FILE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -82,29 +122,3 @@ def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortes
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     record["anonymous_mb"] = int(next(line for line in status if line.startswith("RssAnon")).split()[1]) / 1e3
     return record, store.bytes_requested - before - _READS * (seq_len + 1) * store.itemsize
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print one line a setting and a JSON record. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=10_000_000, help="documents of the store")
-    parser.add_argument("--mean-tokens", type=int, default=1000, help="mean length of a document")
-    parser.add_argument("--seq-len", type=int, default=65_536, help="tokens of a sequence")
-    options = parser.parse_args(arguments)
-    rows, beyond = {}, 0
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store")
-        make_store(store, options.documents, options.mean_tokens)
-        print(
-            f"{options.documents:,} documents, {TokenStore.open(store).num_tokens:,} tokens, {options.seq_len:,} each"
-        )
-        for shuffle, shortest in [(Shuffle.sequences, 0), (Shuffle.documents, 0), (Shuffle.documents, 4000)]:
-            name = f"shuffle={shuffle.value}, min_document_tokens={shortest}"
-            rows[name], more = measure(store, Path(folder, name), options.seq_len, shuffle, shortest)
-            beyond += more
-            print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in rows[name].items()), flush=True)
-    versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.platform()}
-    print(json.dumps({"benchmark": "documents", **vars(options), "rows": rows, **versions}))
-    if beyond:
-        print(f"FAILED: {beyond} bytes more were requested than the ranks' own", file=sys.stderr)
-    return 1 if beyond else 0

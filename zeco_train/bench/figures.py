@@ -90,6 +90,8 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     if results[0]["case"] == "model":
         models = sorted({(row["model"], row["heads"]) for row in rows})
         return [save_figure(_model(rows, *model, machine), folder / "{}_h{}.png".format(*model)) for model in models]
+    if results[0]["case"] != "operator":
+        return []
     figures = {"operator.png": _operator(rows, machine), "operator_tokens.png": _operator_tokens(rows, machine)}
     return [save_figure(figure, folder / name) for name, figure in figures.items() if figure is not None]
 

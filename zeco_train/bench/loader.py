@@ -1,69 +1,84 @@
-"""How long a sequence-parallel rank takes to read its slice of an 8M-token sequence, and how much of the file it reads.
+"""Case `loader`: how long a rank takes to read its slice of a long sequence, and how much of the file it reads.
 
-    python -m zeco_train.bench.loader [--tokens N] [--sp P]
-
-Each rank reads in a process of its own. Exits with 1 if a slice is wrong or a rank requests more than 1.01 × its own.
+The ranks share the sequence and read one after another. It fails if a slice is wrong, or if a rank requests more than
+1.01 × the bytes of its own tokens.
 """
 
 from __future__ import annotations
 
-from zeco_train.system.signals import run_command
-
-if __name__ == "__main__":
-    # Before the other imports, which take seconds.
-    run_command("zeco_train.bench.loader")
-
-import argparse
-import hashlib
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from data.documents import Documents
 from data.loader import Batch, DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
+from zeco_train.bench.config import CaseConfig
+from zeco_train.bench.report import Report, Row
+from zeco_train.bench.session import Session
 
 LARGEST_RATIO = 1.01
+COLUMNS = {
+    "rank": ("rank", ">4"),
+    "tokens": ("tokens", ">10:,"),
+    "cold_ms": ("cold ms", ">9:.1f"),
+    "warm_ms": ("warm ms", ">9:.1f"),
+    "bytes_requested": ("bytes requested", ">17:,"),
+    "ratio": ("/ own tokens", ">14:.7f"),
+    "disk_bytes": ("from disk", ">11:,"),
+}
 _VOCAB_SIZE = 32_000
 _EOS_ID = 1
 _WARM_READS = 5
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One rank's figures. Times are of a whole `SequenceLoader.batch`, tensors included.
-
-    Attributes:
-        rank: sequence-parallel rank.
-        tokens: tokens of its shard.
-        cold_ms: first read after the file's pages were dropped from the page cache (as far as the system obliges).
-        warm_ms: median of further reads.
-        bytes_requested: of the cold read.
-        disk_bytes: what the cold read fetched from the disk, read-ahead included; None where the system cannot tell.
-        ratio: bytes requested over the bytes of the rank's own tokens.
-        digest: of inputs and labels.
+@dataclass
+class LoaderConfig(CaseConfig):
+    """Attributes:
+    tokens: of the sequence, over all ranks.
     """
 
-    rank: int
-    tokens: int
-    cold_ms: float
-    warm_ms: float
-    bytes_requested: int
-    disk_bytes: int | None
-    ratio: float
-    digest: str
+    tokens: int = 8_388_608
+
+    def validate(self) -> None:
+        super().validate()
+        self._check_least(tokens=1)
+
+
+def run(config: LoaderConfig, session: Session) -> Report:
+    """Measure on each rank; results are in the report's folder."""
+    report = Report("loader", config, session, COLUMNS)
+    tokens = np.random.default_rng(config.seed).integers(2, _VOCAB_SIZE, config.tokens + 1, dtype=np.uint16)
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(session.gather(folder)[0], "store")
+        if session.mesh.is_main:
+            make_store(store, tokens)
+        for rank in range(session.world_size):
+            dist.barrier()
+            if rank == session.rank:
+                row, batch = measure(store, config.tokens, rank, session.world_size)
+        dist.barrier()
+    length = config.tokens // session.world_size
+    own = torch.from_numpy(tokens[session.rank * length : (session.rank + 1) * length + 1].astype(np.int64))
+    is_own = torch.equal(batch.input_ids[0], own[:-1]) and torch.equal(batch.labels[0], own[1:])
+    report.note(f"one sequence of {config.tokens:,} tokens, {session.world_size} ranks, uint16")
+    rows = session.gather(row)
+    for rank, (row, read_its_own) in enumerate(zip(rows, session.gather(is_own), strict=True)):
+        if not read_its_own:
+            report.fail(f"rank {rank} read other tokens than its own")
+        if row["ratio"] > LARGEST_RATIO:
+            report.fail(f"rank {rank} requested {row['ratio']:.4f} × its tokens, more than {LARGEST_RATIO}")
+    report.add(rows)
+    return report
 
 
 def make_store(folder: Path, tokens: NDArray[np.uint16]) -> None:
@@ -75,8 +90,14 @@ def make_store(folder: Path, tokens: NDArray[np.uint16]) -> None:
         writer.finish(sources_sha256="")
 
 
-def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
-    """Read the slice of `rank` of the first sequence, cold and warm."""
+def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> tuple[Row, Batch]:
+    """Read the slice of `rank` of the first sequence, cold and warm.
+
+    Returns:
+        The figures and the batch. `cold_ms` is of the first read after the file's pages were dropped from the page
+        cache (as far as the system obliges), `warm_ms` the median of further ones, tensors included. `disk_bytes` is
+        what the cold read fetched from the disk, read-ahead included; None where the system cannot tell.
+    """
     store = TokenStore.open(path)
     split = DataSplit(seq_len, sp_rank=rank, sp_size=sp_size)
     loader = SequenceLoader([Source(Documents(store))], split, seed=0, global_batch=1)
@@ -87,64 +108,17 @@ def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
     before = _disk_bytes()
     batch, cold_ms = _timed_batch(loader)
     after = _disk_bytes()
-    requested = store.bytes_requested
-    warm_ms = statistics.median(_timed_batch(loader)[1] for _ in range(_WARM_READS))
-    own_bytes = batch.input_ids.numel() * store.itemsize
-    return Measurement(
-        rank=rank,
-        tokens=batch.input_ids.numel(),
-        cold_ms=cold_ms,
-        warm_ms=warm_ms,
-        bytes_requested=requested,
-        disk_bytes=after - before if before is not None and after is not None else None,
-        ratio=requested / own_bytes,
-        digest=_digest(batch.input_ids.numpy(), batch.labels.numpy()),
-    )
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run all ranks, print one line each and a JSON record. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8_388_608, help="tokens of the sequence")
-    parser.add_argument("--sp", type=int, default=4, help="ranks that share it")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.rank is not None:
-        print(json.dumps(asdict(measure(options.store, options.tokens, options.rank, options.sp))))
-        return 0
-    tokens = np.random.default_rng(0).integers(2, _VOCAB_SIZE, options.tokens + 1, dtype=np.uint16)
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store")
-        make_store(store, tokens)
-        results = [_measure_in_process(store, options.tokens, rank, options.sp) for rank in range(options.sp)]
-    length = options.tokens // options.sp
-    failures = []
-    print(f"one sequence of {options.tokens:,} tokens, {options.sp} ranks, uint16")
-    print("rank     tokens   cold ms   warm ms   bytes requested   / own tokens   from disk")
-    for result in results:
-        disk = "?" if result.disk_bytes is None else f"{result.disk_bytes:,}"
-        times = f"{result.cold_ms:9.1f} {result.warm_ms:9.1f}"
-        print(
-            f"{result.rank:4} {result.tokens:10,} {times} {result.bytes_requested:17,} {result.ratio:14.7f} {disk:>11}"
-        )
-        own = tokens[result.rank * length : (result.rank + 1) * length + 1].astype(np.int64)
-        if result.digest != _digest(own[:-1], own[1:]):
-            failures.append(f"rank {result.rank} read other tokens than its own")
-        if result.ratio > LARGEST_RATIO:
-            failures.append(f"rank {result.rank} requested {result.ratio:.4f} × its tokens, more than {LARGEST_RATIO}")
-    versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.platform()}
-    print(json.dumps({"benchmark": "loader", "ranks": [asdict(result) for result in results], **versions}))
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
-
-
-def _measure_in_process(store: Path, seq_len: int, rank: int, sp_size: int) -> Measurement:
-    command = [sys.executable, "-m", "zeco_train.bench.loader", "--store", str(store)]
-    command += ["--tokens", str(seq_len), "--rank", str(rank), "--sp", str(sp_size)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return Measurement(**json.loads(output))
+    requested, count = store.bytes_requested, batch.input_ids.numel()
+    row = {
+        "rank": rank,
+        "tokens": count,
+        "cold_ms": cold_ms,
+        "warm_ms": statistics.median(_timed_batch(loader)[1] for _ in range(_WARM_READS)),
+        "bytes_requested": requested,
+        "disk_bytes": after - before if before is not None and after is not None else None,
+        "ratio": requested / (count * store.itemsize),
+    }
+    return row, batch
 
 
 def _timed_batch(loader: SequenceLoader) -> tuple[Batch, float]:
@@ -160,10 +134,3 @@ def _disk_bytes() -> int | None:
     except OSError:
         return None
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
-
-
-def _digest(*arrays: NDArray[np.int64]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()

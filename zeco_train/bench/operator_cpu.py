@@ -1,52 +1,98 @@
-"""The chunked operator against the naive recurrence on a CPU: correctness, then time, then memory.
-
-    python -m zeco_train.bench.operator_cpu [--json FILE]
+"""Case `operator_cpu`: the chunked operator against the naive recurrence on a CPU: correctness, then time, then memory.
 
 Baselines, of which only the first two do the same work as the chunked operator (outputs and all gradients):
 - the naive recurrence as papers print it, indexing `q[:, t]`: autograd answers every index with zeros for all tokens;
 - `naive_gla`, the oracle: the same loop tuned, which splits the tokens once and takes one product per output;
 - an in-place loop without autograd, forward only: what Python costs where nothing is kept for a gradient.
-Runs of all of them alternate, so that a machine that slows down slows all; medians are compared.
 """
 
 from __future__ import annotations
 
-from zeco_train.system.signals import run_command
-
-if __name__ == "__main__":
-    # Before the other imports, which take seconds.
-    run_command("zeco_train.bench.operator_cpu")
-
-import argparse
-import json
+import multiprocessing
 import os
-import platform
 import resource
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zeco_train.errors import ZecoError
+from zeco_train.bench.check import check_results
+from zeco_train.bench.config import RunsConfig
+from zeco_train.bench.report import Report, Row, timing_fields
+from zeco_train.bench.runner import Runner, Subject
+from zeco_train.bench.session import Session
+from zeco_train.distributed.device import Device
+from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.transition import fold
-from zeco_train.system.arguments import Parser, user_path
-from zeco_train.system.environment import processor
-from zeco_train.system.paths import check_output_file, warn_of_replacing
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
+CHECK_TOKENS = 1000
 MEMORY_TOKENS = (4096, 8192, 16384, 32768, 65536)
 # fp64 errors are rounding (1e-15 as a rule); fp32 ones grow with the square root of the 4096 terms of a sum
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 WANTED_RATIO = 30.0
 CHUNKED = "chunked, forward + backward"
+COLUMNS = {
+    "variant": ("variant", "<54"),
+    "tokens": ("tokens", ">6"),
+    "relative_error": ("error", ">8:.1e"),
+    "median_ms": ("median ms", ">10:.1f"),
+    "min_ms": ("min", ">9:.1f"),
+    "max_ms": ("max", ">9:.1f"),
+    "ratio": ("/ chunked", ">9:.1f"),
+    "peak_mib": ("peak MiB", ">9:.1f"),
+}
+
+
+@dataclass
+class OperatorCpuConfig(RunsConfig):
+    """Attributes:
+    tokens: sequence length of the timings.
+    threads: of torch.
+    """
+
+    device: Device = Device.cpu
+    warmup: int = 1
+    runs: int = 5
+    tokens: int = 4096
+    threads: int = 2
+
+    def validate(self) -> None:
+        super().validate()
+        self._check_least(tokens=1, threads=1)
+        if self.device is not Device.cpu:
+            raise ConfigError("device", self.device.name, "must be cpu")
+
+
+def run(config: OperatorCpuConfig, session: Session) -> Report:
+    """Check, then measure, on one rank; results are in the report's folder.
+
+    Raises:
+        WrongResultError: before anything is timed.
+    """
+    session.check_alone()
+    torch.set_num_threads(config.threads)
+    report = Report("operator_cpu", config, session, COLUMNS)
+    shape = f"B {BATCH}, H {HEADS}, K {KEY_DIM}, V {VALUE_DIM}"
+    # Two threads that share two processors with others wait for each other at every operation.
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
+    report.note(f"{shape}; fp32; {torch.backends.cpu.get_cpu_capability()}, {load}; errors are relative to naive_gla")
+    report.add(check_all())
+    rows = time_all(config, session)
+    report.add(rows)
+    for row in rows[1:]:
+        if "ONLY" not in row["variant"]:
+            verdict = "at least" if row["ratio"] >= WANTED_RATIO else "NOT"
+            report.note(f"{CHUNKED}: {verdict} {WANTED_RATIO:.0f} times as fast as {row['variant']}")
+    report.add(measure_memory(config.threads))
+    return report
 
 
 def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -107,20 +153,13 @@ def run_in_place(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tupl
     return o, state
 
 
-def relative_errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[str, float]:
-    """Largest error of each result over its largest element."""
-    pairs = zip(NAMES, found, expected, strict=False)
-    return {name: float((x - y).abs().max() / y.abs().max()) for name, x, y in pairs}
-
-
-def check_correctness() -> dict[str, dict[str, float]]:
+def check_all() -> list[Row]:
     """Compare everything with `naive_gla`: fp64 on a sequence that no chunk divides, fp32 also against fp64.
 
     Raises:
-        SystemExit: a result is wrong; nothing is timed then.
+        WrongResultError: a result is wrong.
     """
-    report = {}
-    inputs = make_inputs(1000, torch.float64)
+    inputs = make_inputs(CHECK_TOKENS, torch.float64)
     expected = run_naive(*inputs)
     runs: list[tuple[str, Callable[..., tuple[Tensor, ...]], torch.dtype]] = [
         ("chunked fp64", run_chunked, torch.float64),
@@ -128,42 +167,47 @@ def check_correctness() -> dict[str, dict[str, float]]:
         ("indexed fp64", run_indexed, torch.float64),
         ("in-place loop fp64 (forward)", run_in_place, torch.float64),
     ]
+    rows = []
     for name, function, dtype in runs:
-        errors = relative_errors(function(*[x.to(dtype) for x in inputs]), expected)
-        print(f"  {name:30s}" + "  ".join(f"{key} {error:.1e}" for key, error in errors.items()), flush=True)
-        if not max(errors.values()) <= TOLERANCE[dtype]:
-            raise SystemExit(f"{name} differs from the oracle by more than {TOLERANCE[dtype]:.0e}: not timed")
-        report[name] = errors
-    return report
+        found = function(*[x.to(dtype) for x in inputs])
+        results = {result: (x, y) for result, x, y in zip(NAMES, found, expected, strict=False)}
+        errors = check_results(name, 0, results, TOLERANCE[dtype])
+        rows.append({"variant": name, "tokens": CHECK_TOKENS, "relative_error": max(errors.values()), "errors": errors})
+    return rows
 
 
-def time_all(num_tokens: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of each run: median, min, max and number of runs. A round is five chunked runs and one of each other."""
-    inputs = make_inputs(num_tokens, torch.float32)
-    plan: list[tuple[str, Callable[..., tuple[Tensor, ...]], int, int]] = [
-        (CHUNKED, run_chunked, 5, rounds),
-        ("naive recurrence under autograd, forward + backward", run_indexed, 1, 1),
-        ("naive_gla, tuned, under autograd, forward + backward", run_naive, 1, rounds),
-        ("in-place loop without autograd, FORWARD ONLY", run_in_place, 1, rounds),
+def time_all(config: OperatorCpuConfig, session: Session) -> list[Row]:
+    """A row each, the chunked operator first; the loop that autograd makes quadratic runs once."""
+    inputs = make_inputs(config.tokens, torch.float32)
+    subjects = [
+        Subject(CHUNKED, partial(run_chunked, *inputs)),
+        Subject("naive_gla, tuned, under autograd, forward + backward", partial(run_naive, *inputs)),
+        Subject("in-place loop without autograd, FORWARD ONLY", partial(run_in_place, *inputs)),
     ]
-    seconds: dict[str, list[float]] = {name: [] for name, *_ in plan}
-    run_chunked(*inputs), run_in_place(*inputs)
-    for turn in range(rounds):
-        for name, function, repeats, last in plan:
-            for _ in range(repeats if turn < last else 0):
-                start = time.perf_counter()
-                function(*inputs)
-                seconds[name].append(time.perf_counter() - start)
-    report = {}
-    for name, runs in seconds.items():
-        report[name] = {"median": statistics.median(runs), "min": min(runs), "max": max(runs), "runs": len(runs)}
-        row = report[name]
-        print(
-            f"  {name:54s}{row['median'] * 1e3:10.1f} ms   (min {row['min'] * 1e3:.1f}, max {row['max'] * 1e3:.1f}, "
-            f"{len(runs)} run{'s' if len(runs) > 1 else ''})",
-            flush=True,
-        )
-    return report
+    once = Subject("naive recurrence under autograd, forward + backward", partial(run_indexed, *inputs))
+    timings = Runner(config, session).measure(subjects)
+    timings += Runner(replace(config, runs=1, warmup=1), session).measure([once])
+    medians = [timing.summary.median for timing in timings]
+    return [
+        {"variant": subject.name, "tokens": config.tokens, **timing_fields(timing), "ratio": median / medians[0]}
+        for subject, timing, median in zip([*subjects, once], timings, medians, strict=True)
+    ]
+
+
+def measure_memory(threads: int) -> list[Row]:
+    """Peak memory of forward + backward beyond the inputs at each length, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, torch.set_num_threads, (threads,), maxtasksperchild=1) as pool:
+        peaks = pool.map(peak_memory, MEMORY_TOKENS, chunksize=1)
+    return [
+        {
+            "variant": CHUNKED,
+            "tokens": tokens,
+            "peak_mib": peak / 2**20,
+            "note": f"{peak / tokens / 1024:.1f} KiB a token",
+        }
+        for tokens, peak in zip(MEMORY_TOKENS, peaks, strict=True)
+    ]
 
 
 def peak_memory(num_tokens: int) -> int:
@@ -182,81 +226,3 @@ def _peak_kib() -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
-
-
-def measure_memory() -> dict[int, int]:
-    """Peak bytes beyond the inputs at each length, each in a process of its own."""
-    peaks: dict[int, int] = {}
-    for num_tokens in MEMORY_TOKENS:
-        command = [sys.executable, "-m", "zeco_train.bench.operator_cpu", "--peak-memory-of", str(num_tokens)]
-        peaks[num_tokens] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        growth = f"   × {peaks[num_tokens] / peaks[num_tokens // 2]:.2f}" if num_tokens // 2 in peaks else ""
-        per_token = peaks[num_tokens] / num_tokens / 1024
-        print(
-            f"  {num_tokens:6d} tokens {peaks[num_tokens] / 2**20:8.1f} MiB   {per_token:.1f} KiB a token{growth}",
-            flush=True,
-        )
-    return peaks
-
-
-def describe_machine() -> dict[str, str | int]:
-    """Versions, threads, processor and what else runs on it."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu": processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        # two threads that share two processors with others wait for each other at every operation
-        "load": f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors",
-    }
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; see the module's docstring. Returns the exit status."""
-    try:
-        return _run(_parse(arguments))
-    except ZecoError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description="The chunked operator against the naive recurrence on a CPU.")
-    parser.add_argument("--json", type=user_path, metavar="FILE", help="write the results to FILE as well")
-    parser.add_argument("--tokens", type=int, default=4096, help="sequence length of the timings")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peak-memory-of", type=int, metavar="TOKENS", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    if parsed.json is not None:
-        check_output_file("--json", parsed.json)
-        warn_of_replacing([parsed.json])
-    return parsed
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    torch.set_num_threads(arguments.threads)
-    if arguments.peak_memory_of:
-        print(peak_memory(arguments.peak_memory_of))
-        return 0
-
-    machine = describe_machine()
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
-    shape = f"B {BATCH}, H {HEADS}, K {KEY_DIM}, V {VALUE_DIM}"
-    print(f"Largest error relative to naive_gla in fp64, {shape}, T 1000:", flush=True)
-    errors = check_correctness()
-    print(f"Time, {shape}, T {arguments.tokens}, fp32:", flush=True)
-    seconds = time_all(arguments.tokens, arguments.rounds)
-    ratios = {name: seconds[name]["median"] / seconds[CHUNKED]["median"] for name in seconds if name != CHUNKED}
-    for name, ratio in ratios.items():
-        verdict = (
-            "" if "ONLY" in name else f": {'at least' if ratio >= WANTED_RATIO else 'NOT'} {WANTED_RATIO:.0f} times"
-        )
-        print(f"  {CHUNKED}, is {ratio:6.1f} times as fast as {name}{verdict}")
-    print(f"Peak memory of forward + backward beyond the inputs, chunked, {shape}, fp32:", flush=True)
-    memory = measure_memory()
-    if arguments.json:
-        report = {"machine": machine, "errors": errors, "seconds": seconds, "ratios": ratios, "peak_bytes": memory}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0

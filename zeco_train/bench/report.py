@@ -13,8 +13,8 @@ from typing import Any
 from zeco_train.bench.runner import Timing
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import to_plain
-from zeco_train.errors import DataError
 from zeco_train.system.environment import environment
+from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 
 Row = dict[str, Any]
@@ -34,12 +34,14 @@ class Report:
         folder: where the results lie.
         rows: one for each configuration, variant, pass and mode; a note says why one has no figures.
         notes: what concerns the whole run.
+        failures: what was measured and is not as it has to be; the command ends with exit code 1 then.
     """
 
     def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
         self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
         self.rows: list[Row] = []
         self.notes: list[str] = []
+        self.failures: list[str] = []
         self._session, self._columns = session, columns
         # Before anything is measured.
         session.agree(self._check_folder)
@@ -56,6 +58,11 @@ class Report:
         """Say something about the whole run, and keep it."""
         self.notes.append(text)
         self._session.say(text)
+
+    def fail(self, text: str) -> None:
+        """Note that what was measured is not as it has to be."""
+        self.failures.append(text)
+        self.note(f"FAILED: {text}")
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add the rows of a configuration, print them, and write what there is so far.
@@ -86,12 +93,8 @@ class Report:
     def _write(self) -> None:
         if not self._session.mesh.is_main:
             return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name, text in ((RESULTS_FILE, json.dumps(self.as_json())), (TABLE_FILE, self.table())):
-                (self.folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise DataError(self.folder, f"cannot be written ({error.strerror})") from error
+        write_result(self.folder / RESULTS_FILE, json.dumps(self.as_json()))
+        write_result(self.folder / TABLE_FILE, self.table())
 
 
 class LogLines(logging.Handler):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from zeco_train.bench.config import BenchConfig
+from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree
 from zeco_train.errors import ConfigError
+from zeco_train.lifecycle.job import Job
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.sp.zeco import AllScanTransport
@@ -28,26 +27,29 @@ class Session:
         mesh: see `init_mesh`; `sp_size` is the number of ranks.
         device: of this rank.
         enter: told what this rank does now.
+        job: the command that measures; None in tests.
         log: all lines that the project has logged while `LogLines` was listening.
     """
 
-    def __init__(self, mesh: ProcessMesh, budget_seconds: float, enter: Callable[[str], None]) -> None:
-        self.mesh, self.device, self.enter = mesh, mesh.device, enter
+    def __init__(
+        self, mesh: ProcessMesh, budget_seconds: float, enter: Callable[[str], None], job: Job | None = None
+    ) -> None:
+        self.job, self.mesh, self.device, self.enter = job, mesh, mesh.device, enter
         self.log: list[str] = []
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
         self._scans: dict[tuple[str, str], ScanBackend] = {}
 
     @classmethod
-    def open(cls, config: BenchConfig, launch: Launch, enter: Callable[[str], None] = lambda activity: None) -> Session:
-        """Join the other ranks.
-
-        Raises:
-            ConfigError: a device that the machine has not.
-        """
-        device = find_device(config.device, launch)
-        mesh = init_mesh(launch, launch.world_size, device, timedelta(seconds=config.timeout_seconds))
-        return cls(mesh, config.budget_seconds, enter)
+    def open(
+        cls,
+        config: CaseConfig,
+        launch: Launch,
+        enter: Callable[[str], None] = lambda activity: None,
+        job: Job | None = None,
+    ) -> Session:
+        """Join the other ranks; see `CaseConfig.join`."""
+        return cls(config.join(launch), config.budget_seconds, enter, job)
 
     @property
     def rank(self) -> int:
@@ -60,6 +62,11 @@ class Session:
     @property
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    def check_alone(self) -> None:
+        """Raise `ConfigError` where there are other ranks, for a case of one process."""
+        if self.world_size > 1:
+            raise ConfigError("ranks", self.world_size, "this case is of one; start it without torchrun")
 
     def say(self, text: str) -> None:
         """Print a line, once."""

@@ -44,7 +44,7 @@ from zeco_train.checkpoint.files import (
     set_aside,
     step_of,
 )
-from zeco_train.checkpoint.weights import cause_of, damage_of, load_weights, read_state
+from zeco_train.checkpoint.weights import cause_of, damage_of, read_state
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
 from zeco_train.errors import CheckpointError, ConfigError
@@ -124,12 +124,12 @@ class Checkpointer:
 
     Attributes:
         folder: where the checkpoints are.
+        group: of all ranks; its own, since the thread of a save talks while this one trains.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, mesh: ProcessMesh) -> None:
         self.folder, self._run_dir, self._config, self._mesh = run_dir / CHECKPOINT_FOLDER, run_dir, config, mesh
-        # Its own, since the thread of a save talks while this one trains.
-        self._group = host_group(mesh)
+        self.group = host_group(mesh)
         self._stager: DefaultStager | None = None
         self._save: _Save | None = None
         # None after a failure.
@@ -244,7 +244,7 @@ class Checkpointer:
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         rng_state = torch.get_rng_state()
         # The settings of the optimizer's groups stay: they are the configuration's.
-        read_state({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path, self._group)
+        read_state({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path, self.group)
         set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=_OPTIONS
         )
@@ -252,14 +252,6 @@ class Checkpointer:
         progress = agree(self._mesh, lambda: read_progress(path))
         self._saved_at = progress.step
         return progress
-
-    def load_weights(self, path: Path, model: nn.Module) -> None:
-        """Restore the weights only, for a new run that starts from another one's.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or of another model.
-        """
-        load_weights(path, model, self._mesh, self._group)
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
         """Begin a save, or do all of it with `wait`; how that ended is in the future."""
@@ -274,7 +266,7 @@ class Checkpointer:
         if wait:
             staged.set_result(None)
             try:
-                written.set_result(dcp.save(state, storage_writer=writer, process_group=self._group))
+                written.set_result(dcp.save(state, storage_writer=writer, process_group=self.group))
             except CheckpointException as error:
                 written.set_exception(error)
         else:
@@ -282,7 +274,7 @@ class Checkpointer:
                 # The stager copies on a stream of its own, which knows nothing of the optimizer's kernels.
                 torch.cuda.current_stream().synchronize()
             response = dcp.async_save(
-                state, storage_writer=writer, process_group=self._group, async_stager=self._get_stager()
+                state, storage_writer=writer, process_group=self.group, async_stager=self._get_stager()
             )
             assert isinstance(response, AsyncSaveResponse)
             staged, written = response.staging_completion, response.upload_completion

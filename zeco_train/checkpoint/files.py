@@ -6,8 +6,6 @@ in it says whether it still is. `latest` is a link to the newest one.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import re
@@ -18,8 +16,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.system.files import sha256_of, write_durably
+from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
-from zeco_train.tracking.metrics import METRICS_FILE
 
 METADATA_FILE = ".metadata"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -31,7 +30,6 @@ RECORD_FILE = "last_checkpoint.json"
 # Before the path of a model in Hugging Face's form, and what is in it.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
-_READ_BYTES = 1 << 22
 # Not those set aside, `step_XXXXXXXX.damaged.2`, nor what a user has made of one.
 _COMPLETE = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -153,6 +151,11 @@ def is_plain_name(name: str) -> bool:
     return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
 
 
+def is_hf_folder(folder: Path) -> bool:
+    """Whether this is a folder of a model in Hugging Face's form; which model, its configuration says."""
+    return (folder / HF_CONFIG_FILE).is_file()
+
+
 def find_weights(load: str) -> Path:
     """What `checkpoint.load` names: a checkpoint itself, the newest one of a run's folder, or with `hf:` before it a
     model in Hugging Face's form.
@@ -162,7 +165,7 @@ def find_weights(load: str) -> Path:
     """
     if load.startswith(HF_PREFIX):
         path = Path(load.removeprefix(HF_PREFIX))
-        if not (path / HF_CONFIG_FILE).is_file():
+        if not is_hf_folder(path):
             problem = f"there is no {HF_CONFIG_FILE} in {path}; name the folder of a model on this machine"
             raise ConfigError("checkpoint.load", load, problem)
         return path
@@ -204,6 +207,12 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
+def write_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Leave size in bytes and SHA-256 of files, by name, for `read_checksums`."""
+    rows = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(files.items())}
+    write_durably(folder / CHECKSUMS_FILE, json.dumps(rows, indent=1))
+
+
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
     """What is wrong with the first of `files` that is not what was written; None if all are.
 
@@ -220,9 +229,25 @@ def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | Non
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes, {size:,} were written"
     for name, (_, sha256) in files.items():
-        if _digest(folder / name) != sha256:
+        if sha256_of(folder / name) != sha256:
             return f"{name} is not what was written (SHA-256)"
     return None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        record = read_json(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
+    return record
 
 
 def record_checkpoint(run_dir: Path, step: int | None) -> None:
@@ -286,35 +311,3 @@ def link_latest(checkpoint: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(checkpoint.name)
     temporary.replace(link)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file in full or not at all, and have it on disk when this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems know no fsync of a folder, and have no need of it.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

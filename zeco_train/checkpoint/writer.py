@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zeco_train.checkpoint.files import (
-    CHECKSUMS_FILE,
     METADATA_FILE,
     PROGRESS_FILE,
     complete_checkpoints,
@@ -34,10 +32,10 @@ from zeco_train.checkpoint.files import (
     record_checkpoint,
     set_aside,
     step_of,
-    sync_folder,
-    write_durably,
+    write_checksums,
 )
 from zeco_train.errors import CheckpointError
+from zeco_train.system.files import sync_folder, write_durably
 
 T = TypeVar("T")
 # A server that restarts, a quota that somebody raises. All of it fits into the 30 s of a launcher that ends a run.
@@ -139,8 +137,7 @@ class CheckpointWriter(FileSystemWriter):
         progress = self._progress.encode()
         table[PROGRESS_FILE] = len(progress), hashlib.sha256(progress).hexdigest()
         write_durably(self.partial / PROGRESS_FILE, self._progress)
-        rows = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(table.items())}
-        write_durably(self.partial / CHECKSUMS_FILE, json.dumps(rows, indent=1))
+        write_checksums(self.partial, table)
 
     def _publish(self) -> None:
         if self._final.exists():

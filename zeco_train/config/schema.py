@@ -28,6 +28,7 @@ from models.registry import DEFAULT_CONFIG
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.overrides import check_overrides
+from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
@@ -58,14 +59,6 @@ class Dtype(Enum):
     @property
     def master(self) -> torch.dtype:
         return torch.float64 if self is Dtype.fp64 else torch.float32
-
-
-class Device(Enum):
-    """Where to run. `auto` takes CUDA devices if there are any."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Compile(Enum):

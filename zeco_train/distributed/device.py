@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 
-from zeco_train.config.schema import Device
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
 from zeco_train.system.code_cache import use_private_caches
+
+
+class Device(Enum):
+    """Where to run. `auto` takes CUDA devices if there are any."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.device:

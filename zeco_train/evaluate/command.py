@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zeco_train.config.schema import Config, Device, to_plain
-from zeco_train.distributed.device import find_device
+from zeco_train.config.schema import Config, to_plain
+from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, agree, resolve_sp_size
 from zeco_train.evaluate.arguments import Request, describe, parse
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced

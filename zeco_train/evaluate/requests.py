@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.reader import Batch
 from zeco_train.evaluate.cut import Cut
-from zeco_train.ops.loss import IGNORE_INDEX
+from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.training.forward import SequenceForward
 
 

@@ -9,10 +9,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from zeco_train.checkpoint.files import PROGRESS_FILE, write_durably
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.checkpoint.files import PROGRESS_FILE
+from zeco_train.errors import ConfigError
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.hf.trained import Trained
+from zeco_train.system.files import write_durably, write_errors
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.paths import check_output_folder
 from zeco_train.tracking.plot import save_figure
@@ -58,10 +59,8 @@ class ResultsFolder:
         for file, figure in result.figures.items():
             save_figure(figure, self.path / file)
         path = self.path / RESULTS_FILE
-        try:
+        with write_errors(path):
             write_durably(path, json.dumps(jsonable(self._results), indent=1, allow_nan=False) + "\n")
-        except OSError as error:
-            raise DataError(path, f"cannot be written ({error.strerror})") from error
 
     def _make(self) -> Path:
         if self._is_named:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from zeco_train.errors import DataError
 from zeco_train.generate.generator import Completion
+from zeco_train.system.files import write_result
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.terminal import visible
 
@@ -109,8 +109,5 @@ def write_json(path: Path, prompts: Sequence[str], completions: Sequence[Complet
         }
         for c in completions
     ]
-    try:
-        text = json.dumps(jsonable({**facts, "completions": rows}), indent=1, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
+    text = json.dumps(jsonable({**facts, "completions": rows}), indent=1, ensure_ascii=False)
+    write_result(path, text + "\n")

@@ -11,7 +11,8 @@ from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 
 _USE = """```python
 import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a {name} model is

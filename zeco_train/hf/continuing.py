@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from data.tokenizer import BYTES
 from models.config import LanguageModelConfig
+from zeco_train.config.overrides import as_override
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.folder import checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
@@ -28,8 +28,8 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
     fields = [entry.name for entry in dataclasses.fields(model) if entry.name not in _NOT_OF_THE_MODEL]
     different = [name for name in fields if getattr(found, name) != getattr(model, name)]
     if different:
-        overrides = " ".join(f"model.{name}={_shown(getattr(found, name))}" for name in different)
-        own = _shown(getattr(model, different[0]))
+        overrides = " ".join(f"model.{name}={as_override(getattr(found, name))}" for name in different)
+        own = as_override(getattr(model, different[0]))
         raise ConfigError(f"model.{different[0]}", own, f"the model in {folder} is another one; it takes: {overrides}")
 
 
@@ -52,10 +52,3 @@ def _digest(folder: Path) -> str:
     from data.tokenizer import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(str(folder)).info["sha256"]
-
-
-def _shown(value: Any) -> str:
-    """A value as an override has it."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(getattr(value, "name", value))

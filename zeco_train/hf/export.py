@@ -8,7 +8,6 @@ comes with it, so nothing has to be trusted.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -22,21 +21,17 @@ from data.tokenizer import ByteTokenizer
 from data.tokenizer_files import tokenizer_files
 from models.spec import spec_of
 from zeco_train import __version__
-from zeco_train.checkpoint.files import (
-    CHECKSUMS_FILE,
-    HF_CONFIG_FILE,
-    read_progress,
-    write_durably,
-)
+from zeco_train.checkpoint.files import HF_CONFIG_FILE, is_hf_folder, read_progress, write_checksums
 from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.schema import Config, Dtype, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.card import last_losses, model_card
 from zeco_train.hf.fla_config import to_fla
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
+from zeco_train.system.files import sha256_of, write_durably
 from zeco_train.system.paths import check_output_folder
 from zeco_train.tracking.progress import compact
 
@@ -129,8 +124,7 @@ def _fill(
     _check_round_trip(folder, trained)
     # Of the weights: the rest is small, is checked when it is read, and may well be edited.
     weights = [folder / name for name in written.files]
-    rows = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in weights}
-    write_durably(folder / CHECKSUMS_FILE, json.dumps(rows, indent=1))
+    write_checksums(folder, {path.name: (path.stat().st_size, sha256_of(path)) for path in weights})
     return written
 
 
@@ -152,8 +146,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _json(record: dict[str, Any]) -> str:
     return json.dumps(record, indent=2) + "\n"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

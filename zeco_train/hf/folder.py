@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from models.spec import spec_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
+from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.fla_config import FlaModel, from_fla
 from zeco_train.system import small_files
@@ -34,11 +34,6 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def is_hf_folder(folder: Path) -> bool:
-    """Whether this is a folder of a model in Hugging Face's form; which model, its configuration says."""
-    return (folder / CONFIG_FILE).is_file()
-
-
 def read_fla_model(folder: Path) -> FlaModel:
     """The model that config.json describes.
 
@@ -46,21 +41,7 @@ def read_fla_model(folder: Path) -> FlaModel:
         ConfigError: it is another one than ours; see `from_fla`.
         CheckpointError: the file cannot be read.
     """
-    return from_fla(read_json(folder / CONFIG_FILE), folder)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises:
-    CheckpointError: the file cannot be read, or is no JSON object.
-    """
-    try:
-        record = small_files.read_json(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return record
+    return from_fla(read_record(folder / CONFIG_FILE), folder)
 
 
 def checked_fla_model(folder: Path) -> FlaModel:
@@ -110,7 +91,7 @@ def _files(folder: Path) -> list[str]:
     """The names of the files with weights."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX_FILE).is_file():
-        table = read_json(folder / INDEX_FILE).get("weight_map")
+        table = read_record(folder / INDEX_FILE).get("weight_map")
         if not isinstance(table, dict):
             raise CheckpointError(f"{folder / INDEX_FILE}: cannot be read: it has no weight_map")
         named = sorted({str(name) for name in table.values()})

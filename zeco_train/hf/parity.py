@@ -13,7 +13,6 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.hf.parity")
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,17 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.bench.check import relative_error
+from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.overrides import describe_settings, load_settings
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
-from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.hf.folder import is_hf_folder
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.sp.dp import LocalScan
+from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.numbers import relative_error
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
 # The largest relative error (2-norms) between the two models' logits that passes.
@@ -136,31 +136,28 @@ def line(row: Parity) -> str:
     return f"{row.dtype.value:5}   {figures}   {counts}   {'ok' if row.passes else 'TOO FAR APART'}"
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Compare; returns the process's exit code, 1 where logits are further apart than is allowed."""
     if {"-h", "--help"} & set(arguments):
         print(f"usage: {_USAGE}\n\n{describe_settings(ParitySettings)}")
         return 0
-    try:
-        if not arguments or "=" in arguments[0]:
-            raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
-        settings = load_settings(ParitySettings, arguments[1:])
-        trained = find_trained(arguments[0])
-        if not is_hf_folder(trained.path):
-            raise ConfigError("EXPORT", arguments[0], "is none; make one with: python -m zeco_train.export RUN OUT")
-        if not torch.cuda.is_available():
-            raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
-        mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))
-        print(HEADER, flush=True)
-        all_pass = True
-        for row in compare(trained, mesh, settings):
-            # At once: fla tunes its kernels for minutes in each dtype.
-            print(line(row), flush=True)
-            all_pass &= row.passes
-        dist.destroy_process_group()
-    except ZecoError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
+    if not arguments or "=" in arguments[0]:
+        raise ConfigError("arguments", " ".join(arguments), f"must be: {_USAGE}")
+    settings = load_settings(ParitySettings, arguments[1:])
+    trained = find_trained(arguments[0])
+    if not is_hf_folder(trained.path):
+        raise ConfigError("EXPORT", arguments[0], "is none; make one with: python -m zeco_train.export RUN OUT")
+    if not torch.cuda.is_available():
+        raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
+    mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))
+    print(HEADER, flush=True)
+    all_pass = True
+    for row in compare(trained, mesh, settings):
+        # At once: fla tunes its kernels for minutes in each dtype.
+        print(line(row), flush=True)
+        all_pass &= row.passes
+    dist.destroy_process_group()
     return 0 if all_pass else 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 from data.tokenizer_files import TOKENIZER_CONFIG, VOCABULARIES, copy_tokenizer
-from zeco_train.checkpoint.files import write_durably
+from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json
 
 _OF_BYTES = {

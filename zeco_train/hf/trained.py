@@ -15,14 +15,15 @@ from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.spec import spec_of
-from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, read_progress
-from zeco_train.checkpoint.weights import load_weights
-from zeco_train.config.schema import Config, Device, Dtype, config_of, load_config, read_config
+from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
+from zeco_train.config.schema import Config, Dtype, config_of, load_config, read_config
+from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import ProcessMesh, host_group
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
-from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model, is_hf_folder, read_json
+from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
+from zeco_train.hf.weights import load_weights
 from zeco_train.system.paths import check_path
 from zeco_train.tracking.run_folder import read_identity
 
@@ -159,7 +160,7 @@ def _of_export(path: Path) -> Trained:
     info = tokenizer_info(path) or {}
     if not (path / ORIGIN_FILE).is_file():
         return Trained(path, model, None, None, info, (path,))
-    origin = read_json(path / ORIGIN_FILE)
+    origin = read_record(path / ORIGIN_FILE)
     try:
         config, step = config_of(origin["config"]), int(origin["step"])
     except (KeyError, TypeError, ValueError, OverflowError, OmegaConfBaseException) as error:

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.config import LanguageModelConfig
 from models.spec import spec_of
-from zeco_train.checkpoint.files import write_durably
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
+from zeco_train.system.files import write_durably
 
 # What weights lie under in a checkpoint (`Checkpointer`).
 _MODEL = "model"

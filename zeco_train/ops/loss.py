@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeco_train.ops import accumulation_dtype
-
-IGNORE_INDEX = -100
+from zeco_train.system.labels import IGNORE_INDEX
 
 TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
 

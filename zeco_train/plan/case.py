@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import assumed_costs
-from zeco_train.config.schema import Compile, Config, Device
+from zeco_train.config.schema import Compile, Config
+from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import accumulation_dtype

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeco_train.errors import DataError, ZecoError
 from zeco_train.plan.advice import evaluate, more_ranks, options
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
 from zeco_train.plan.report import Plan, as_json, as_text
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.arguments import errors_in_a_line
+from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
 
 
+@errors_in_a_line
 def main(arguments: list[str]) -> int:
     """Print a plan; returns the process's exit code: 0, also where the run does not fit, for that is an answer."""
     if {"-h", "--help"} & set(arguments):
         print(describe())
         return 0
-    try:
-        print(run(arguments))
-    except ZecoError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
+    print(run(arguments))
     return 0
 
 
@@ -41,7 +36,7 @@ def run(arguments: Sequence[str]) -> str:
     plan = make_plan(request)
     text = as_text(plan)
     if settings.json is not None:
-        _write(Path(settings.json), as_json(plan))
+        write_json_result(Path(settings.json), as_json(plan))
     return text
 
 
@@ -56,10 +51,3 @@ def make_plan(request: Request) -> Plan:
     planned, fitting = evaluate(case, headroom), options(case, headroom)
     elsewhere = None if fitting else more_ranks(case, headroom)
     return Plan(request.settings, planned, fitting, elsewhere, notes)
-
-
-def _write(path: Path, data: dict[str, object]) -> None:
-    try:
-        path.write_text(json.dumps(jsonable(data), indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error

@@ -9,20 +9,17 @@ if __name__ == "__main__":
     run_command("zeco_train.report.__main__")
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeco_train import report as package
 from zeco_train.bench.figures import plot
-from zeco_train.errors import DataError, ZecoError
 from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
-from zeco_train.system.arguments import Parser, user_path
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.files import write_json_result, write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.plot import save_figure
@@ -30,14 +27,11 @@ from zeco_train.tracking.plot import save_figure
 PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Write the report; returns the process's exit code."""
-    try:
-        parsed = _parse(arguments)
-        print(visible(write_report(parsed.paths, parsed.out, parsed.title)))
-    except ZecoError as error:
-        print(error.line, file=sys.stderr, flush=True)
-        return error.exit_code
+    parsed = _parse(arguments)
+    print(visible(write_report(parsed.paths, parsed.out, parsed.title)))
     return 0
 
 
@@ -55,9 +49,8 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
         files.append(save_figure(whole_figure(drawn, title), out / PICTURE_FILE))
     files.append(out / RESULTS_FILE)
     rows = [measurement.as_dict() for measurement in comparison.measurements]
-    results = json.dumps(jsonable({"title": title, "measurements": rows, "notes": comparison.notes}), indent=1) + "\n"
-    _write(out / RESULTS_FILE, results)
-    _write(out / PAGE_FILE, page(title, comparison, drawn, _benchmark_pictures(comparison)))
+    write_json_result(out / RESULTS_FILE, {"title": title, "measurements": rows, "notes": comparison.notes})
+    write_result(out / PAGE_FILE, page(title, comparison, drawn, _benchmark_pictures(comparison)))
     runs = sum(len(family) for family in comparison.families)
     return f"{runs} runs, {len(comparison.benchmarks)} benchmarks: {', '.join(map(str, files))}"
 
@@ -70,14 +63,6 @@ def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
             for path in plot([results], Path(folder) / name):
                 pictures[f"{name}: {path.stem} (the dashed lines are the ZeCO paper's own figures)"] = path.read_bytes()
     return pictures
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -10,7 +10,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.plot import new_figure, plain, save_figure, smoothed
 from zeco_train.tracking.progress import compact
 

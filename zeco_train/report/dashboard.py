@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.report.comparison_chart import chart_name, chart_spec
+from zeco_train.system.files import read_errors, write_result
 from zeco_train.tracking.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
@@ -239,12 +240,9 @@ def write(path: Path, project: str, entity: str | None, name: str, model: str | 
         DataError: it cannot be written, or is not what it was when it is read.
     """
     text = json.dumps(as_json(build(entity or _OFFLINE_ENTITY, project, name, model)), indent=1) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    write_result(path, text)
+    with read_errors(path):
         return check(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
 
 
 def publish(project: str, entity: str | None, name: str, model: str | None, update: str | None) -> str:

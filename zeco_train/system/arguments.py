@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
 
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.system.paths import path_problem, shown
+
+P = ParamSpec("P")
+
+
+def errors_in_a_line(command: Callable[P, int]) -> Callable[P, int]:
+    """Decorates the `main` of a command: a `ZecoError` becomes its line on stderr, and its exit code the result."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except ZecoError as error:
+            print(error.line, file=sys.stderr, flush=True)
+            return error.exit_code
+
+    return run
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from zeco_train.errors import DataError
+from zeco_train.system.files import read_errors
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.small_files import parse_json, read_small
 
-METRICS_FILE = "metrics.jsonl"
 # A million rows are about 0.4 GB.
 _LARGEST_BYTES = 1 << 32
 
@@ -252,12 +252,10 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         DataError: a line is not a JSON object, or the file cannot be read.
     """
     path = Path(path)
-    try:
+    with read_errors(path):
+        if not path.exists():
+            return
         lines = read_small(path, _LARGEST_BYTES).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})") from error
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)

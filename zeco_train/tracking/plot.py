@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.errors import DataError
 from zeco_train.system.drawing import import_matplotlib
-from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
+from zeco_train.system.files import whole_file, write_errors
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:
@@ -70,16 +69,10 @@ def save_figure(figure: Figure, path: Path) -> Path:
     Raises:
         DataError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(partial, format="png")
-        partial.replace(path)
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        with whole_file(path) as partial:
+            figure.savefig(partial, format="png")
     return path
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.ops.loss import IGNORE_INDEX, TokenScores
+from zeco_train.ops.loss import TokenScores
 from zeco_train.system.jsonable import jsonable
+from zeco_train.system.labels import IGNORE_INDEX
 
 MeanAndError = tuple[Tensor, Tensor]
 
@@ -70,6 +71,38 @@ class PositionLosses:
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN."""
         return {"edges": self.edges, **jsonable({"losses": self.losses, "errors": self.errors}, lambda value: None)}
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """Mean token losses, in nats.
+
+    Attributes:
+        mean: over all stores, each with its weight in training: what the training loss is an estimate of.
+        by_position: the same by position in the sequence.
+        by_store: of each store of a mixture; empty where there is one store only.
+        error: standard error of `mean`, from how sequences differ; None where a store has one sequence only.
+    """
+
+    mean: float
+    by_position: PositionLosses
+    by_store: dict[str, float] = field(default_factory=dict)
+    error: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token."""
+        return math.exp(self.mean) if self.mean < 700 else math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "loss": self.mean,
+            "error": self.error,
+            "perplexity": self.perplexity,
+            "by_store": self.by_store,
+            "by_position": self.by_position.as_dict(),
+        }
 
 
 class PositionSums:

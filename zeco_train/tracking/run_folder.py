@@ -22,13 +22,14 @@ from zeco_train.checkpoint.files import (
     CHECKPOINT_FOLDER,
     RECORD_FILE,
     complete_checkpoints,
+    read_record,
     record_checkpoint,
-    write_durably,
 )
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.lifecycle.logs import LOG_FOLDER
-from zeco_train.system.small_files import read_json, read_small
-from zeco_train.tracking.metrics import METRICS_FILE
+from zeco_train.system.files import write_durably
+from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.system.small_files import read_small
 
 IDENTITY_FILE = "identity.json"
 # Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
@@ -203,8 +204,8 @@ def _read_mark(path: Path) -> str | None:
 def _check_owner(path: Path) -> None:
     """Refuse a folder that is not empty and not a run's, before anything is made in it."""
     # In this order: another start may be making the folder a run's, and its identity comes first.
-    names = {entry.name for entry in path.iterdir()}
-    if names - {_LOCK, _JOBS, f"{IDENTITY_FILE}.tmp"} and not (path / IDENTITY_FILE).exists():
+    names = {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{IDENTITY_FILE}.")}
+    if names - {_LOCK, _JOBS} and not (path / IDENTITY_FILE).exists():
         raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
 
 
@@ -242,14 +243,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    path = run_dir / IDENTITY_FILE
-    try:
-        stored = read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(stored, dict):
-        raise CheckpointError(f"{path}: cannot be read: not a JSON object")
-    return stored
+    return read_record(run_dir / IDENTITY_FILE)
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:

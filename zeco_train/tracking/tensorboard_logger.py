@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeco_train.errors import DataError
+from zeco_train.system.files import write_errors
 from zeco_train.tracking.starts import Start
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,9 @@ class TensorBoardLogger:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        try:
+        with write_errors(self.folder):
             # Of the steps from `purge_step` on, only what comes after this counts.
             self._writer = SummaryWriter(str(self.folder), purge_step=start.step + 1)
-        except OSError as error:
-            raise DataError(self.folder, f"cannot be written ({error.strerror})") from error
         for name, value in (("config", config), ("layout", start.layout.as_dict()), ("environment", start.environment)):
             self._writer.add_text(name, _as_markdown(value), start.step)
         return run_id

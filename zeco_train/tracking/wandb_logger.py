@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeco_train.checkpoint.files import write_durably
 from zeco_train.errors import ConfigError
+from zeco_train.system.files import write_durably
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
 from zeco_train.system.small_files import read_small
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerMode

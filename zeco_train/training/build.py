@@ -21,23 +21,23 @@ from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
-from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights
-from zeco_train.config.schema import Compile, Config, Device, TrainConfig, to_plain
+from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
+from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
-from zeco_train.distributed.device import find_device
+from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
-from zeco_train.hf.folder import is_hf_folder
+from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
-from zeco_train.ops.loss import IGNORE_INDEX
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
+from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
@@ -251,7 +251,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         progress = checkpointer.load(latest, model, optimizer)
     elif config.checkpoint.load is not None:
         load = config.checkpoint.load
-        checkpointer.load_weights(agree(mesh, lambda: find_weights(load)), model)
+        load_weights(agree(mesh, lambda: find_weights(load)), model, mesh, checkpointer.group)
 
     recorder = _build_recorder(config, run.path, mesh)
     facts = environment(mesh.device) if mesh.is_main else {}

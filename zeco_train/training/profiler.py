@@ -25,8 +25,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.files import write_errors
 
 logger = logging.getLogger(__name__)
+
+_REMEDY = "free space there or name another run_dir"
 
 FOLDER = "profile"
 # Of the allocator's history, which keeps the newest: tens of steps.
@@ -91,7 +94,7 @@ class StepProfiler:
         self._first = self._last = 0
         if self._stop:
             # Now, and not when the steps have been done.
-            with _system_errors(self._folder):
+            with write_errors(self._folder, _REMEDY):
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, step: int) -> None:
@@ -177,7 +180,7 @@ def _new_file(folder: Path, name: str, suffix: str) -> Iterator[Path]:
     """
     partial = folder / f".{name}.{os.getpid()}"
     path, number = folder / f"{name}{suffix}", 1
-    with _system_errors(path):
+    with write_errors(path, _REMEDY):
         try:
             yield partial
             while path.exists():
@@ -186,13 +189,3 @@ def _new_file(folder: Path, name: str, suffix: str) -> Iterator[Path]:
         finally:
             partial.unlink(missing_ok=True)
     logger.info("profile written: %s", path)
-
-
-@contextmanager
-def _system_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            path, f"cannot be written ({error.strerror})", "free space there or name another run_dir"
-        ) from error

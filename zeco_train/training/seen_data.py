@@ -39,10 +39,10 @@ from data.digests import COPY_AGAIN, hash_in_parts
 from data.display import clock, short_number
 from data.reader import TRAINING, OpenedData
 from data.store import META_FILE, TokenStore
-from zeco_train.checkpoint.files import write_durably
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json
 
 RECORD_FILE = "data_seen.json"

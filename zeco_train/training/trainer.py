@@ -16,11 +16,11 @@ from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import NonFiniteError
 from zeco_train.system.signals import StopRequest
+from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.recorder import StepResult
 from zeco_train.training.build import Parts
 from zeco_train.training.nonfinite import explain, skip_limit
 from zeco_train.training.schedule import learning_rate, set_learning_rate
-from zeco_train.training.validation import ValidationLoss
 
 logger = logging.getLogger(__name__)
 

@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 
 from data.loader import validation_batches
 from data.reader import DataSplit, Reader, SequenceSource
-from zeco_train.tracking.positions import PositionLosses, PositionSums, weighted
+from zeco_train.tracking.positions import PositionLosses, PositionSums, ValidationLoss, weighted
 from zeco_train.training.forward import SequenceForward
-
-
-@dataclass(frozen=True)
-class ValidationLoss:
-    """Mean token losses, in nats.
-
-    Attributes:
-        mean: over all stores, each with its weight in training: what the training loss is an estimate of.
-        by_position: the same by position in the sequence.
-        by_store: of each store of a mixture; empty where there is one store only.
-        error: standard error of `mean`, from how sequences differ; None where a store has one sequence only.
-    """
-
-    mean: float
-    by_position: PositionLosses
-    by_store: dict[str, float] = field(default_factory=dict)
-    error: float | None = None
-
-    @property
-    def perplexity(self) -> float:
-        """Of a token."""
-        return math.exp(self.mean) if self.mean < 700 else math.inf
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "loss": self.mean,
-            "error": self.error,
-            "perplexity": self.perplexity,
-            "by_store": self.by_store,
-            "by_position": self.by_position.as_dict(),
-        }
 
 
 class Validation:

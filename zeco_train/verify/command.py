@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import timedelta
 from functools import partial
@@ -14,10 +13,9 @@ import torch
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import find_device
-from zeco_train.errors import DataError
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.environment import environment
-from zeco_train.system.jsonable import jsonable
+from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.verify import report
 from zeco_train.verify.cases import Verification
@@ -67,13 +65,6 @@ def _verify(arguments: list[str], job: Job) -> int:
     if launch.rank == 0:
         print(f"\n{report.summary(rows)}, {time.monotonic() - started:.0f} s", flush=True)
         if config.out is not None:
-            _write(Path(config.out), machine, config, rows)
+            results = {"machine": machine, "config": to_plain(config), "rows": [row.as_dict() for row in rows]}
+            write_json_result(Path(config.out), results)
     return 1 if any(row.failures for row in rows) else 0
-
-
-def _write(path: Path, machine: dict[str, Any], config: VerifyConfig, rows: list[Row]) -> None:
-    results: dict[str, Any] = {"machine": machine, "config": to_plain(config), "rows": [row.as_dict() for row in rows]}
-    try:
-        path.write_text(json.dumps(jsonable(results), indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error

@@ -9,7 +9,7 @@ import torch
 
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.config.overrides import describe_settings
-from zeco_train.config.schema import Device
+from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import BACKENDS as SPECS
 from zeco_train.sp.registry import Backend, SPConfig

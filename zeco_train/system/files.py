@@ -1,0 +1,103 @@
+"""Files and the names in folders on disk, whole or not at all; and what the system refuses, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zeco_train.errors import DataError
+from zeco_train.system.jsonable import jsonable
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path beside `path`; the file that the block has written there becomes `path` when it ends.
+
+    It is on disk then. If the block raises, or the process is killed, `path` is as it was.
+    """
+    partial = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        yield partial
+        sync_file(partial)
+        partial.replace(path)
+        sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file in full or not at all, and have it on disk when this returns."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file's contents, in hexadecimal."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Have the contents of a file on disk when this returns."""
+    _sync(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk when this returns."""
+    try:
+        _sync(path)
+    except OSError as error:
+        # Some network file systems know no fsync of a folder, and have no need of it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def read_errors(path: Path, remedy: str = "") -> Iterator[None]:
+    """Turn an `OSError` of the block into the `DataError` that `path` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror or error})", remedy) from error
+
+
+@contextmanager
+def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
+    """Turn an `OSError` of the block into the `DataError` that `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror or error})", remedy) from error
+
+
+def write_result(path: Path, text: str) -> None:
+    """Write a file of results for the user, and its folder.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def write_json_result(path: Path, value: Any) -> None:
+    """`write_result` of a value as JSON, in which NaN and infinities are text."""
+    write_result(path, json.dumps(jsonable(value), indent=1, allow_nan=False) + "\n")
