@@ -19,15 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = [
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "zeco_train.training.build",
-    "zeco_train.training.trainer",
-]
-
-
 # CPU time of all ranks so far that reported a result. Forked ranks are no children of the process that runs the tests.
 cpu_seconds = 0.0
 
@@ -71,7 +62,7 @@ def run_distributed(
     fresh = fresh or "nccl" in backend
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(["tests.support.preloaded"])
     with tempfile.TemporaryDirectory(prefix="zeco-test-") as folder:
         store = str(Path(folder) / "store")
         ranks: dict[Connection, tuple[int, BaseProcess]] = {}
