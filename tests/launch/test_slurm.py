@@ -19,6 +19,7 @@ from zeco_train.tracking.metrics import METRICS_FILE, read_metrics
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(why_not() is not None, reason=f"needs Slurm: {why_not()}"),
 ]
 
