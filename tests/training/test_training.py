@@ -77,7 +77,7 @@ def _dtypes(rank: int, world_size: int, folder: str, store: str) -> dict[str, di
 
 
 class Runs:
-    """All runs of a suite (`_splits`, `_dtypes`) on so many ranks, by rank and name; each once, when first asked for."""
+    """All runs of a suite (`_splits`, `_dtypes`) on so many ranks, by rank and name; each once, when asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._store = folder, str(short_documents(folder))
