@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.collectives.test_collectives import Pairs, check
 from zeco_train.collectives import PendingScan, ScanRequest
 from zeco_train.collectives.cost_model import Load
-from zeco_train.collectives.doubling import DOUBLING, _post
+from zeco_train.collectives.doubling import DOUBLING, _Doubling
 from zeco_train.errors import ConfigError
 
 pytestmark = pytest.mark.numeric
@@ -59,11 +59,13 @@ def test_any_number_of_ranks(size: int, matrices: bool) -> None:
         for rank in range(size):
             carry_in = None if pairs.carry_in is None else pairs.carry_in if rank == 0 else pairs.carry_in * torch.nan
             request = ScanRequest(pairs.states[rank], pairs.transitions[rank], False, carry_in, want_carry=True)
-            wire, scan = Mail(rank, size, sent), PendingScan(want_carry=True)
-            job = _post(request, range(rounds), wire, scan)  # type: ignore[arg-type]
+            job = _Doubling(request, range(rounds))
+            job.wire = wire = Mail(rank, size, sent)  # type: ignore[assignment]
+            job.scan = scan = PendingScan(want_carry=True)
+            job.post()
             # All that will ever come is asked for at the launch.
             assert wire.receives == rank.bit_length()
-            job()
+            job.run()
             assert wire.receives == rank.bit_length()
             for (source, _, _), tensor in sent.items():
                 messages[source] += source == rank

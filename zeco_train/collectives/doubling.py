@@ -17,19 +17,17 @@ that is posted in its round waits for the sender to find it. Rounds: ⌈log₂ P
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.courier import Courier, ScanJob
 from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.transition import as_columns, compose, fold, from_columns
-from zeco_train.collectives.wire import Transfer, Wire
+from zeco_train.collectives.wire import Transfer
+from zeco_train.ops.transition import as_columns, compose, fold, from_columns
 
 # A state and its transition; without one where the pair reaches back to the first rank.
 Pair = tuple[Tensor, Tensor | None]
@@ -38,8 +36,7 @@ Pair = tuple[Tensor, Tensor | None]
 def launch_doubling(request: ScanRequest, courier: Courier) -> PendingScan:
     """Start the scan. All receives are posted before this returns; rounds go on without this rank's `wait`. Errors as
     of `Courier.launch`."""
-    tags = courier.take_tags(_rounds(courier.size))
-    return courier.launch(request, "all_scan_doubling", lambda wire, scan: _post(request, tags, wire, scan))
+    return courier.launch(_Doubling(request, courier.take_tags(_rounds(courier.size))))
 
 
 @dataclass(frozen=True)
@@ -58,52 +55,65 @@ def _rounds(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def _post(request: ScanRequest, tags: range, wire: Wire, scan: PendingScan) -> Callable[[], None]:
-    """Post the receives of all rounds; the rest is `_run`."""
-    if wire.is_first:
-        scan.incoming.deliver(request.first_incoming())
-    state, columns = request.state, as_columns(request.transition).shape[-1]
-    rounds = []
-    for number, tag in enumerate(tags):
-        name, distance = f"round {number}", 1 << number
-        source, width = wire.position - distance, state.shape[-1]
-        received = state.new_empty(0)
-        receive = None
-        if source >= 0:
-            received = state.new_empty((*state.shape[:-1], width if distance > source else width + columns))
-            receive = wire.receive(received, source, tag, name)
-        rounds.append(_Round(name, tag, distance, receive, received))
-    return partial(_run, request, rounds, wire, scan)
+class _Doubling(ScanJob):
+    """A scan in rounds.
 
+    Args:
+        request: this rank's part.
+        tags: of the messages, one a round.
+    """
 
-def _run(request: ScanRequest, rounds: list[_Round], wire: Wire, scan: PendingScan) -> None:
-    own = request.state, request.transition
-    if wire.is_first and request.carry_in is not None:
-        own = fold(*own, request.carry_in), request.transition
-    before: Pair | None = None
-    sends: list[Transfer] = []
-    for step in rounds:
-        if (target := wire.position + step.distance) < wire.size:
-            state, transition = own if before is None else _join(own, before)
-            if transition is None or wire.is_first:
-                message = state.contiguous()
-            else:
-                message = torch.cat((state, as_columns(transition)), dim=-1)
-            sends.append(wire.send(message, target, step.tag, step.name))
-        if step.receive is not None:
-            step.receive.wait()
-            heard = _unpack(step.received, request)
-            before = heard if before is None else _join(before, heard)
-            if before[1] is None:
-                scan.incoming.deliver(before[0])
-    # What follows concerns this rank's successors: its own `wait` has all that it needs.
-    for send in sends:
-        send.wait()
-    if scan.carry is not None:
-        last = wire.is_last and before is not None
-        carry = _join(own, before)[0].contiguous() if last and before else torch.empty_like(request.state)
-        wire.broadcast(carry, wire.size - 1, "carry_out").wait()
-        scan.carry.deliver(carry)
+    operation = "all_scan_doubling"
+
+    def __init__(self, request: ScanRequest, tags: range) -> None:
+        super().__init__(request)
+        self._tags = tags
+
+    def post(self) -> None:
+        """Post the receives of all rounds."""
+        wire, state = self.wire, self.request.state
+        if wire.is_first:
+            self.scan.incoming.deliver(self.request.first_incoming())
+        width, columns = state.shape[-1], as_columns(self.request.transition).shape[-1]
+        self._rounds: list[_Round] = []
+        for number, tag in enumerate(self._tags):
+            name, distance = f"round {number}", 1 << number
+            source, received, receive = wire.position - distance, state.new_empty(0), None
+            if source >= 0:
+                received = state.new_empty((*state.shape[:-1], width if distance > source else width + columns))
+                receive = wire.receive(received, source, tag, name)
+            self._rounds.append(_Round(name, tag, distance, receive, received))
+
+    def run(self) -> None:
+        """Join and send on, round by round."""
+        request, wire, scan = self.request, self.wire, self.scan
+        own = request.state, request.transition
+        if wire.is_first and request.carry_in is not None:
+            own = fold(*own, request.carry_in), request.transition
+        before: Pair | None = None
+        sends: list[Transfer] = []
+        for step in self._rounds:
+            if (target := wire.position + step.distance) < wire.size:
+                state, transition = own if before is None else _join(own, before)
+                if transition is None or wire.is_first:
+                    message = state.contiguous()
+                else:
+                    message = torch.cat((state, as_columns(transition)), dim=-1)
+                sends.append(wire.send(message, target, step.tag, step.name))
+            if step.receive is not None:
+                step.receive.wait()
+                heard = _unpack(step.received, request)
+                before = heard if before is None else _join(before, heard)
+                if before[1] is None:
+                    scan.incoming.deliver(before[0])
+        # What follows concerns this rank's successors: its own `wait` has all that it needs.
+        for send in sends:
+            send.wait()
+        if scan.carry is not None:
+            last = wire.is_last and before is not None
+            carry = _join(own, before)[0].contiguous() if last and before else torch.empty_like(request.state)
+            wire.broadcast(carry, wire.size - 1, "carry_out").wait()
+            scan.carry.deliver(carry)
 
 
 def _unpack(message: Tensor, request: ScanRequest) -> Pair:
