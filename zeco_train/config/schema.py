@@ -219,12 +219,8 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
     ("sp.all_scan.blocks", f"sp.all_scan.algorithm={IN_BLOCKS}", lambda config: config.sp.all_scan.takes_blocks),
     *(
-        (
-            f"optim.{name}",
-            f"optim={' or '.join(readers)}",
-            lambda config, readers=readers: config.optim.kind.name in readers,
-        )
-        for name, readers in SETTINGS.items()
+        (f"optim.{key}", f"optim={' or '.join(names)}", lambda config, names=names: config.optim.name.value in names)
+        for key, names in SETTINGS.items()
     ),
     ("train.profile_ranks", "train.profile", lambda config: config.train.profile is not None),
     ("sched.decay_fraction", "sched=wsd", lambda config: config.sched.kind is ScheduleKind.wsd),

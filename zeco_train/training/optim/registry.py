@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in _SPECS}
 SETTINGS = {key: [spec.name for spec in _SPECS if key in spec.settings] for spec in _SPECS for key in spec.settings}
 
 
-class OptimizerKind(Enum):
+class OptimizerName(Enum):
     """The names of `OPTIMIZERS`, as the type of a setting."""
 
     _ignore_ = "name"
@@ -28,14 +28,14 @@ class OptimizerKind(Enum):
 
 @dataclass
 class OptimConfig(OptimizerSettings):
-    """The settings, and `kind`: which optimizer."""
+    """The settings, and `name`: which optimizer."""
 
-    kind: OptimizerKind = OptimizerKind["adamw"]
+    name: OptimizerName = OptimizerName["adamw"]
 
     @property
     def spec(self) -> OptimizerSpec:
         """The optimizer."""
-        return OPTIMIZERS[self.kind.value]
+        return OPTIMIZERS[self.name.value]
 
 
 def build_optimizer(
