@@ -181,8 +181,7 @@ def check_config(config: DataConfig) -> None:
     if config.verify and not config.verify_changed:
         raise ConfigError("data.verify_changed", "false", "data.verify=true reads all token files; set one of them")
     config.synthetic.validate()
-    check_seq_len(config.seq_len)
-    check_batch(config.global_batch, config.micro_batch)
+    check_split(config)
     check_reset(config.reset_state_at_document, config.micro_batch)
 
 
@@ -200,6 +199,16 @@ def _check_paths(config: DataConfig) -> None:
     for name, path in paths.items():
         if path:
             check_path(name, path)
+
+
+def check_split(config: DataConfig, sp_size: int = 1, dp_size: int = 1, segments: int = 1) -> None:
+    """Check that sequences divide by the ranks that share one and by their segments, and the batch by the others.
+
+    Raises:
+        ConfigError: see `check_seq_len` and `check_batch`.
+    """
+    check_seq_len(config.seq_len, sp_size, segments=segments)
+    check_batch(config.global_batch, config.micro_batch, dp_size)
 
 
 def check_seq_len(

@@ -153,7 +153,7 @@ def _touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, in
 
 def shard_cu_seqlens(
     doc_offsets: NDArray[np.int64], sequence_start: int, seq_len: int, offset: int, length: int
-) -> tuple[Tensor, bool]:
+) -> tuple[Tensor, int]:
     """The pieces of documents on the shard tokens[sequence_start + offset : sequence_start + offset + length].
 
     A sequence begins with a fresh state: a document that began before `sequence_start` begins again there.
@@ -168,13 +168,13 @@ def shard_cu_seqlens(
 
     Returns:
         cu_seqlens: [pieces + 1] int64, from 0 to `length`.
-        continues: the first piece continues a document that began on an earlier shard of this sequence, be it another
-            rank's or one of an earlier segment.
+        before: tokens of the first piece's document on earlier shards of this sequence, be they other ranks' or those
+            of an earlier segment; 0 where it begins here.
     """
     assert 0 <= offset < offset + length <= seq_len, (offset, length, seq_len)
     start = sequence_start + offset
     first_inside = int(np.searchsorted(doc_offsets, start, side="right"))
     first_beyond = int(np.searchsorted(doc_offsets, start + length, side="left"))
     inside = doc_offsets[first_inside:first_beyond] - start
-    continues = offset > 0 and int(doc_offsets[first_inside - 1]) != start
-    return torch.from_numpy(np.concatenate(([0], inside, [length])).astype(np.int64)), continues
+    before = min(start - int(doc_offsets[first_inside - 1]), offset)
+    return torch.from_numpy(np.concatenate(([0], inside, [length])).astype(np.int64)), before

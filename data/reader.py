@@ -31,8 +31,8 @@ class Batch:
             −100 where it does not count.
         cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
             `reset_state_at_document`.
-        continues: the first piece continues a document (without documents: the sequence) from an earlier shard, which
-            for the first rank is the last rank's shard of the segment before.
+        before: tokens of the first piece's document (without documents: of the sequence) on earlier shards, which for
+            the first rank are those of the segments before.
         offset: position of the first token in the whole sequence.
         sequence_ids: which sequences these are, within their epochs; those of a second store are counted on from those
             of the first. Empty for padding.
@@ -44,7 +44,7 @@ class Batch:
     input_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
-    continues: bool
+    before: int
     offset: int
     sequence_ids: list[int]
     is_padding: bool = False
@@ -103,7 +103,7 @@ class Shard(NamedTuple):
 
     tokens: NDArray[np.int64]
     cu_seqlens: Tensor | None
-    continues: bool
+    before: int
     counts: NDArray[np.bool_] | None = None
 
 
@@ -162,7 +162,7 @@ class Reader(ABC):
             input_ids=tokens[:, :-1].contiguous(),
             labels=labels,
             cu_seqlens=shards[0].cu_seqlens,
-            continues=shards[0].continues,
+            before=shards[0].before,
             offset=self.split.offset(segment),
             sequence_ids=sequence_ids,
             segment=segment,

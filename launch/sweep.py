@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.config import check_batch, check_seq_len
+from data.config import check_split
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
@@ -81,8 +81,7 @@ class Case:
         config = load_config(self.overrides)
         world_size = self.nodes * self.ranks
         sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
-        check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
-        check_batch(config.data.global_batch, config.data.micro_batch, world_size // sp_size)
+        check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
         return config
 
 

@@ -16,6 +16,7 @@ class FlaFormat:
 
     Attributes:
         model_type, architecture: as in config.json.
+        title: what the model card says that the model has.
         numbers: keys of numbers, with fla's defaults for what a file leaves out.
         optional: keys of numbers that may be null, with their kind.
         switches: keys that are true or false, with fla's defaults.
@@ -29,6 +30,7 @@ class FlaFormat:
 
     model_type: str
     architecture: str
+    title: str
     numbers: Mapping[str, int | float] = field(default_factory=dict)
     optional: Mapping[str, type] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
@@ -38,3 +40,8 @@ class FlaFormat:
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     plain_norm: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As fla's documentation calls the model."""
+        return self.architecture.removesuffix("ForCausalLM")

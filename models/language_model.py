@@ -4,7 +4,7 @@ configuration says.
 Where documents are packed (`shard.cu_seqlens`), only the state of a mixer restarts at each of them; everything else in
 the model acts on one token at a time.
 
-The model knows nothing of ranks: all that crosses them lies in `zeco_train.sp.autograd`, through the shard's scan.
+The model knows nothing of ranks: all that crosses them lies in `zeco_train.ops.mix`, through the shard's scan.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from models.parameters import parameter_rules
 from models.projections import parallel_linear, unread_linear
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
-from zeco_train.sp.autograd import Crossing
-from zeco_train.sp.base import Boundary, Place, SequenceShard
-from zeco_train.sp.recompute import Recompute, recomputed
-from zeco_train.sp.segments import LayerStates
+from zeco_train.ops.recompute import Recompute, recomputed
+from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
+from zeco_train.ops.segments import LayerStates
 
 _NO_STATES = Boundary()
 

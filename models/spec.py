@@ -6,11 +6,11 @@ products there are, and which of them share an input, is seen and not summed up 
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
 from models.registry import MIXERS
-from zeco_train.sp.base import Boundary, Place
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import Boundary, Place
 
 Shape = tuple[int, ...]
 # Input width and output width of a linear layer, y [T, N] = x [T, K] Wᵀ: (K, N).
@@ -57,20 +57,20 @@ class BlockSpec:
     """Blocks of one mixer.
 
     Attributes:
-        mixer: its name.
         count: how many blocks have it.
         parameters: their shapes, of one block.
         mixer_products, mlp_products: the linear layers in the order of the forward pass, by shared input.
         state_shape: H, K, V of the mixer's state.
+        operator_flops: of its operator, see `Mixer`.
         activations: by part.
     """
 
-    mixer: str
     count: int
     parameters: Sequence[Shape]
     mixer_products: Sequence[Sequence[Product]]
     mlp_products: Sequence[Sequence[Product]]
     state_shape: tuple[int, int, int]
+    operator_flops: Callable[[int], OperatorFLOPs]
     activations: Mapping[Part, Activations]
 
     @property
@@ -98,7 +98,7 @@ class ModelSpec:
     def blocks(self) -> Mapping[str, BlockSpec]:
         """One entry for each mixer, by its name."""
         counts, blocks = self.config.mixer_counts(), self._skeleton.model.blocks()
-        return {name: _walk(name, counts[name], block) for name, block in zip(counts, blocks, strict=True)}
+        return {name: _walk(counts[name], block) for name, block in zip(counts, blocks, strict=True)}
 
     @cached_property
     def parameter_shapes(self) -> Mapping[str, torch.Size]:
@@ -145,7 +145,7 @@ class ModelSpec:
         """
         passes = 3 if backward else 1
         linear = sum(block.count * _flops(block.products) for block in self.blocks.values())
-        operator = sum(block.count * self._operator(block, seq_len).forward for block in self.blocks.values())
+        operator = sum(block.count * block.operator_flops(seq_len).forward for block in self.blocks.values())
         head = 2 * self.config.hidden_size * self.config.vocab_size
         return TokenFLOPs(float(passes * linear), float(passes * operator), float(passes * head))
 
@@ -176,7 +176,7 @@ class ModelSpec:
         passes = (segments - 1) / segments
         linear = operator = 0.0
         for block in self.blocks.values():
-            own, of_linear = self._operator(block, seq_len), _flops(block.products)
+            own, of_linear = block.operator_flops(seq_len), _flops(block.products)
             again = passes * of_linear
             if recompute is Recompute.selective:
                 again += _flops(block.mlp_products[:-1])
@@ -186,10 +186,6 @@ class ModelSpec:
             replayed = own.forward if recompute is Recompute.full else 0.0
             operator += block.count * (own.again + replayed + passes * own.forward)
         return TokenFLOPs(linear, operator, 0.0)
-
-    def _operator(self, block: BlockSpec, seq_len: int) -> OperatorFLOPs:
-        index = list(self.blocks).index(block.mixer)
-        return self._skeleton.model.blocks()[index].attn.operator_flops(seq_len)
 
     @cached_property
     def _skeleton(self) -> LanguageModel:
@@ -216,14 +212,12 @@ class ModelSpec:
         return next(index for index, unit in enumerate(self._skeleton.sharding_units()) if isinstance(unit, Block))
 
 
+_SPECS: dict[str, ModelSpec] = {}
+
+
 def spec_of(config: LanguageModelConfig) -> ModelSpec:
     """The specification of a model; the same object for equal configurations, so each is walked over once."""
-    return _spec(type(config), dataclasses.astuple(config))
-
-
-@cache
-def _spec(kind: type[LanguageModelConfig], values: tuple[Any, ...]) -> ModelSpec:
-    return ModelSpec(kind(*values))
+    return _SPECS.setdefault(repr(config), ModelSpec(copy.deepcopy(config)))
 
 
 def _flops(products: Sequence[Sequence[Product]]) -> int:
@@ -246,7 +240,7 @@ class _ProductsSeen(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _walk(name: str, count: int, block: Block) -> BlockSpec:
+def _walk(count: int, block: Block) -> BlockSpec:
     """What one block is made of. How many tokens go through it does not matter."""
     x = torch.empty(1, 2, block.attn_norm.weight.shape[0], device="meta")
     with _ProductsSeen() as in_mixer:
@@ -254,11 +248,11 @@ def _walk(name: str, count: int, block: Block) -> BlockSpec:
     with _ProductsSeen() as in_mlp:
         block.mlp(x)
     return BlockSpec(
-        name,
         count,
         [tuple(parameter.shape) for parameter in block.parameters()],
         in_mixer.groups,
         in_mlp.groups,
         block.attn.state_shape,
+        block.attn.operator_flops,
         block.activations(),
     )

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.support.commands import torchrun, train_here
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data.config import DataConfig, Shuffle, check_seq_len
+from data.config import DataConfig, Shuffle
 from data.reader import DataSplit, OpenedData, Reader, Shard
 from data.synthetic.config import SyntheticConfig
 from data.synthetic.example import Example
@@ -67,7 +67,6 @@ class SyntheticReader(Reader):
     is_endless = True
 
     def __init__(self, source: SyntheticSource, split: DataSplit, seed: int) -> None:
-        check_seq_len(split.seq_len, split.sp_size, segments=split.segments)
         source.task.check(split.seq_len, "data.seq_len")
         self._source, self.split, self._seed = source, split, seed
         self.num_sequences, self.tokens_behind, self.description = _ENDLESS, 0, source.description

@@ -12,8 +12,7 @@ from models.activations import Activations
 from models.config import LanguageModelConfig
 from models.fla import FlaFormat
 from models.parameters import ParameterRule
-from zeco_train.sp.autograd import Crossing
-from zeco_train.sp.base import Boundary, Place
+from zeco_train.ops.seam import Boundary, Crossing, Place
 
 
 class OperatorFLOPs(NamedTuple):

@@ -28,9 +28,9 @@ from models.modules import GatedRMSNorm, RMSNorm
 from models.projections import parallel_linear
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK, accumulation_dtype
-from zeco_train.ops.recurrent import recurrent_step
-from zeco_train.sp.autograd import Crossing, gla_at
-from zeco_train.sp.base import Boundary, Place
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Crossing, Place
 
 
 class FeatureMap(Enum):
@@ -173,6 +173,7 @@ class GatedLinearAttention(Mixer):
     fla = FlaFormat(
         model_type="gla",
         architecture="GLAForCausalLM",
+        title="gated linear attention (Yang et al., 2023, arXiv 2312.06635)",
         numbers={"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0},
         optional={"num_kv_heads": int, "clamp_min": float},
         switches={"use_output_gate": True},
@@ -208,13 +209,13 @@ class GatedLinearAttention(Mixer):
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
         q, k, v, g, gate = self._operands(x)
-        o, crossing = gla_at(q, k, v, g, place, boundary)
+        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, place, boundary)
         return self._output(o, gate), crossing
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, H, K, V] goes on in place."""
         q, k, v, g, gate = self._operands(x)
-        return self._output(recurrent_step(q, k, v, g, state), gate)
+        return self._output(OPERATORS["gla"].step(q, k, v, g, state), gate)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
@@ -245,16 +246,9 @@ class GatedLinearAttention(Mixer):
         return self.config.num_heads, self.head_k_dim, self.head_v_dim
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """H · (2·KV + 2·KV + (C+1)·K + (C+1)·V) forward, H · 2·KV again; the sequence's length does not enter.
-
-        The terms, for a chunk of C = 64 tokens: adding kᵀv to the state, applying q to the state, scores q kᵀ, and
-        scores times v. Of the last two only the causal half is counted, (C+1)/2 pairs a token, although kernels compute
-        the whole square. In the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA, dq,
-        dk and dv inside chunks. It computes the chunks' states again rather than keep them.
-        """
-        heads, key, value = self.state_shape
-        forward = heads * (4 * key * value + (CHUNK + 1) * (key + value))
-        return OperatorFLOPs(float(forward), float(heads * 2 * key * value))
+        """Those of the operator; the sequence's length does not enter."""
+        operator = OPERATORS["gla"]
+        return OperatorFLOPs(operator.forward_flops(*self.state_shape), operator.recomputed_flops(*self.state_shape))
 
     def activations(self) -> Activations:
         """Kept as autograd and the compiler's partitioner save it; the operator on GPUs keeps scores, in PyTorch it

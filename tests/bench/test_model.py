@@ -98,7 +98,7 @@ def test_all_variants_have_the_same_tokens() -> None:
                 start = batch.offset + alone * rank * count
                 assert torch.equal(batch.input_ids, stream[None, start : start + 4])
                 assert torch.equal(batch.labels, stream[None, start + 1 : start + 5])
-                assert batch.continues == (batch.offset > 0)
+                assert batch.before == batch.offset
 
 
 def _gathered_scan_is_right(rank: int, world_size: int) -> None:

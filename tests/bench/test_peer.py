@@ -19,10 +19,10 @@ from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
 from zeco_train.distributed.mesh import Launch
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 
 pytestmark = pytest.mark.numeric
 

@@ -25,7 +25,7 @@ from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.ops import loss as loss_module
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 
 # A model of two small layers.
 

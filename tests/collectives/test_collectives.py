@@ -24,7 +24,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.collectives import Courier, ScanRequest
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError
-from zeco_train.sp.base import PendingScan
+from zeco_train.ops.seam import LaunchedScan
 
 pytestmark = pytest.mark.numeric
 
@@ -51,7 +51,7 @@ class Lane:
     def __init__(self, group: dist.ProcessGroup, reverse: bool = False, timeout: timedelta = TIMEOUT) -> None:
         self.reverse, self.courier = reverse, Courier(group, timeout)
 
-    def launch(self, variant: str, state: Tensor, log_decay: Tensor, **options: Any) -> PendingScan:
+    def launch(self, variant: str, state: Tensor, log_decay: Tensor, **options: Any) -> LaunchedScan:
         request = ScanRequest(state, log_decay, self.reverse, **options)
         name, _, blocks = variant.partition("/")
         return SCANS[name].launch(request, self.courier, **({"blocks": int(blocks)} if blocks else {}))
@@ -115,7 +115,7 @@ class Pairs:
                 result += weight @ term.double()
         return result
 
-    def launch(self, lane: Lane, variant: str, rank: int, device: str, want_carry: bool = False) -> PendingScan:
+    def launch(self, lane: Lane, variant: str, rank: int, device: str, want_carry: bool = False) -> LaunchedScan:
         first = len(self.states) - 1 if lane.reverse else 0
         carry_in = self.carry_in
         if carry_in is not None and rank != first:
@@ -134,7 +134,7 @@ def check(name: str, actual: Tensor, expected: Tensor, case: object) -> None:
     assert error <= TOLERANCE[actual.dtype], f"{name} is off by {error:.1e} in {case}"  # NaN fails too
 
 
-def finish(pairs: Pairs, scan: PendingScan, lane: Lane, rank: int, want_carry: bool, case: object) -> list[Tensor]:
+def finish(pairs: Pairs, scan: LaunchedScan, lane: Lane, rank: int, want_carry: bool, case: object) -> list[Tensor]:
     results = [scan.wait()]
     check(f"incoming state of rank {rank}", results[0], pairs.incoming(rank, lane.reverse), case)
     scan.finish()

@@ -102,7 +102,7 @@ def test_slices_make_up_the_whole(store: TokenStore, sp_size: int, micro_batch: 
             assert store.bytes_requested - before == micro_batch * (length + 1) * store.itemsize
             assert part.sequence_ids == expected.sequence_ids
             assert part.input_ids.shape == part.labels.shape == (micro_batch, length)
-            assert (part.offset, part.continues, part.cu_seqlens) == (rank * length, rank > 0, None)
+            assert (part.offset, part.before, part.cu_seqlens) == (rank * length, rank * length, None)
             parts.append(part)
         assert torch.equal(torch.cat([part.input_ids for part in parts], dim=1), expected.input_ids)
         assert torch.equal(torch.cat([part.labels for part in parts], dim=1), expected.labels)
@@ -133,7 +133,7 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
     assert batch.labels[0].tolist() == list(range(101, 109))
     assert batch.offset == 2**33 - 8
     assert batch.cu_seqlens is not None
-    assert (batch.cu_seqlens.tolist(), batch.continues) == ([0, 5, 8], True)
+    assert (batch.cu_seqlens.tolist(), batch.before) == ([0, 5, 8], True)
 
 
 def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_epochs(store: TokenStore) -> None:
     assert other != epochs[0]
 
 
-def pieces_by_hand(offsets: list[int], sequence_start: int, offset: int, length: int) -> tuple[list[int], bool]:
+def pieces_by_hand(offsets: list[int], sequence_start: int, offset: int, length: int) -> tuple[list[int], int]:
     """The definition, token by token."""
     starts = {0, *(border - sequence_start for border in offsets)}  # a sequence starts afresh
     cuts = [0, *(t for t in range(1, length) if offset + t in starts), length]
-    return cuts, offset not in starts
+    return cuts, offset - max(start for start in starts if start <= offset)
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 3, 4, 6, 24])
@@ -191,13 +191,11 @@ def test_documents_on_every_shard(store: TokenStore, sp_size: int) -> None:
         part = SequenceReader(Documents(store), split)
         for sequence in range(9):
             batch = part.read([sequence])
-            cuts, continues = pieces_by_hand(
-                np.cumsum([0, *LENGTHS]).tolist(), sequence * SEQ_LEN, rank * length, length
-            )
+            cuts, before = pieces_by_hand(np.cumsum([0, *LENGTHS]).tolist(), sequence * SEQ_LEN, rank * length, length)
             assert batch.cu_seqlens is not None
             assert batch.cu_seqlens.dtype == torch.int64
-            assert (batch.cu_seqlens.tolist(), batch.continues) == (cuts, continues)
-            seen.add((rank > 0, continues, len(cuts) > 2))
+            assert (batch.cu_seqlens.tolist(), batch.before) == (cuts, before)
+            seen.add((rank > 0, before > 0, len(cuts) > 2))
     assert (False, True, False) not in seen
     if sp_size == 4:  # the lengths above do exercise: continued and not, with and without a border inside
         assert {(True, *case) for case in itertools.product([False, True], repeat=2)} <= seen
@@ -206,10 +204,10 @@ def test_documents_on_every_shard(store: TokenStore, sp_size: int) -> None:
 def test_a_document_over_three_shards() -> None:
     offsets = np.array([0, 3, 10, 12])
     got = [shard_cu_seqlens(offsets, 0, 12, offset, 4) for offset in (0, 4, 8)]
-    assert [(cuts.tolist(), continues) for cuts, continues in got] == [
-        ([0, 3, 4], False),
-        ([0, 4], True),
-        ([0, 2, 4], True),
+    assert [(cuts.tolist(), before) for cuts, before in got] == [
+        ([0, 3, 4], 0),
+        ([0, 4], 1),
+        ([0, 2, 4], 5),
     ]
 
 

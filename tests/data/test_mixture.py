@@ -105,7 +105,7 @@ def starts_of(parts: list[Batch]) -> list[int]:
     for part in parts:
         assert part.cu_seqlens is not None
         pieces = part.cu_seqlens[:-1].tolist()
-        starts += [part.offset + start for start in pieces if start > 0 or not part.continues]
+        starts += [part.offset + start for start in pieces if start > 0 or part.before == 0]
     return starts
 
 

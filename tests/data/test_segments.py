@@ -47,7 +47,7 @@ def same(a: Batch, b: Batch) -> bool:
     return (
         all(torch.equal(*pair) for pair in tensors)
         and (a.cu_seqlens is None) == (b.cu_seqlens is None)
-        and (a.offset, a.segment, a.continues, a.is_padding) == (b.offset, b.segment, b.continues, b.is_padding)
+        and (a.offset, a.segment, a.before, a.is_padding) == (b.offset, b.segment, b.before, b.is_padding)
         and a.sequence_ids == b.sequence_ids
     )
 
@@ -59,7 +59,7 @@ def document_starts(parts: list[Batch]) -> list[int]:
         assert part.cu_seqlens is not None
         assert part.cu_seqlens.dtype == torch.int64
         assert (part.cu_seqlens[0], part.cu_seqlens[-1]) == (0, part.input_ids.shape[1])
-        starts += [part.offset + cut for cut in part.cu_seqlens[:-1].tolist() if cut > 0 or not part.continues]
+        starts += [part.offset + cut for cut in part.cu_seqlens[:-1].tolist() if cut > 0 or part.before == 0]
     return starts
 
 
@@ -94,7 +94,7 @@ def test_segments_of_all_ranks_make_up_the_whole(
             if documents:
                 assert document_starts(parts) == document_starts([expected])
             else:
-                assert all(part.cu_seqlens is None and part.continues == (part.offset > 0) for part in parts)
+                assert all(part.cu_seqlens is None and part.before == part.offset for part in parts)
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
@@ -108,12 +108,12 @@ def test_documents_at_the_edges_of_segments(store: TokenStore, sp_size: int) -> 
             )
             batch = SequenceReader(Documents(store), split).read([sequence], segment)
             assert batch.cu_seqlens is not None
-            pieces.append((batch.cu_seqlens.tolist(), batch.continues))
+            pieces.append((batch.cu_seqlens.tolist(), batch.before))
     assert found == {
-        0: [([0, 6], False), ([0, 3, 6], False), ([0, 6], True), ([0, 6], True)],
-        1: [([0, 6], False), ([0, 6], True), ([0, 6], True), ([0, 6], True)],
+        0: [([0, 6], 0), ([0, 3, 6], 0), ([0, 6], 3), ([0, 6], 9)],
+        1: [([0, 6], 0), ([0, 6], 6), ([0, 6], 12), ([0, 6], 18)],
         # It began before this sequence, so its first token here is a fresh start.
-        5: [([0, 6], False), ([0, 6], True), ([0, 6], True), ([0, 6], True)],
+        5: [([0, 6], 0), ([0, 6], 6), ([0, 6], 12), ([0, 6], 18)],
     }
 
 

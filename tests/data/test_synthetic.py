@@ -212,7 +212,7 @@ def test_ranks_and_segments_read_parts_of_the_same_sequences() -> None:
             assert part.input_ids.equal(whole.input_ids[rows, columns])
             assert part.labels.equal(whole.labels[rows, columns])
             assert part.step_labels == whole.step_labels
-            assert part.continues == (part.offset > 0)
+            assert part.before == part.offset
 
 
 def test_a_large_step_counts_its_labels_once() -> None:

@@ -24,7 +24,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.evaluate.command import main
 from zeco_train.evaluate.tasks.scores import Cut, Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 from zeco_train.training.build import build_model

@@ -20,8 +20,8 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.ops import naive_gla
-from zeco_train.ops import recurrent as recurrent_module
+from zeco_train.ops.gla import step as recurrent_module
+from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from models.mixers.gla import FeatureMap
 from tests.models.test_model import SMALL, build, tokens_and_labels, whole
-from zeco_train.ops import naive_gla
-from zeco_train.ops.recurrent import recurrent_step
-from zeco_train.sp.segments import LayerStates
+from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.gla.step import recurrent_step
+from zeco_train.ops.segments import LayerStates
 
 pytestmark = pytest.mark.numeric
 

@@ -30,7 +30,7 @@ from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import WEIGHTS_FILE, checked_fla_model
 from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import init
 

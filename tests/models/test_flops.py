@@ -15,10 +15,10 @@ from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec, TokenFLOPs, spec_of
 from tests.models.test_model import SMALL, plain_products
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.ops import CHUNK, CHUNKED
-from zeco_train.ops.chunked import intra_scores, local_states
+from zeco_train.ops import CHUNK
+from zeco_train.ops.gla.chunked import CHUNKED, intra_scores, local_states
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.recompute import Recompute
 from zeco_train.training import step as step_module
 from zeco_train.training.step import TrainingStep
 
@@ -95,19 +95,19 @@ def test_what_the_operator_computes_again() -> None:
     q, k, v, do = (torch.ones(*shape, size) for size in (key, key, value, value))
     g, scale = torch.full((*shape, key), -0.1), 1.0
 
-    def forward() -> Any:
-        local = CHUNKED.forward(q, k, v, g, None, scale)
+    def forward() -> None:
+        local = CHUNKED.forward((q, k, v, g), scale, None)
         local.overlap()
-        local.outputs(torch.zeros_like(local.state))
-        return local.saved
+        local.outputs(zero)
 
-    def backward(saved: Any) -> None:
-        local = CHUNKED.backward(q, k, v, do, saved, None, scale)
+    def backward() -> None:
+        local = CHUNKED.backward((q, k, v, g), do, (), zero, scale, None)
         local.overlap()
-        local.input_grads(torch.zeros_like(local.state_grad))
+        local.operand_grads(zero)
 
-    of_forward, saved = counted(forward)
-    of_backward, _ = counted(backward, saved)
+    zero = torch.zeros(1, SMALL.num_heads, key, value)
+    of_forward, _ = counted(forward)
+    of_backward, _ = counted(backward)
     of_states, _ = counted(local_states, k, v, g, None)
     of_scores, _ = counted(intra_scores, q, k, g, None, scale)
     assert of_scores > 0

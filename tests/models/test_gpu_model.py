@@ -12,10 +12,10 @@ from data.loader import Batch
 from models.language_model import LanguageModel
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.recompute import Recompute
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 
 pytestmark = [
@@ -36,7 +36,7 @@ def batches(segments: int) -> list[Batch]:
             input_ids=tokens[:, start : start + length].contiguous(),
             labels=tokens[:, start + 1 : start + length + 1].contiguous(),
             cu_seqlens=None,
-            continues=start > 0,
+            before=start,
             offset=start,
             sequence_ids=[0],
             segment=start // length,

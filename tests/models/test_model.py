@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,7 @@ from models.mixers.gla import FeatureMap, GLAConfig
 from models.modules import GatedRMSNorm, RMSNorm, swiglu
 from models.spec import ModelSpec, spec_of
 from zeco_train.ops import CHUNK
-from zeco_train.sp.autograd import Crossing
-from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
@@ -223,14 +222,17 @@ def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
 def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, g: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
+    def spy(
+        operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
+    ) -> tuple[Tensor, Crossing]:
+        q, _, v, g = operands
         seen.extend((q.dtype, g.dtype))
         # bf16 has 8 significant bits: values that all survive it were rounded to it.
         assert (g.bfloat16() != g).any()
         assert g.max() <= 0
         return v, Crossing(g, g)
 
-    monkeypatch.setattr(gla, "gla_at", spy)
+    monkeypatch.setattr(gla, "mix_at", spy)
     ids, _ = tokens_and_labels()
     build(dtype=torch.bfloat16)(ids, whole(70))
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers
@@ -265,13 +267,14 @@ def test_elementwise_functions_round_once() -> None:
 
 def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def elementwise(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, place: Place, boundary: Boundary
+        operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
     ) -> tuple[Tensor, Crossing]:
+        q, k, v, g = operands
         return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)
 
     # In place of the operator something without a product of matrices, through which all gradients flow; and the
     # projections as plain products, since the counter does not look into custom ops.
-    monkeypatch.setattr(gla, "gla_at", elementwise)
+    monkeypatch.setattr(gla, "mix_at", elementwise)
     plain_products(monkeypatch)
     model, (ids, labels) = build(), tokens_and_labels()
     with FlopCounterMode(display=False) as counter:

@@ -17,7 +17,7 @@ from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_references
 from zeco_train.errors import ConfigError
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric

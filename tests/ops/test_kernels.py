@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,13 @@ from torch import Tensor
 from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import KernelCase, both_passes, kernel_errors, relative_error
 from tests.support.waiting import ENOUGH
-from zeco_train import ops
-from zeco_train.ops import Documents
-from zeco_train.sp.autograd import gla_at
-from zeco_train.sp.base import Boundary, Place, SequenceShard
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.gla import GLA
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.recompute import recomputed
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Place, SequenceShard
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.recompute import recomputed
 
 pytestmark = pytest.mark.numeric
 
@@ -38,7 +40,7 @@ SMALL = {
     "resets": KernelCase((1, 150, 1, 16, 16), reset=-1e9),
     "the strongest reset": KernelCase((1, 150, 1, 16, 16), reset=-3e38),
     "documents": KernelCase((1, 300, 1, 16, 16), documents=(0, 70, 128, 129, 200, 300), programs=2),
-    "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), continues=False),
+    "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), before=0),
     "one document, that continues": KernelCase((1, 100, 1, 16, 16), documents=(0, 100)),
     # a tile of keys is at least 64 wide in bf16, 32 in fp32: the rest of it must count for nothing
     "16 keys": KernelCase((1, 200, 2, 16, 64), documents=(0, 70, 128, 200)),
@@ -93,7 +95,7 @@ def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     from triton.runtime import JITFunction, driver
 
     from zeco_train.kernels.gla import tuning
-    from zeco_train.ops import cuda
+    from zeco_train.ops.gla import cuda
 
     cpu, found = torch.device("cpu"), {}
     for name, (capability, dtype, case) in COMPILED.items():
@@ -135,20 +137,21 @@ def test_kernels_fit_gpus_that_are_not_here() -> None:
 
 def _saved(rank: int, world_size: int) -> list[str]:
     """What the forward pass saves, where that is not what it says that it will."""
-    from zeco_train.ops.cuda import CUDA
+    from zeco_train.ops.gla.cuda import CUDA
 
-    wrong, like = [], CUDA.saved_like
-    assert like is not None
+    wrong = []
     for tokens in (1, 64, 130):
         x = KernelCase((2, tokens, 2, 5, 7)).tensors(torch.float32, torch.device("cpu"))
-        forward = CUDA.forward(*(x[name] for name in "qkvg"), None, 1.0)
+        operands = [x[name] for name in "qkvg"]
+        forward = CUDA.forward(operands, 1.0, None)
         forward.overlap()
         forward.outputs(x["R"])
         promised, saved = (
-            [(y.shape, y.stride(), y.dtype) for y in tensors]
-            for tensors in (like(*(x[name] for name in "kvg")), forward.saved)
+            [(y.shape, y.stride(), y.dtype) for y in tensors] for tensors in (CUDA.saved_like(operands), forward.saved)
         )
-        if promised != saved:
+        stand_ins = zip(CUDA.replaced, forward.saved, strict=False)
+        alike = all((y.shape, y.dtype) == (operands[i].shape, operands[i].dtype) for i, y in stand_ins)
+        if promised != saved or not alike:
             wrong.append(f"{promised}, but {saved}")
     return wrong
 
@@ -165,7 +168,8 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
 def _block(x: Tensor, place: Place, boundary: Boundary, is_read: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """The operator alone, of x [B, T, H·(3K + V)]."""
     q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
-    o, crossing = gla_at(q, k, v, torch.nn.functional.logsigmoid(g), place, boundary)
+    operands = q, k, v, torch.nn.functional.logsigmoid(g)
+    o, crossing = mix_at("gla", operands, KEY_DIM**-0.5, place, boundary)
     return o.flatten(2), crossing.received, crossing.carry_out
 
 
@@ -186,7 +190,7 @@ def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Ten
 
 def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
     """The operator under autograd on the kernels: what is wrong with it."""
-    from zeco_train.ops.cuda import CUDA
+    from zeco_train.ops.gla.cuda import CUDA
 
     torch.set_num_threads(1)
     scan, wrong = LocalScan(), []
@@ -197,7 +201,7 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
         borders = None if cu_seqlens is None else torch.tensor(cu_seqlens)
         place = SequenceShard(scan, 0, tokens, borders).place(tokens, x.device)
         exact, _ = _gradient(x.double(), dy.double(), place, recompute=False)
-        with mock.patch.object(ops, "select", return_value=CUDA):
+        with mock.patch.dict(OPERATORS, gla=replace(GLA, select=lambda operands: CUDA)):
             whole, of_whole = _gradient(x, dy, place, recompute=False)
             again, of_again = _gradient(x, dy, place, recompute=True)
         scores, error = (-(-tokens // 64), 1, HEADS, 64, 64), relative_error(whole, exact)
@@ -257,14 +261,14 @@ def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 def test_kernels_do_not_wait_for_the_gpu() -> None:
     """No synchronisation of the host in both passes, also with documents; and the same bits each time."""
     case = KernelCase((1, 1000, 2, 64, 128), documents=(0, 300, 1000))
-    from zeco_train.ops.cuda import CUDA
+    from zeco_train.ops.gla.cuda import CUDA
 
     tensors = case.tensors(torch.bfloat16, torch.device("cuda"))
-    documents = Documents.from_cu_seqlens(torch.tensor([0, 300, 1000]), True, 1000, torch.device("cuda"))
-    first = both_passes(CUDA, tensors, documents, 0.125)
+    pieces = find_pieces(torch.tensor([0, 300, 1000]), 1, 1000, torch.device("cuda"))
+    first = both_passes(CUDA, tensors, pieces, 0.125)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        second = both_passes(CUDA, tensors, documents, 0.125)
+        second = both_passes(CUDA, tensors, pieces, 0.125)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name, x in first.items():
@@ -276,7 +280,7 @@ FIRST_PASSES = """
 import time
 import torch
 from tests.support.kernel_cases import KernelCase, both_passes
-from zeco_train.ops.cuda import CUDA
+from zeco_train.ops.gla.cuda import CUDA
 
 for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
     tensors = KernelCase((1, 4096, *dims)).tensors(torch.bfloat16, torch.device("cuda"))

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeco_train import ops
-from zeco_train.ops import Documents, naive_gla
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.gla import chunked
+from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
 
@@ -35,6 +37,9 @@ class Case:
     initial_state: Tensor
     final_grad: Tensor
     cu_seqlens: Tensor | None = None
+
+    def pieces(self, before: int) -> Tensor | None:
+        return find_pieces(self.cu_seqlens, before, self.q.shape[1], self.q.device)
 
 
 def make_case(
@@ -84,29 +89,27 @@ def oracle(case: Case, edges: list[int]) -> dict[str, Tensor]:
     """The recurrence over the whole sequence, in fp64 and under autograd, and its states at the shards' edges."""
     inputs = [x.double().detach().requires_grad_() for x in (case.q, case.k, case.v, case.g)]
     initial_state = case.initial_state.double().detach().requires_grad_()
-    o, final_state = naive_gla(*inputs, initial_state=initial_state, cu_seqlens=case.cu_seqlens, continues=True)
+    o, final_state = naive_gla(*inputs, initial_state=initial_state, pieces=case.pieces(before=1))
     loss = (o * case.do.double()).sum() + (final_state * case.final_grad.double()).sum()
     grads = torch.autograd.grad(loss, [*inputs, initial_state])
     incoming_states = [initial_state.detach()]
     for edge in edges[1:-1]:
-        cu_seqlens, continues = cut(case.cu_seqlens, 0, edge)
-        assert continues
         head = [x[:, :edge] for x in inputs]
         with torch.no_grad():
-            _, state = naive_gla(*head, initial_state=initial_state, cu_seqlens=cu_seqlens, continues=True)
+            _, state = naive_gla(*head, initial_state=initial_state, pieces=cut(case.cu_seqlens, 0, edge))
         incoming_states.append(state)
     results = (o.detach(), *grads[:4], torch.stack(incoming_states), final_state.detach(), grads[4])
     return dict(zip(NAMES, results, strict=True))
 
 
-def cut(cu_seqlens: Tensor | None, start: int, stop: int) -> tuple[Tensor | None, bool]:
-    """The local borders of the tokens [start, stop), and whether its first piece continues. The sequence's own first
-    document goes on from the initial state here."""
+def cut(cu_seqlens: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """The pieces of the tokens [start, stop). The sequence's own first document goes on from the initial state here."""
     if cu_seqlens is None:
-        return None, True
+        return None
     inner = cu_seqlens[(cu_seqlens > start) & (cu_seqlens < stop)]
     borders = torch.cat([torch.tensor([start]), inner, torch.tensor([stop])]) - start
-    return borders, start == 0 or start not in cu_seqlens.tolist()
+    before = start - int(cu_seqlens[cu_seqlens <= start].max()) if start > 0 else 1
+    return find_pieces(borders, before, stop - start, cu_seqlens.device)
 
 
 @torch.no_grad()
@@ -115,28 +118,27 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
     scale = case.q.shape[-1] ** -0.5
     shards = []
     for start, stop in itertools.pairwise(edges):
-        cu_seqlens, continues = cut(case.cu_seqlens, start, stop)
-        documents = Documents.from_cu_seqlens(cu_seqlens, continues, stop - start, case.q.device)
-        shards.append((*[x[:, start:stop] for x in (case.q, case.k, case.v, case.g, case.do)], documents))
+        pieces = cut(case.cu_seqlens, start, stop)
+        shards.append((*[x[:, start:stop] for x in (case.q, case.k, case.v, case.g, case.do)], pieces))
 
     state, incoming_states, o = case.initial_state, [], []
-    for q, k, v, g, _, documents in shards:
-        chunk_states = ops.local_states(k, v, g, documents)
+    for q, k, v, g, _, pieces in shards:
+        chunk_states = chunked.local_states(k, v, g, pieces)
         incoming_states.append(state)
         state = chunk_states.log_decay.exp()[..., None] * state + chunk_states.state
-        scores = ops.intra_scores(q, k, g, documents, scale)
-        o.append(ops.outputs(q, v, g, scores, chunk_states, incoming_states[-1], documents, scale))
+        scores = chunked.intra_scores(q, k, g, pieces, scale)
+        o.append(chunked.outputs(q, v, g, scores, chunk_states, incoming_states[-1], pieces, scale))
         torch.testing.assert_close(chunk_states.states[-1], state)  # the outputs have corrected it
 
     grad, grads = case.final_grad, []
-    for (q, k, v, g, do, documents), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):
-        chunk_grads = ops.local_state_grads(q, do, g, documents, scale)
-        chunk_states = ops.local_states(k, v, g, documents)
-        intra = ops.intra_grads(q, k, v, g, do, documents, scale)
+    for (q, k, v, g, do, pieces), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):
+        chunk_grads = chunked.local_state_grads(q, do, g, pieces, scale)
+        chunk_states = chunked.local_states(k, v, g, pieces)
+        intra = chunked.intra_grads(q, k, v, g, do, pieces, scale)
         incoming_grad = grad
         grad = chunk_states.log_decay.exp()[..., None] * grad + chunk_grads.state_grad
-        rest = (chunk_states, incoming_state, chunk_grads, incoming_grad, intra, documents, scale)
-        grads.append(ops.input_grads(q, k, v, g, do, *rest))
+        rest = (chunk_states, incoming_state, chunk_grads, incoming_grad, intra, pieces, scale)
+        grads.append(chunked.input_grads(q, k, v, g, do, *rest))
     dq, dk, dv, dg = (torch.cat(parts[::-1], dim=1) for parts in zip(*grads, strict=True))
     results = (torch.cat(o, dim=1), dq, dk, dv, dg, torch.stack(incoming_states), state, grad)
     return dict(zip(NAMES, results, strict=True))
@@ -190,7 +192,7 @@ def closed_form(case: Case) -> tuple[Tensor, Tensor]:
 def test_recurrence_equals_masked_attention(cu_seqlens: list[int] | None) -> None:
     case = make_case(20, "weak", batch=1 if cu_seqlens else 2, cu_seqlens=cu_seqlens)
     inputs = [x.requires_grad_() for x in (case.q, case.k, case.v, case.g, case.initial_state)]
-    found = naive_gla(*inputs[:4], initial_state=inputs[4], cu_seqlens=case.cu_seqlens, continues=True)
+    found = naive_gla(*inputs[:4], initial_state=inputs[4], pieces=case.pieces(before=1))
     expected = closed_form(case)
     # the sums of g are below 1 here, so subtracting them costs the closed form no digits
     for x, y in zip(found, expected, strict=True):
@@ -209,18 +211,18 @@ def test_recurrence_gradients_are_its_finite_differences() -> None:
     inputs = tuple(x.requires_grad_() for x in (case.q, case.k, case.v, case.g, case.initial_state))
 
     def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
-        return naive_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=case.cu_seqlens, continues=True)
+        return naive_gla(q, k, v, g, initial_state=initial_state, pieces=case.pieces(before=1))
 
     assert torch.autograd.gradcheck(function, inputs)
 
 
 def test_recurrence_restarts_at_token_zero_unless_it_continues() -> None:
     case = make_case(9, cu_seqlens=[0, 9])
-    inputs, borders = (case.q, case.k, case.v, case.g), case.cu_seqlens
-    fresh = naive_gla(*inputs, initial_state=case.initial_state, cu_seqlens=borders)
+    inputs = (case.q, case.k, case.v, case.g)
+    fresh = naive_gla(*inputs, initial_state=case.initial_state, pieces=case.pieces(before=0))
     for x, y in zip(fresh, naive_gla(*inputs), strict=True):
         assert torch.equal(x, y)
-    continued = naive_gla(*inputs, initial_state=case.initial_state, cu_seqlens=borders, continues=True)
+    continued = naive_gla(*inputs, initial_state=case.initial_state, pieces=case.pieces(before=1))
     for x, y in zip(continued, naive_gla(*inputs, initial_state=case.initial_state), strict=True):
         assert torch.equal(x, y)
 
@@ -301,10 +303,10 @@ def test_nothing_passes_a_restart(edges: list[int], loud: slice) -> None:
 
 def test_log_decay_of_a_restart_is_minus_infinity() -> None:
     case = make_case(130)
-    inner, edge, whole = ([0, 65, 130], False), ([0, 130], False), ([0, 130], True)
-    for (borders, continues), gone in ((inner, True), (edge, True), (whole, False)):
-        documents = Documents.from_cu_seqlens(torch.tensor(borders), continues, 130, case.q.device)
-        log_decay = ops.local_states(case.k, case.v, case.g, documents).log_decay
+    inner, edge, whole = ([0, 65, 130], 0), ([0, 130], 0), ([0, 130], 5)
+    for (borders, before), gone in ((inner, True), (edge, True), (whole, False)):
+        pieces = find_pieces(torch.tensor(borders), before, 130, case.q.device)
+        log_decay = chunked.local_states(case.k, case.v, case.g, pieces).log_decay
         expected = torch.full_like(log_decay, float("-inf")) if gone else case.g.sum(1)
         torch.testing.assert_close(log_decay, expected, rtol=1e-13, atol=0)
 
@@ -334,7 +336,7 @@ def test_bf16(decay: str) -> None:
 
 def test_long_shard_forgets_without_nan() -> None:
     case = make_case(1000, "strong", dtype=torch.float32)
-    chunk_states = ops.local_states(case.k, case.v, case.g, None)
+    chunk_states = chunked.local_states(case.k, case.v, case.g, None)
     assert chunk_states.log_decay.isfinite().all()
     assert chunk_states.log_decay.max() < -10_000
     check(case, [0, 500, 1000], tolerance=4e-6)
@@ -362,21 +364,21 @@ def wrong_inputs() -> Iterator[tuple[str, dict[str, Tensor]]]:
 def test_mistakes_name_the_tensor(name: str, wrong: dict[str, Tensor]) -> None:
     case = make_case(10, batch=2)
     arguments = {"q": case.q, "k": case.k, "v": case.v, "g": case.g} | wrong
+    pieces = find_pieces(arguments.pop("cu_seqlens", None), 1, 10, case.q.device)
     with pytest.raises(ValueError, match=f"^{name}: "):
-        naive_gla(**arguments)
+        naive_gla(**arguments, pieces=pieces)
     if "initial_state" in wrong:
         return
-    documents = Documents.from_cu_seqlens(arguments.pop("cu_seqlens", None), True, 10, case.q.device)
     with pytest.raises(ValueError, match=f"^{name}: "):
-        ops.intra_grads(**arguments, do=case.do, documents=documents, scale=1.0)
+        chunked.intra_grads(**arguments, do=case.do, pieces=pieces, scale=1.0)
 
 
 def test_mistaken_states_are_named() -> None:
     case = make_case(10)
-    chunk_states = ops.local_states(case.k, case.v, case.g, None)
-    scores = ops.intra_scores(case.q, case.k, case.g, None, 1.0)
+    chunk_states = chunked.local_states(case.k, case.v, case.g, None)
+    scores = chunked.intra_scores(case.q, case.k, case.g, None, 1.0)
     with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, H, K, V\] = \[1, 2, 5, 7\], got"):
-        ops.outputs(case.q, case.v, case.g, scores, chunk_states, case.initial_state.mT, None, 1.0)
+        chunked.outputs(case.q, case.v, case.g, scores, chunk_states, case.initial_state.mT, None, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -384,17 +386,18 @@ def test_mistaken_states_are_named() -> None:
 )
 def test_mistaken_borders_are_named(cu_seqlens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected"):
-        Documents.from_cu_seqlens(torch.tensor(cu_seqlens), False, 10, torch.device("cpu"))
+        find_pieces(torch.tensor(cu_seqlens), 0, 10, torch.device("cpu"))
 
 
 def test_documents_of_another_length_are_refused() -> None:
     case = make_case(10)
-    documents = Documents.from_cu_seqlens(torch.tensor([0, 11]), False, 11, torch.device("cpu"))
-    assert Documents.from_cu_seqlens(None, False, 10, torch.device("cpu")) is None
+    pieces = find_pieces(torch.tensor([0, 11]), 0, 11, torch.device("cpu"))
+    assert find_pieces(None, 0, 10, torch.device("cpu")) is None
     with pytest.raises(ValueError, match=r"^cu_seqlens: describes 11 tokens, but there are 10"):
-        ops.local_states(case.k, case.v, case.g, documents)
+        chunked.local_states(case.k, case.v, case.g, pieces)
 
 
 def test_the_cpu_has_the_passes_in_pytorch() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert ops.select(torch.zeros(1, dtype=dtype), torch.zeros(1)) is ops.CHUNKED
+        operands = [torch.zeros(1, dtype=dtype)] * 3
+        assert OPERATORS["gla"].select([*operands, torch.zeros(1)]) is chunked.CHUNKED

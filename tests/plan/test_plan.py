@@ -17,6 +17,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.collectives.cost_model import Link
 from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import Case, build_case
@@ -25,7 +26,6 @@ from zeco_train.plan.memory import KINDS, plan_memory
 from zeco_train.plan.report import as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import costs_of, parameter_traffic
-from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import BACKENDS
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
@@ -81,7 +81,8 @@ def test_step_time_by_kind() -> None:
     segments = planned(*arguments, "matmul_tflops=500", "train.segments=4").time.seconds["products"]
     expected = (own.linear * (1 + 3 / 4 / 3) + own.head) * 16384 / 500e12
     assert segments == pytest.approx(expected)
-    forward, backward = operator_seconds(make_case(*arguments))
+    case = make_case(*arguments)
+    forward, backward = operator_seconds(case, case.block(0))
     assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
     assert forward + backward == pytest.approx(1.051e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time

@@ -27,15 +27,15 @@ from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import LaunchedScan, SequenceShard
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
-from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.recompute import Recompute
 from zeco_train.sp.registry import SPConfig, build_scan
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
 # --- what ranks hold and send, in a real step ---
@@ -59,7 +59,7 @@ class _CountingScan:
     def __init__(self, scan: Any) -> None:
         self._scan, self.launched, self.carried = scan, Counter[str](), 0
 
-    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> PendingScan:
+    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> LaunchedScan:
         self.launched["backward" if reverse else "forward"] += 1
         self.carried += options.get("want_carry", False)
         return self._scan.launch(state, log_decay, reverse=reverse, **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data.config import check_batch, check_seq_len
+from data.config import check_split
 from tests.support.commands import REPOSITORY, SMALL, Outcome, check_line
 from tests.support.waiting import ENOUGH
 from zeco_train.compare import main
@@ -87,8 +87,7 @@ def test_the_340m_model_fits_every_backend_on_four_ranks() -> None:
         overrides = [f"sp={backend}", "model=gla_340m", "data.global_batch=4", "data.seq_len=16384", "train.dtype=bf16"]
         config = load_config(overrides)
         sp_size = resolve_sp_size(config.sp.size, 4, backend)
-        check_seq_len(config.data.seq_len, sp_size)
-        check_batch(config.data.global_batch, config.data.micro_batch, 4 // sp_size)
+        check_split(config.data, sp_size, 4 // sp_size)
         assert config.data.global_batch // config.data.micro_batch // (4 // sp_size) == micro_steps
         assert config.model.vocab_size >= 259
 

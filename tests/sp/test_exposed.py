@@ -122,9 +122,9 @@ def test_all_calls_count_and_are_taken_once() -> None:
     with pytest.raises(RuntimeError, match="a peer"), meter.measuring():
         raise RuntimeError("a peer is gone")
     unmetered = SlowScan()
-    assert meter.metered(unmetered, CPU) is unmetered
+    assert meter.metered(unmetered, CPU, finish_waits=True) is unmetered
     with meter.measuring():
-        scans = [meter.metered(SlowScan(), CPU) for _ in range(2)]
+        scans = [meter.metered(SlowScan(), CPU, finish_waits=True) for _ in range(2)]
     # Launched inside; that the waits come later changes nothing.
     began = time.perf_counter()
     for scan in scans:
@@ -188,7 +188,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def device_steps(meter: ExposedMeter, *milliseconds: float) -> None:
     with meter.measuring():
         for value in milliseconds:
-            scan = meter.metered(DeviceScan(value), torch.device("cuda", 1))
+            scan = meter.metered(DeviceScan(value), torch.device("cuda", 1), finish_waits=True)
             assert scan.wait() is STATE
             FakeEvent.clock += 100.0  # compute between the two calls is not waiting
             scan.finish()
@@ -223,7 +223,7 @@ def test_a_couriers_scan_has_two_events(capturing: list[bool]) -> None:
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
     scan.incoming.deliver(STATE)
     with meter.measuring():
-        metered: Any = meter.metered(scan, torch.device("cuda", 1))
+        metered: Any = meter.metered(scan, torch.device("cuda", 1), finish_waits=False)
     metered.wait()
     metered.finish()
     assert FakeEvent.made == 2
@@ -237,7 +237,7 @@ def test_on_a_gpu() -> None:
     for hidden in (False, True):
         scan = PendingScan(want_carry=False)
         with meter.measuring():
-            metered = meter.metered(scan, device)
+            metered = meter.metered(scan, device, finish_waits=False)
         with torch.cuda.stream(side):
             torch.cuda._sleep(100_000_000)  # 50 ms
             scan.incoming.deliver(value)
@@ -261,7 +261,7 @@ def test_a_cuda_graph_is_left_alone() -> None:
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(1, device=device)
     with meter.measuring():
-        metered = meter.metered(SlowScan(), device)
+        metered = meter.metered(SlowScan(), device, finish_waits=True)
     with torch.cuda.graph(graph):
         x += 1
         metered.wait()

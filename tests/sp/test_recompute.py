@@ -16,10 +16,9 @@ from tests.support.distributed import run_distributed
 from tests.support.sp_reference import CONFIGS, RecordingScan, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.sp.base import Boundary, Place
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import Boundary, Place, handle_of
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.handles import handle_of
-from zeco_train.sp.recompute import Recompute
 
 pytestmark = pytest.mark.numeric
 

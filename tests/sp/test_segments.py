@@ -21,8 +21,8 @@ from tests.support.training import largest_difference, train
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.recompute import Recompute
 from zeco_train.training import trainer
 from zeco_train.training.build import build_model
 

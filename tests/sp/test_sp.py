@@ -24,11 +24,13 @@ from tests.support.sp_reference import (
     ordinary_pass,
     replayed_pass,
 )
-from zeco_train import ops
 from zeco_train.collectives import Courier, serial
 from zeco_train.errors import ConfigError
-from zeco_train.sp.autograd import gla
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.gla import chunked
+from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.mix import mix
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
@@ -129,7 +131,7 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordingScan]) 
         events.clear()
         phases = ("local_states", "intra_scores", "outputs", "local_state_grads", "intra_grads", "input_grads")
         with (
-            mock.patch.multiple(ops.chunked, **{phase: noted(events, ops.chunked, phase) for phase in phases}),
+            mock.patch.multiple(chunked, **{phase: noted(events, chunked, phase) for phase in phases}),
             mock.patch.object(Courier, "submit", noted(events, Courier, "submit")),
             mock.patch.object(serial, "recv_incoming", noted(events, serial, "recv_incoming")),
             mock.patch.object(serial, "send_folded", noted(events, serial, "send_folded")),
@@ -162,14 +164,14 @@ def test_every_backend_equals_the_recurrence(world_size: int) -> None:
 def test_reference_cut_at_borders_is_the_recurrence_in_one_go() -> None:
     case = Case("reference", ((1, 30, 9), (17, 2, 3)), carry=True)
     tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
-    o, final_state = ops.naive_gla(*tokens, initial_state=case.tensors["carry_in"])
+    o, final_state = naive_gla(*tokens, initial_state=case.tensors["carry_in"])
     reference = Reference(case)
     assert torch.equal(reference.whole["o"], o)
     assert torch.equal(reference.carries["carry_out"], final_state)
     documents = (0, 5, 31, 32, 62)
     case = Case("reference with documents", case.lengths, documents=documents)
     tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
-    o, _ = ops.naive_gla(*tokens, cu_seqlens=torch.tensor(documents))
+    o, _ = naive_gla(*tokens, pieces=find_pieces(torch.tensor(documents), 0, 62, tokens[0].device))
     assert torch.equal(Reference(case).whole["o"], o)
 
 
@@ -214,7 +216,7 @@ def test_autocast_changes_nothing() -> None:
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            o, _ = gla(*tokens, g, SequenceShard(LocalScan(), 0, 100))
+            o, _ = mix("gla", (*tokens, g), SequenceShard(LocalScan(), 0, 100))
             results.append([o, *torch.autograd.grad(o, tokens, torch.ones_like(o))])
     assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
 
@@ -228,8 +230,8 @@ def test_one_chunk_and_one_head(num_tokens: int, heads: int) -> None:
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
     g = (-torch.rand(shape, generator=generator, dtype=torch.float64)).requires_grad_()
     do = torch.randn(shape, generator=generator, dtype=torch.float64)
-    o, _ = gla(q, k, v, g, SequenceShard(LocalScan(), 0, num_tokens))
-    expected, _ = ops.naive_gla(q, k, v, g)
+    o, _ = mix("gla", (q, k, v, g), SequenceShard(LocalScan(), 0, num_tokens))
+    expected, _ = naive_gla(q, k, v, g)
     torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
     grads, wanted = (torch.autograd.grad(out, (q, k, v, g), do) for out in (o, expected))
     for own, reference in zip(grads, wanted, strict=True):

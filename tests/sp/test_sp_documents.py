@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import Case, Reference, build_scans, check_segments, ordinary_pass
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
@@ -107,13 +107,13 @@ def test_documents_over_ranks_equal_documents_alone() -> None:
 def test_a_shard_finds_its_restarts_once() -> None:
     cpu = torch.device("cpu")
     shard = SequenceShard(LocalScan(), 0, 6, torch.tensor([0, 2, 6]))
-    first, again = shard.documents(6, cpu), shard.documents(6, cpu)
+    first, again = shard.pieces(6, cpu), shard.pieces(6, cpu)
     assert first is not None
     assert first is again
-    assert first.restarts.tolist() == [True, False, True, False, False, False]
+    assert first.tolist() == [1, 1, 2, 2, 2, 2]
     with pytest.raises(ValueError, match="rise from 0 to 7"):  # not those of another number of tokens
-        shard.documents(7, cpu)
-    continued = replace(shard, continues=True).documents(6, cpu)
+        shard.pieces(7, cpu)
+    continued = replace(shard, before=3).pieces(6, cpu)
     assert continued is not None
-    assert continued.restarts.tolist() == [False, False, True, False, False, False]
-    assert replace(shard, cu_seqlens=None).documents(6, cpu) is None
+    assert continued.tolist() == [0, 0, 1, 1, 1, 1]
+    assert replace(shard, cu_seqlens=None).pieces(6, cpu) is None

@@ -9,7 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from zeco_train.ops import CHUNKED, Documents, Passes
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.gla.chunked import CHUNKED
+from zeco_train.ops.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class KernelCase:
     Attributes:
         shape: B, T, H, K, V.
         rate: log-decays are uniform from −rate to 0.
-        documents: cu_seqlens. continues: see `SequenceShard`.
+        documents: cu_seqlens. before: see `SequenceShard`.
         reset: the log-decay of every 40th token, a reset as users write it; None: there are none.
         programs: how many programs the walks over chunks are spread over; few make long segments.
         fused: whether dv may be made in the loop that makes dk.
@@ -28,7 +30,7 @@ class KernelCase:
     shape: tuple[int, int, int, int, int]
     rate: float = 0.2
     documents: tuple[int, ...] | None = None
-    continues: bool = True
+    before: int = 1
     reset: float | None = None
     programs: int = 264
     fused: bool = True
@@ -52,41 +54,43 @@ class KernelCase:
             tensors["g"][:, 7::40] = self.reset
         return {name: x.to(device) for name, x in tensors.items()}
 
-    def pieces(self, device: torch.device) -> Documents | None:
+    def pieces(self, device: torch.device) -> Tensor | None:
         """The documents as the operator takes them."""
         if self.documents is None:
             return None
-        return Documents.from_cu_seqlens(torch.tensor(self.documents), self.continues, self.shape[1], device)
+        return find_pieces(torch.tensor(self.documents), self.before, self.shape[1], device)
 
 
-def both_passes(
-    passes: Passes, tensors: dict[str, Tensor], documents: Documents | None, scale: float
-) -> dict[str, Tensor]:
+def both_passes(passes: Passes, tensors: dict[str, Tensor], pieces: Tensor | None, scale: float) -> dict[str, Tensor]:
     """Everything that the two passes of one rank make, by name."""
-    q, k, v, g, do, incoming_state, incoming_grad = (tensors[x] for x in ("q", "k", "v", "g", "do", "R", "D_in"))
-    forward = passes.forward(q, k, v, g, documents, scale)
+    *operands, do, incoming_state, incoming_grad = (tensors[x] for x in ("q", "k", "v", "g", "do", "R", "D_in"))
+    forward = passes.forward(operands, scale, pieces)
     # exp is 0 in fp32 from −104 on, and how far beyond a decay lies is nobody's concern
-    results = {"S_loc": forward.state.clone(), "G_tot": forward.log_decay.clamp(min=-104.0)}
+    results = {"S_loc": forward.state.clone(), "G_tot": forward.transition.clamp(min=-104.0)}
     forward.overlap()
     results["o"] = forward.outputs(incoming_state)
-    backward = passes.backward(q, k, v, do, forward.saved, documents, scale)
+    saved = [*forward.saved]
+    for position in passes.replaced:
+        operands[position] = saved.pop(0)
+    incoming = incoming_state if passes.needs_incoming else None
+    backward = passes.backward(operands, do, saved, incoming, scale, pieces)
     results["D_loc"] = backward.state_grad.clone()
     backward.overlap()
-    results.update(zip(("dq", "dk", "dv", "dg"), backward.input_grads(incoming_grad), strict=True))
+    results.update(zip(("dq", "dk", "dv", "dg"), backward.operand_grads(incoming_grad), strict=True))
     return results
 
 
 def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Error of each result of the kernels, norm over norm, from the PyTorch passes in fp64."""
-    from zeco_train.ops import cuda  # it imports Triton, and how that was started decides what runs the kernels
+    from zeco_train.ops.gla import cuda  # it imports Triton, and how that was started decides what runs the kernels
 
     tensors = case.tensors(dtype, device)
-    documents = case.pieces(device)
+    pieces = case.pieces(device)
     scale = case.shape[3] ** -0.5
     plain, changes = cuda.options_for, {"programs": case.programs, "fused": case.fused}
     with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **changes)):
-        found = both_passes(cuda.CUDA, tensors, documents, scale)
-    expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, documents, scale)
+        found = both_passes(cuda.CUDA, tensors, pieces, scale)
+    expected = both_passes(CHUNKED, {name: x.double() for name, x in tensors.items()}, pieces, scale)
     return {name: relative_error(found[name], expected[name]) for name in expected}
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.documents import shard_cu_seqlens
-from zeco_train import ops
 from zeco_train.collectives.registry import ALL_SCANS
-from zeco_train.sp.autograd import gla
+from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.mix import mix
+from zeco_train.ops.seam import LaunchedScan, SequenceShard, StateScan
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.base import PendingScan, SequenceShard, StateScan
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
@@ -101,13 +101,11 @@ class Case:
 
     def shard(self, scan: StateScan, piece: int) -> SequenceShard:
         start, stop = self.borders[piece : piece + 2]
-        cu_seqlens, continues = None, False
+        cu_seqlens, before = None, 0
         if self.documents is not None:
             doc_offsets = np.array(self.doc_offsets or self.documents)
-            cu_seqlens, continues = shard_cu_seqlens(
-                doc_offsets, self.stream_start, self.borders[-1], start, stop - start
-            )
-        return SequenceShard(scan, start, self.borders[-1], cu_seqlens, continues)
+            cu_seqlens, before = shard_cu_seqlens(doc_offsets, self.stream_start, self.borders[-1], start, stop - start)
+        return SequenceShard(scan, start, self.borders[-1], cu_seqlens, before)
 
     def tokens(self, piece: int) -> dict[str, Tensor]:
         """q, k, v, g as leaves, and do, of one piece."""
@@ -138,7 +136,7 @@ class Reference:
         for start, stop in itertools.pairwise(case.documents or (0, borders[-1])):
             state = carry_in if case.carry and case.documents is None else None
             for a, b in itertools.pairwise([start, *(x for x in borders if start < x < stop), stop]):
-                part, state = ops.naive_gla(*(x[:, a:b] for x in leaves.values()), initial_state=state)
+                part, state = naive_gla(*(x[:, a:b] for x in leaves.values()), initial_state=state)
                 o.append(part)
                 # A node of its own: what o reads of the state before the border is not part of D_in.
                 after[b] = state = state.clone()
@@ -202,7 +200,7 @@ class RecordingScan:
 
 
 class RecordingPendingScan:
-    def __init__(self, record: RecordingScan, pending: PendingScan, name: str) -> None:
+    def __init__(self, record: RecordingScan, pending: LaunchedScan, name: str) -> None:
         self._record, self._pending, self._name = record, pending, name
 
     def wait(self) -> Tensor:
@@ -237,8 +235,13 @@ def shard_pass(
     if case.carry:
         assert carry_in is not None
         inputs.append(carry_in.detach().clone().requires_grad_())
-    o, carry_out = gla(
-        *tokens.values(), case.shard(scan, piece), incoming_state, inputs[4] if case.carry else None, case.carry
+    o, carry_out = mix(
+        "gla",
+        [*tokens.values()],
+        case.shard(scan, piece),
+        incoming_state=incoming_state,
+        carry_in=inputs[4] if case.carry else None,
+        want_carry=case.carry,
     )
     assert (o.dtype, o.shape) == (do.dtype, do.shape), f"{o.dtype} {o.shape}: {case.name}"
     pairs = [(o, do)] if case.loss != "carry" else []
@@ -301,7 +304,7 @@ def check_segments(case: Case, scan: RecordingScan, rank: int, reference: Refere
             piece = case.piece(segment, rank)
             tokens = case.tokens(piece)
             del tokens["do"]
-            o, carry = gla(*tokens.values(), case.shard(scan, piece), carry_in=carry, want_carry=True)
+            o, carry = mix("gla", [*tokens.values()], case.shard(scan, piece), carry_in=carry, want_carry=True)
             slots.append(scan.received["R"])
             reference.check({"o": o, "R": slots[-1]}, piece, where)
     assert carry is not None

@@ -25,9 +25,9 @@ from tests.support.training import full
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import OptimConfig, build_optimizer
+from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
 # No dimension equals another. The matrices are ten times larger than usual, so that every path matters; states live

@@ -25,11 +25,10 @@ from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_
 from zeco_train.config.schema import Compile, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
-from zeco_train.ops import Documents
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import SequenceShard, handle_of
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.handles import handle_of
-from zeco_train.sp.recompute import Recompute
 from zeco_train.training.build import build_model
 from zeco_train.training.nonfinite import explain
 
@@ -192,29 +191,25 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
 def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents: bool) -> None:
     scan = LocalScan()
     inputs, do, state = _tokens(dtype, tokens)
-    place: list[Tensor | None] = [None, None]
-    if documents:
-        borders = torch.tensor(sorted({0, tokens // 2, tokens}))
-        found = Documents.from_cu_seqlens(borders, False, tokens, torch.device("cpu"))
-        assert found is not None
-        place = [found.restarts, found.pieces]
+    borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
+    pieces = find_pieces(borders, 0, tokens, torch.device("cpu"))
     for replay in (False, True):
         for carry in (False, True):
             leaves = [tensor.clone().requires_grad_() for tensor in inputs]
             carry_in = state.clone().requires_grad_() if carry else None
             incoming_state = 2 * state if replay else None
-            arguments = (*leaves, handle_of(scan), *place, incoming_state, carry_in, carry)
+            arguments = (leaves, "gla", 0.5, handle_of(scan), pieces, incoming_state, carry_in, carry)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
                 # It compares outputs, but a replay's carry_out is NaN.
                 tests.append("test_aot_dispatch_dynamic")
-            opcheck(torch.ops.zeco.gla.default, arguments, test_utils=tests)
+            opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
             with torch.no_grad():
-                _, received, _, *saved = torch.ops.zeco.gla(*arguments)
+                _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
             received = received if incoming_state is None else incoming_state
             dcarry_out = -state if carry else None
-            kept = (*inputs, received, *saved, do, dcarry_out, handle_of(scan), *place, carry)
-            opcheck(torch.ops.zeco.gla_backward.default, kept)
+            kept = inputs, do, saved, transition, received, dcarry_out
+            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle_of(scan), pieces, carry))
 
 
 def test_projections_keep_the_rules() -> None:

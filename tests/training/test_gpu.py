@@ -15,7 +15,7 @@ from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
-from zeco_train.sp.base import SequenceShard
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,8 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.dp import LocalScan
-from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind, build_optimizer, learning_rate
+from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, build_optimizer
+from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
 
 pytestmark = pytest.mark.numeric
@@ -89,6 +90,19 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert {p.ndim for p in decay["params"]} == {2}
     assert {p.ndim for p in rest["params"]} == {1}
     assert len(decay["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_bytes_are_those_of_the_state(name: str) -> None:
+    """What the planner counts, for whatever is registered, of a matrix and a vector that have had an update."""
+    parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((8, 5), (7,))]
+    optimizer = OPTIMIZERS[name].build([{"params": parameters, "weight_decay": 0.1}], OptimConfig())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        kept = sum(tensor.nbytes for tensor in optimizer.state[parameter].values())
+        assert OPTIMIZERS[name].state_bytes(parameter.numel(), parameter.itemsize) == kept
 
 
 @pytest.fixture

@@ -246,10 +246,10 @@ def test_float64_in_pieces_is_the_recurrence(documents: bool, carry: bool) -> No
 def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
     sequence = small(tokens=64, num_ranks=4, documents=True)
     shards = [sequence.shard(LocalScan(), 64 * rank, 64 * rank + 64) for rank in range(4)]
-    assert [shard.continues for shard in shards] == [True, True, True, False]
+    assert [shard.before for shard in shards] == [1, 32, 96, 0]
     borders = [shard.cu_seqlens.tolist() for shard in shards if shard.cu_seqlens is not None]
     assert borders == [[0, 3, 21, 32, 64], [0, 64], [0, 16, 64], [0, 32, 64]]
-    assert not small(documents=True, carry=False).shard(LocalScan(), 0, 64).continues
+    assert small(documents=True, carry=False).shard(LocalScan(), 0, 64).before == 0
 
 
 def test_huge_compares_the_last_head(monkeypatch: pytest.MonkeyPatch) -> None:

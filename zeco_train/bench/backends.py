@@ -17,11 +17,12 @@ from zeco_train.collectives import ScanRequest
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
+from zeco_train.ops.seam import LaunchedScan, SequenceShard
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.base import PendingScan, SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_model
-from zeco_train.training.optim import build_optimizer, set_learning_rate
+from zeco_train.training.optim.registry import build_optimizer
+from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 
 # Random tokens cannot be learned: small enough for weights to stay what they are, and as fast as any other.
@@ -35,7 +36,7 @@ class SwitchedScan(ScanBackend):
         super().__init__()
         self.current: ScanBackend = LocalScan()
 
-    def start(self, request: ScanRequest) -> PendingScan:
+    def start(self, request: ScanRequest) -> LaunchedScan:
         return self.current.launch(
             request.state,
             request.transition,

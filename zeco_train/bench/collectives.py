@@ -22,7 +22,7 @@ from zeco_train.bench.runner import Runner, Subject, capture
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import ANCHORS
 from zeco_train.errors import ConfigError
-from zeco_train.sp.base import StateScan
+from zeco_train.ops.seam import StateScan
 
 # torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -22,7 +22,7 @@ from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path
 

@@ -1,4 +1,4 @@
-"""Case `model`: the whole training step of a GLA model, by backend.
+"""Case `model`: the whole training step of a model, by backend.
 
 A step is the trainer's (`zeco_train.training.step`): forward, backward, sum of the gradients, clipping, AdamW over
 master weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks,
@@ -41,7 +41,7 @@ from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, GatheredScan
 from zeco_train.config.schema import Config, Dtype
 from zeco_train.errors import ConfigError
-from zeco_train.sp.recompute import Recompute
+from zeco_train.ops.recompute import Recompute
 from zeco_train.tracking.recorder import peak_flops
 
 # Of gradients: with four ranks and 12 layers in bf16 the rounding of states makes 4e-3; without states it is 0.05 to 9.

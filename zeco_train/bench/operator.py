@@ -1,9 +1,10 @@
 """Case `operator`: one forward, and one forward + backward, of gated linear attention by backend.
 
 Every rank has `tokens` tokens. With a backend they are its shard of one sequence over all ranks; with `dp`, and with
-`fla`, its own sequence. A step is the public operator and autograd, `gla(q, k, v, g, shard)`, then `o.backward(do)`
-with a given `do` and no gradients to add to; `forward` is without autograd. Exposed communication is the step with a
-scan less the step in which the scan is a local copy (`variants.LocalCopyScan`), medians of the same run.
+`fla`, its own sequence. A step is the public operator and autograd, `mix("gla", (q, k, v, g), shard)`, then
+`o.backward(do)` with a given `do` and no gradients to add to; `forward` is without autograd. Exposed communication is
+the step with a scan less the step in which the scan is a local copy (`variants.LocalCopyScan`), medians of the same
+run.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
-from zeco_train.sp.autograd import gla
-from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.ops.mix import mix
+from zeco_train.ops.seam import SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -184,7 +185,7 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
     alone = variant == "dp"
     offset = 0 if alone else session.rank * shape.tokens
     shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
-    return lambda q, k, v, g: gla(q, k, v, g, shard)[0]
+    return lambda *operands: mix("gla", operands, shard)[0]
 
 
 def _fla(session: Session) -> Attention:
@@ -216,7 +217,7 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
     whole = own.gathered(session)
     local = SequenceShard(LocalScan(), 0, whole.q.shape[1])
     # float64 takes the operator's PyTorch phases on any device, which have nothing in common with its kernels.
-    expected = whole.double().results(lambda q, k, v, g: gla(q, k, v, g, local)[0])
+    expected = whole.double().results(lambda *operands: mix("gla", operands, local)[0])
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
     for name in config.variants:

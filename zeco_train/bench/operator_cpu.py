@@ -25,10 +25,11 @@ from zeco_train.bench.config import RunsConfig
 from zeco_train.bench.report import Report, Row, timing_fields
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.session import Session
-from zeco_train.collectives.transition import fold
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
-from zeco_train.ops import chunked, naive_gla
+from zeco_train.ops.gla import chunked
+from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.transition import fold
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
@@ -107,17 +108,16 @@ def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 @torch.no_grad()
 def run_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple[Tensor, ...]:
     """All phases on one rank, forward and backward, as training calls them: chunk states are made twice."""
-    scale = q.shape[-1] ** -0.5
-    chunk_states = chunked.local_states(k, v, g, None)
-    zero = torch.zeros_like(chunk_states.state)
-    scores = chunked.intra_scores(q, k, g, None, scale)
-    o = chunked.outputs(q, v, g, scores, chunk_states, zero, None, scale)
-    final_state = fold(chunk_states.state, chunk_states.log_decay, zero)
-    del chunk_states, scores
-    chunk_grads = chunked.local_state_grads(q, do, g, None, scale)
-    chunk_states = chunked.local_states(k, v, g, None)
-    intra = chunked.intra_grads(q, k, v, g, do, None, scale)
-    grads = chunked.input_grads(q, k, v, g, do, chunk_states, zero, chunk_grads, zero, intra, None, scale)
+    operands, scale = (q, k, v, g), q.shape[-1] ** -0.5
+    forward = chunked.CHUNKED.forward(operands, scale, None)
+    zero = torch.zeros_like(forward.state)
+    forward.overlap()
+    o = forward.outputs(zero)
+    final_state = fold(forward.state, forward.transition, zero)
+    del forward
+    backward = chunked.CHUNKED.backward(operands, do, (), zero, scale, None)
+    backward.overlap()
+    grads = backward.operand_grads(zero)
     return o, final_state, *grads
 
 

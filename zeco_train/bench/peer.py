@@ -29,7 +29,7 @@ from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 
 # These have one name and one meaning in both configurations, as have the numbers of the mixer's `FlaFormat`.
 _SAME = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")

@@ -76,7 +76,7 @@ class CheckpointConfig:
     mode: async: training goes on while a checkpoint is written; takes host memory for what a rank holds of weights
         and optimizer. sync: it waits. The last one is always waited for.
     load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
-        Hugging Face's form, exported by us or a GLA model of flash-linear-attention.
+        Hugging Face's form, exported by us or a model of flash-linear-attention.
     missing: what a start does that finds no checkpoint of a run which had one, as when a disk is not mounted. refuse:
         it ends; start_anew: it begins at step 0.
     """

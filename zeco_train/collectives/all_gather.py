@@ -14,44 +14,45 @@ Time = α' + (P − 1)(α'' + β'S); P pairs are held in memory meanwhile.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.courier import Courier, ScanJob
 from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.transition import as_columns, fold, from_columns
-from zeco_train.collectives.wire import Wire
+from zeco_train.ops.transition import as_columns, fold, from_columns
 
 
 def launch_all_gather(request: ScanRequest, courier: Courier) -> PendingScan:
     """Start the scan; it ends without this rank's `wait`. Errors as of `Courier.launch`."""
-    return courier.launch(request, "all_gather_scan", lambda wire, scan: partial(_gather, request, wire, scan))
+    return courier.launch(_Gather(request))
 
 
-def _gather(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
-    state = request.state
-    if wire.is_first:
-        scan.incoming.deliver(request.first_incoming())
-        if request.carry_in is not None:
-            state = fold(state, request.transition, request.carry_in)
-    message = torch.cat((state, as_columns(request.transition)), dim=-1)
-    pairs = message.new_empty((wire.size, *message.shape))
-    wire.all_gather(pairs, message, "states and transitions").wait()
+class _Gather(ScanJob):
+    operation = "all_gather_scan"
 
-    running = torch.zeros_like(state)
-    for position in range(wire.size):
-        if position == wire.position and not wire.is_first:
-            scan.incoming.deliver(running)
-        if position >= wire.position and scan.carry is None:
-            break
-        columns = pairs[wire.group_rank(position)]
-        part, transition = columns.split((state.shape[-1], columns.shape[-1] - state.shape[-1]), dim=-1)
-        running = fold(part, from_columns(transition, request.transition), running)
-    if scan.carry is not None:
-        scan.carry.deliver(running)
+    def run(self) -> None:
+        request, wire, scan = self.request, self.wire, self.scan
+        state = request.state
+        if wire.is_first:
+            scan.incoming.deliver(request.first_incoming())
+            if request.carry_in is not None:
+                state = fold(state, request.transition, request.carry_in)
+        message = torch.cat((state, as_columns(request.transition)), dim=-1)
+        pairs = message.new_empty((wire.size, *message.shape))
+        wire.all_gather(pairs, message, "states and transitions").wait()
+
+        running = torch.zeros_like(state)
+        for position in range(wire.size):
+            if position == wire.position and not wire.is_first:
+                scan.incoming.deliver(running)
+            if position >= wire.position and scan.carry is None:
+                break
+            columns = pairs[wire.group_rank(position)]
+            part, transition = columns.split((state.shape[-1], columns.shape[-1] - state.shape[-1]), dim=-1)
+            running = fold(part, from_columns(transition, request.transition), running)
+        if scan.carry is not None:
+            scan.carry.deliver(running)
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:

@@ -14,20 +14,18 @@ and in one kernel, whose blocks flow side by side, T = α₀ + (P − 1)α + βS
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.courier import Courier, ScanJob
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.transition import fold
-from zeco_train.collectives.wire import Transfer, Wire
+from zeco_train.collectives.wire import Transfer
+from zeco_train.ops.transition import fold
 
 
 def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> PendingScan:
@@ -46,7 +44,7 @@ def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> Pend
     if blocks < 1:
         raise ValueError(f"blocks must be ≥ 1, not {blocks}")
     tags = courier.take_tags(len(_split(request.state, blocks)))
-    return courier.launch(request, "all_scan_chain", lambda wire, scan: _post(request, blocks, tags, wire, scan))
+    return courier.launch(_Chain(request, blocks, tags))
 
 
 @dataclass
@@ -80,46 +78,63 @@ def _join(parts: list[Tensor], along_values: int) -> Tensor:
     return torch.cat(rows if along_values > 1 else parts, dim=1)
 
 
-def _post(request: ScanRequest, count: int, tags: range, wire: Wire, scan: PendingScan) -> Callable[[], None]:
-    """Cut the request into blocks and post their receives; the rest is `_flow`."""
-    if wire.is_first:
-        incoming = request.first_incoming()
-        scan.incoming.deliver(incoming)
-        parts = _split(incoming, count)
-    else:
-        like = _split(request.state, count)
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in like]
-    along_heads, along_values = _pieces(request.state.shape, count)
-    states, names = _split(request.state, count), (f"block {i}" for i in range(len(tags)))
-    transitions = [t for t in request.transition.tensor_split(along_heads, dim=1) for _ in range(along_values)]
-    blocks = [_Block(*fields) for fields in zip(names, tags, states, transitions, parts, strict=True)]
-    if not wire.is_first:
-        for block in blocks:
-            block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
-    return partial(_flow, blocks, along_values, wire, scan)
+class _Chain(ScanJob):
+    """A scan in blocks.
 
+    Args:
+        request: this rank's part.
+        blocks: pieces that its state is cut into.
+        tags: of their messages.
+    """
 
-def _flow(blocks: list[_Block], along_values: int, wire: Wire, scan: PendingScan) -> None:
-    """Receive, fold and send on, block by block."""
-    folded: list[Tensor] = []
-    sends: list[Transfer] = []
-    for block in blocks:
-        if block.receive is not None:
-            block.receive.wait()
-        if wire.is_last and scan.carry is None:
-            continue
-        folded.append(fold(block.state, block.transition, block.incoming).contiguous())
-        if not wire.is_last:
-            sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
-    if not wire.is_first:
-        scan.incoming.deliver(_join([block.incoming for block in blocks], along_values))
-    # What follows concerns this rank's successors: its own `wait` has all that it needs.
-    for send in sends:
-        send.wait()
-    if scan.carry is not None:
-        carry = _join(folded, along_values)
-        wire.broadcast(carry, wire.size - 1, "carry_out").wait()
-        scan.carry.deliver(carry)
+    operation = "all_scan_chain"
+
+    def __init__(self, request: ScanRequest, blocks: int, tags: range) -> None:
+        super().__init__(request)
+        self._count, self._tags = blocks, tags
+
+    def post(self) -> None:
+        """Cut the request into blocks and post their receives."""
+        request, wire = self.request, self.wire
+        if wire.is_first:
+            incoming = request.first_incoming()
+            self.scan.incoming.deliver(incoming)
+            parts = _split(incoming, self._count)
+        else:
+            like = _split(request.state, self._count)
+            parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in like]
+        along_heads, self._along_values = _pieces(request.state.shape, self._count)
+        states, names = _split(request.state, self._count), (f"block {i}" for i in range(len(self._tags)))
+        of_heads = request.transition.tensor_split(along_heads, dim=1)
+        transitions = [transition for transition in of_heads for _ in range(self._along_values)]
+        fields = zip(names, self._tags, states, transitions, parts, strict=True)
+        self._blocks = [_Block(*of_block) for of_block in fields]
+        if not wire.is_first:
+            for block in self._blocks:
+                block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
+
+    def run(self) -> None:
+        """Receive, fold and send on, block by block."""
+        wire, scan = self.wire, self.scan
+        folded: list[Tensor] = []
+        sends: list[Transfer] = []
+        for block in self._blocks:
+            if block.receive is not None:
+                block.receive.wait()
+            if wire.is_last and scan.carry is None:
+                continue
+            folded.append(fold(block.state, block.transition, block.incoming).contiguous())
+            if not wire.is_last:
+                sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
+        if not wire.is_first:
+            scan.incoming.deliver(_join([block.incoming for block in self._blocks], self._along_values))
+        # What follows concerns this rank's successors: its own `wait` has all that it needs.
+        for send in sends:
+            send.wait()
+        if scan.carry is not None:
+            carry = _join(folded, self._along_values)
+            wire.broadcast(carry, wire.size - 1, "carry_out").wait()
+            scan.carry.deliver(carry)
 
 
 def best_blocks(costs: Costs, load: Load) -> int:

@@ -15,6 +15,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,32 @@ from zeco_train.collectives.scan import PendingScan, Promise, ScanRequest, scan_
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.system import background
+
+
+class ScanJob(ABC):
+    """What a collective does for one scan on this rank. Each object serves one scan.
+
+    Args:
+        request: this rank's part; also an attribute.
+
+    Attributes:
+        operation: name of the collective, for errors.
+        wire, scan: the way to the peers, and the scan whose promises the job delivers; there from `post` on.
+    """
+
+    operation: str
+    wire: Wire
+    scan: PendingScan
+
+    def __init__(self, request: ScanRequest) -> None:
+        self.request = request
+
+    def post(self) -> None:  # noqa: B027
+        """What is to be done in `launch` itself, such as posting receives; waits for nobody."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """The rest, in the courier's thread or stream."""
 
 
 @dataclass
@@ -82,26 +109,21 @@ class Courier:
             wire = self._wires[operation, reverse] = Wire(self.group, operation, reverse, self.timeout)
         return wire
 
-    def launch(
-        self, request: ScanRequest, operation: str, start: Callable[[Wire, PendingScan], Callable[[], None]]
-    ) -> PendingScan:
+    def launch(self, job: ScanJob) -> PendingScan:
         """Start a scan; it goes on without this rank's `wait`. Over a group of one rank nothing is to be done.
-
-        Args:
-            request: this rank's part.
-            operation: name of the collective, for errors.
-            start: called at once, waits for nobody, and returns the job, which delivers the promises of the scan.
 
         Raises:
             ValueError: the group is without this process.
             CommunicationError: an earlier scan of this courier failed, or a peer is gone.
         """
-        wire = self.wire(operation, request.reverse)
-        if wire.size == 1:
+        request = job.request
+        job.wire = self.wire(job.operation, request.reverse)
+        if job.wire.size == 1:
             return scan_alone(request)
-        scan = PendingScan(request.want_carry)
+        job.scan = scan = PendingScan(request.want_carry)
         with self._launching(request):
-            self.submit(start(wire, scan), scan.promises, request.state.device)
+            job.post()
+            self.submit(job.run, scan.promises, request.state.device)
             if request.state.is_cuda and torch.cuda.is_current_stream_capturing():
                 # A capture has to end with all its streams joined, also where nobody waits for what this rank sends.
                 scan.ended = torch.cuda.Event()

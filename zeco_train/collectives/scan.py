@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeco_train.collectives.transition import fold
+from zeco_train.ops.transition import fold
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Promise:
 
 
 class PendingScan:
-    """A scan under way (`zeco_train.sp.base.PendingScan`). `incoming` and `carry` are for the job that runs it.
+    """A scan under way (`zeco_train.ops.seam.LaunchedScan`). `incoming` and `carry` are for the job that runs it.
 
     Attributes:
         ended: of a scan that is captured into a CUDA graph, the end of all that it does.

@@ -17,8 +17,8 @@ from zeco_train.collectives.cost_model import Costs, Load
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.scan import ScanRequest
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.transition import fold
 from zeco_train.collectives.wire import Wire
+from zeco_train.ops.transition import fold
 
 # Each message is waited for on both sides before the next one, so all can bear the same tag.
 _TAG = 0
@@ -76,7 +76,7 @@ def launch_serial(request: ScanRequest, courier: Courier) -> PendingSerialScan:
 
 
 class PendingSerialScan:
-    """A serial scan (`zeco_train.sp.base.PendingScan`): `wait` receives, `finish` folds and sends. Two of one group
+    """A serial scan (`zeco_train.ops.seam.LaunchedScan`): `wait` receives, `finish` folds and sends. Two of one group
     may not overlap: `finish` the first before the `wait` of the second."""
 
     def __init__(self, request: ScanRequest, wire: Wire) -> None:

@@ -20,7 +20,7 @@ class ScanSpec:
         name: as settings have it.
         description: for `--help`, a line.
         launch: starts it: (request, courier), with `blocks=` where states flow in blocks; gives a
-            `zeco_train.sp.base.PendingScan`.
+            `zeco_train.ops.seam.LaunchedScan`.
         bytes_sent: (load, want_carry) → bytes that the busiest rank sends for one scan.
         seconds: (costs, load, blocks) → what one takes from launch to wait, nothing beside it.
         best_blocks: (costs, load) → the number of blocks that takes least; None where a state is not cut into blocks.

@@ -32,13 +32,13 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.courier import Courier, ScanJob
 from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
 from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.transition import is_matrix
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
+from zeco_train.ops.transition import is_matrix
 
 # Triton's interpreter runs the kernels on a CPU, in tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -82,6 +82,17 @@ def transport_problem(courier: Courier, device: torch.device) -> str | None:
     return None
 
 
+class _OneKernel(ScanJob):
+    """The launch of a kernel that does it all."""
+
+    def __init__(self, request: ScanRequest, operation: str, enqueue: Callable[[Wire, PendingScan], None]) -> None:
+        super().__init__(request)
+        self.operation, self._enqueue = operation, enqueue
+
+    def run(self) -> None:
+        self._enqueue(self.wire, self.scan)
+
+
 class SymmetricScans:
     """The scans of one courier over symmetric memory.
 
@@ -122,9 +133,7 @@ class SymmetricScans:
         # out of a capture.
         assert kernel is not None
         plan = self._planned(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
-        return self._courier.launch(
-            request, operation, lambda wire, scan: partial(self._run, request, plan, wire, scan)
-        )
+        return self._courier.launch(_OneKernel(request, operation, partial(self._run, request, plan)))
 
     def check(self) -> None:
         """Look for a scan that failed, without waiting for those under way.
@@ -144,7 +153,7 @@ class SymmetricScans:
                 )
 
     def _run(self, request: ScanRequest, plan: Callable[..., None], wire: Wire, scan: PendingScan) -> None:
-        """The courier's job: one launch on the current stream."""
+        """One launch on the current stream."""
         state = request.state.contiguous()
         # What the kernel does not read or write is filled in by what is at hand.
         carry_in, output, carry_out = state, state, state

@@ -16,56 +16,58 @@ Time = 2(α' + (P − 1)α'' + β'S(P − 1)/P), α' + (P − 1)α'' being an al
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.courier import Courier, ScanJob
 from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
 from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.collectives.transition import cut as transition_rows
-from zeco_train.collectives.transition import fold, join
 from zeco_train.collectives.wire import Wire
+from zeco_train.ops.transition import cut as transition_rows
+from zeco_train.ops.transition import fold, join
 
 
 def launch_two_shot(request: ScanRequest, courier: Courier) -> PendingScan:
     """Start the scan, for any P and H·V; it ends without this rank's `wait`. Errors as of `Courier.launch`."""
-    return courier.launch(request, "all_scan_two_shot", lambda wire, scan: partial(_exchange, request, wire, scan))
+    return courier.launch(_Exchange(request))
 
 
-def _exchange(request: ScanRequest, wire: Wire, scan: PendingScan) -> None:
-    state = request.state
-    batch, heads, key_dim, value_dim = state.shape
-    cut = _Cut(heads, value_dim, wire.size)
-    if wire.is_first:
-        scan.incoming.deliver(request.first_incoming())
-        if request.carry_in is not None:
-            state = fold(state, request.transition, request.carry_in)
+class _Exchange(ScanJob):
+    operation = "all_scan_two_shot"
 
-    message = cut.pack(state, request.transition)
-    received = torch.empty_like(message)
-    wire.all_to_all(received, message, "slices").wait()
-    results = _fold_slices(received, request.transition, wire, cut, with_carry=scan.carry is not None)
-    returned = torch.empty_like(results)
-    wire.all_to_all(returned, results, "results").wait()
+    def run(self) -> None:
+        request, wire, scan = self.request, self.wire, self.scan
+        state = request.state
+        batch, heads, key_dim, value_dim = state.shape
+        cut = _Cut(heads, value_dim, wire.size)
+        if wire.is_first:
+            scan.incoming.deliver(request.first_incoming())
+            if request.carry_in is not None:
+                state = fold(state, request.transition, request.carry_in)
 
-    # [P owners, 1 or 2, B, w, K] → [B, P·w columns, K] → [B, H, K, V]
-    incoming, *carry = (
-        part.transpose(0, 1)
-        .reshape(batch, -1, key_dim)[:, : heads * value_dim]
-        .unflatten(1, (heads, value_dim))
-        .transpose(2, 3)
-        .contiguous()
-        for part in returned.unbind(1)
-    )
-    if not wire.is_first:
-        scan.incoming.deliver(incoming)
-    if scan.carry is not None:
-        scan.carry.deliver(carry[0])
+        message = cut.pack(state, request.transition)
+        received = torch.empty_like(message)
+        wire.all_to_all(received, message, "slices").wait()
+        results = _fold_slices(received, request.transition, wire, cut, with_carry=scan.carry is not None)
+        returned = torch.empty_like(results)
+        wire.all_to_all(returned, results, "results").wait()
+
+        # [P owners, 1 or 2, B, w, K] → [B, P·w columns, K] → [B, H, K, V]
+        incoming, *carry = (
+            part.transpose(0, 1)
+            .reshape(batch, -1, key_dim)[:, : heads * value_dim]
+            .unflatten(1, (heads, value_dim))
+            .transpose(2, 3)
+            .contiguous()
+            for part in returned.unbind(1)
+        )
+        if not wire.is_first:
+            scan.incoming.deliver(incoming)
+        if scan.carry is not None:
+            scan.carry.deliver(carry[0])
 
 
 class _Cut:

@@ -31,15 +31,16 @@ from zeco_train.config.overrides import check_overrides
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
-from zeco_train.sp.recompute import Recompute
-from zeco_train.sp.registry import BACKENDS, SPConfig
+from zeco_train.ops.recompute import Recompute
+from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.sp.zeco import IN_BLOCKS
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.nonfinite import skip_limit
-from zeco_train.training.optim import OptimConfig, ScheduleConfig, ScheduleKind
+from zeco_train.training.optim.registry import SETTINGS, OptimConfig
 from zeco_train.training.profiler import check_profile
+from zeco_train.training.schedule import ScheduleConfig, ScheduleKind
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -217,6 +218,14 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         if spec.section
     ),
     ("sp.all_scan.blocks", f"sp.all_scan.algorithm={IN_BLOCKS}", lambda config: config.sp.all_scan.takes_blocks),
+    *(
+        (
+            f"optim.{name}",
+            f"optim={' or '.join(readers)}",
+            lambda config, readers=readers: config.optim.kind.name in readers,
+        )
+        for name, readers in SETTINGS.items()
+    ),
     ("train.profile_ranks", "train.profile", lambda config: config.train.profile is not None),
     ("sched.decay_fraction", "sched=wsd", lambda config: config.sched.kind is ScheduleKind.wsd),
     ("sched.min_ratio", "sched=wsd or cosine", lambda config: config.sched.kind is not ScheduleKind.constant),
@@ -310,7 +319,7 @@ def describe(overrides: list[str]) -> str:
     config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides))))
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
-        f"Groups:\n{groups}\n\nKeys, as this command line sets them:\n\n{config}"
+        f"Groups:\n{groups}\n\nBackends:\n{describe_backends()}\n\nKeys, as this command line sets them:\n\n{config}"
     )
 
 

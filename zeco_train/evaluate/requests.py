@@ -124,7 +124,7 @@ def _segments(rows: Sequence[ScoreRequest], pack: _Pack, sp_rank: int, sp_size: 
                 input_ids=_tensor(tokens[:, piece]),
                 labels=_tensor(labels[:, piece]),
                 cu_seqlens=None,
-                continues=offset > 0,
+                before=offset,
                 offset=offset,
                 sequence_ids=pack.numbers,
                 is_padding=not rows,

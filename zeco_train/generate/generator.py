@@ -23,7 +23,7 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.generate.text import CONTEXT, StopTexts, TextStream
-from zeco_train.sp.base import StateScan
+from zeco_train.ops.seam import StateScan
 
 _STEPS_BETWEEN_MEETINGS = 16
 

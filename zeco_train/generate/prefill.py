@@ -17,9 +17,9 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
-from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.segments import LayerStates
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.segments import LayerStates
 
 
 class Prefill:

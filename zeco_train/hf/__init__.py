@@ -1,1 +1,1 @@
-"""Folders as Hugging Face's libraries have them, with the GLA model of flash-linear-attention: written and read."""
+"""Folders as Hugging Face's libraries have them, with the models of flash-linear-attention: written and read."""

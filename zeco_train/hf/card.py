@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind
+from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
@@ -14,7 +15,7 @@ from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
 _USE = """```python
-import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a GLA model is
+import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a {name} model is
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH")
@@ -34,7 +35,8 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
         losses: `loss` and `val_loss` where they are known; see `last_losses`.
         origin: what ORIGIN_FILE holds.
     """
-    model, data = config.model, config.data
+    model, data, fla = config.model, config.data, mixer_of(config.model).fla
+    assert fla is not None, "what fla has no class for is not exported"
     rows = {
         "parameters": f"{spec_of(model).num_parameters:,}",
         "layers, width": f"{model.num_layers}, {model.hidden_size}",
@@ -50,12 +52,13 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- gla\n- linear-attention\n---\n\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n"
+        f"- {fla.model_type}\n- linear-attention\n---\n\n"
         f"# {config.name}, step {progress.step}\n\n"
-        "A language model with gated linear attention (Yang et al., 2023, arXiv 2312.06635), trained with ZeCO-Train "
+        f"A language model with {fla.title}, trained with ZeCO-Train "
         f"{origin['version']}. Its memory is a state of one size: it knows no longest sequence, but it was trained on "
         f"{data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_USE}\n\n"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_USE.format(name=fla.name)}\n\n"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
 

@@ -78,7 +78,8 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         value = record.get(key, supported)
         if value != supported:
             raise _refusal(file, key, value, f"{meaning}: not supported, only {supported}")
-    values: dict[str, Any] = {
+    values: dict[str, Any] = dict(fla.fixed)
+    values |= {
         key: _number(file, key, record.get(key, default), type(default))
         for key, default in {**_NUMBERS, **fla.numbers}.items()
     }
@@ -96,7 +97,6 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
             num_layers=values.pop("num_hidden_layers"),
             intermediate_size=_default_inner(values["hidden_size"], ratio) if inner is None else inner,
             **values,
-            **fla.fixed,
         )
     except ConfigError as error:
         raise ConfigError("config", file, f"is of no model that can be built: {error}") from error
@@ -122,8 +122,8 @@ def to_fla(
         raise ConfigError("model", model.name, f"fla has no model with {model.mixer}, so this one cannot be exported")
     for name, value in fla.fixed.items():
         if (own := getattr(model, name)) != value:
-            theirs = f"fla's {fla.architecture.removesuffix('ForCausalLM')}"
-            raise ConfigError(f"model.{name}", own, f"{theirs} knows {value} only, so this model cannot be exported")
+            allowed = f"fla's {fla.name} knows {value} only, so this model cannot be exported"
+            raise ConfigError(f"model.{name}", own, allowed)
     choices = {key: getattr(model, key) for key in fla.choices}
     record = {
         "architectures": [fla.architecture],

@@ -1,69 +1,19 @@
-"""Gated linear attention on one rank: the oracle, the chunked phases, and the choice of an implementation."""
+"""Operators of the affine family, `S_t = A_t S_{t-1} + k_t v_tᵀ`, over a sequence that may lie on several ranks.
+
+One folder an operator, all with the same files: `naive` (the recurrence, token by token: the oracle), `chunked` (in
+PyTorch), `cuda` (kernels), `step` (one token, for generation), `flops`. `registry` lists the operators. `mix` is the
+one op that autograd and compilers see, `seam` is what it needs of the ranks, `passes` what it needs of an operator.
+Also here: the loss.
+"""
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
 import torch
-from torch import Tensor
 
-from zeco_train.ops.chunk_layout import CHUNK, accumulation_dtype
-from zeco_train.ops.chunked import (
-    ChunkStateGrads,
-    ChunkStates,
-    IntraGrads,
-    input_grads,
-    intra_grads,
-    intra_scores,
-    local_state_grads,
-    local_states,
-    outputs,
-)
-from zeco_train.ops.documents import Documents
-from zeco_train.ops.naive import naive_gla
-from zeco_train.ops.passes import CHUNKED, BackwardPass, ForwardPass, Passes
-
-logger = logging.getLogger(__name__)
-
-__all__ = [
-    "CHUNK",
-    "CHUNKED",
-    "BackwardPass",
-    "ChunkStateGrads",
-    "ChunkStates",
-    "Documents",
-    "ForwardPass",
-    "IntraGrads",
-    "Passes",
-    "accumulation_dtype",
-    "input_grads",
-    "intra_grads",
-    "intra_scores",
-    "local_state_grads",
-    "local_states",
-    "naive_gla",
-    "outputs",
-    "select",
-]
+# Tokens of a chunk, at most: between chunks operators hand on states, inside them they take pairs of tokens.
+CHUNK = 64
 
 
-def select(q: Tensor, g: Tensor) -> Passes:
-    """The implementation for tokens like these: the only place where a device or a dtype gets one.
-
-    Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays; PyTorch for everything else, fp64 above all.
-    """
-    if not q.is_cuda:
-        return CHUNKED
-    if g.dtype == torch.float32 and q.dtype in (torch.bfloat16, torch.float32):
-        from zeco_train.ops.cuda import CUDA  # Triton is imported where it is used
-
-        return CUDA
-    _say_without_kernels(q.dtype, g.dtype)
-    return CHUNKED
-
-
-@cache
-def _say_without_kernels(tokens: torch.dtype, decays: torch.dtype) -> None:
-    names = (str(dtype).removeprefix("torch.") for dtype in (tokens, decays))
-    logger.info("no kernels for %s tokens with %s decays: the operator runs in PyTorch", *names)
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, decays, statistics and all arithmetic on tensors of `dtype`: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

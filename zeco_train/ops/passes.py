@@ -1,20 +1,19 @@
-"""The two passes of one rank, as autograd drives them: what comes before the scan, beside it, and after it.
+"""An operator, and the two passes of one rank as autograd drives them: what comes before the scan, beside it, after it.
 
-    ForwardPass(q, k, v, g, …)    → launch(state, log_decay)           | overlap() | wait → outputs(R)
-    BackwardPass(q, k, v, do, …)  → launch(state_grad, G_tot, reverse) | overlap() | wait → input_grads(D_in)
+    forward(operands, …)       → launch(state, transition)              | overlap() | wait → outputs(R)
+    backward(operands, do, …)  → launch(state_grad, adjoint, reverse)   | overlap() | wait → operand_grads(D_in)
 
 An implementation is a pair of such classes. Each object serves one pass and is used once, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
-
-from zeco_train.ops import chunked
-from zeco_train.ops.documents import Documents
 
 
 class ForwardPass(Protocol):
@@ -22,11 +21,11 @@ class ForwardPass(Protocol):
 
     Attributes:
         state: [B, H, K, V], S_loc: what this rank's tokens add to the state after them.
-        log_decay: [B, H, K], G_tot: log of the factor by which the incoming state survives them.
+        transition: [B, H, K] or [B, H, K, K], how they change an incoming state (`zeco_train.ops.transition`).
     """
 
     state: Tensor
-    log_decay: Tensor
+    transition: Tensor
 
     def overlap(self) -> None:
         """Do what needs no other rank: the scores inside chunks."""
@@ -38,7 +37,7 @@ class ForwardPass(Protocol):
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs beside q, k, v and `log_decay`; asked for after `outputs`."""
+        """New tensors for the backward pass, see `Passes`; asked for after `outputs`."""
         ...
 
 
@@ -55,16 +54,19 @@ class BackwardPass(Protocol):
         """Do what needs no other rank: states again, gradients inside chunks."""
         ...
 
-    def input_grads(self, incoming_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Make dq, dk, dv, dg, shaped like q, k, v, g, given D_in, [B, H, K, V]."""
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """The gradient of each operand, in their order, like the operand, given D_in, [B, H, K, V]."""
         ...
 
 
 class StartForward(Protocol):
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, documents: Documents | None, scale: float
-    ) -> ForwardPass:
-        """Start the pass: it makes the local states.
+    def __call__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
+        """Start the pass: it makes the local state and transition.
+
+        Args:
+            operands: in the operator's order.
+            scale: factor of the outputs.
+            pieces: [T], see `zeco_train.ops.documents`; None without documents.
 
         Raises:
             ValueError: shapes or dtypes do not fit; the message names the tensor.
@@ -75,91 +77,90 @@ class StartForward(Protocol):
 class StartBackward(Protocol):
     def __call__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        operands: Sequence[Tensor],
         do: Tensor,
-        saved: tuple[Tensor, ...],
-        documents: Documents | None,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
         scale: float,
+        pieces: Tensor | None,
     ) -> BackwardPass:
-        """Start the pass, with `saved` of the forward pass: it makes the local state gradients."""
+        """Start the pass: it makes the local state gradients.
+
+        Args:
+            operands: those of the forward pass, but for those in whose place it has saved something.
+            do: [B, T, H, V], the gradient of o.
+            saved: what else the forward pass has saved.
+            incoming_state: R, [B, H, K, V], if it is needed.
+            scale, pieces: as in the forward pass.
+        """
         ...
 
 
+def nothing_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`Passes.saved_like` of passes that keep operands and R only."""
+    del operands
+    return ()
+
+
 class Passes(NamedTuple):
-    """An implementation of the operator on one rank.
+    """An implementation of an operator on one rank.
 
     Attributes:
         forward, backward: the passes.
-        saved_like: of k, v and g, empty tensors like the three of `ForwardPass.saved`; None where those are two, g
-            and R themselves.
+        saved_like: of the operands, empty tensors like `ForwardPass.saved`.
+        replaced: positions of the operands that are not kept for the backward pass. As many tensors of `saved`, the
+            first ones, are kept and given to it in their place, each of the shape and dtype of the operand.
+        needs_incoming: the backward pass takes R.
     """
 
     forward: StartForward
     backward: StartBackward
-    saved_like: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None
+    saved_like: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = nothing_saved
+    replaced: tuple[int, ...] = ()
+    needs_incoming: bool = True
 
 
-class ChunkedForward:
-    """The forward pass in PyTorch (`zeco_train.ops.chunked`)."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, documents: Documents | None, scale: float) -> None:
-        self._q, self._k, self._v, self._g, self._documents, self._scale = q, k, v, g, documents, scale
-        self._states = chunked.local_states(k, v, g, documents)
-        self.state, self.log_decay = self._states.state, self._states.log_decay
-
-    def overlap(self) -> None:
-        self._scores = chunked.intra_scores(self._q, self._k, self._g, self._documents, self._scale)
-
-    def outputs(self, incoming_state: Tensor) -> Tensor:
-        self._incoming = incoming_state
-        return chunked.outputs(
-            self._q, self._v, self._g, self._scores, self._states, incoming_state, self._documents, self._scale
-        )
-
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
-        return self._g, self._incoming
+# recurrence(*operands, scale=K^-1/2, initial_state=0) → o, [B, T, H, V] in the dtype of v, and the state after the last
+# token, [B, H, K, V] in fp64 or fp32; differentiable by autograd.
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 
-class ChunkedBackward:
-    """The backward pass in PyTorch (`zeco_train.ops.chunked`)."""
+class Kind(Enum):
+    """The kinds of transitions, see `zeco_train.ops.transition`."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        saved: tuple[Tensor, ...],
-        documents: Documents | None,
-        scale: float,
-    ) -> None:
-        self._q, self._k, self._v, self._do, self._documents, self._scale = q, k, v, do, documents, scale
-        self._g, self._incoming = saved
-        self._grads = chunked.local_state_grads(q, do, self._g, documents, scale)
-        self.state_grad = self._grads.state_grad
-
-    def overlap(self) -> None:
-        self._states = chunked.local_states(self._k, self._v, self._g, self._documents)
-        self._intra = chunked.intra_grads(self._q, self._k, self._v, self._g, self._do, self._documents, self._scale)
-
-    def input_grads(self, incoming_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return chunked.input_grads(
-            self._q,
-            self._k,
-            self._v,
-            self._g,
-            self._do,
-            self._states,
-            self._incoming,
-            self._grads,
-            incoming_grad,
-            self._intra,
-            self._documents,
-            self._scale,
-        )
+    diagonal = "diagonal"
+    matrix = "matrix"
 
 
-CHUNKED = Passes(ChunkedForward, ChunkedBackward, saved_like=None)
+@dataclass(frozen=True)
+class Operator:
+    """What everybody else has to know of an operator.
+
+    Attributes:
+        operands: their names, in the order in which they are given; q, k, v first.
+        kind: of its transition.
+        select: the implementation for operands like these: the only place where a device or a dtype gets one. It takes
+            those of a backward pass, too.
+        naive: the recurrence, token by token: the oracle.
+        step: of the operands of one token [B, 1, …] and the state, which it moves on in place: o, [B, 1, H, V].
+        forward_flops: of H, K, V: FLOPs of the forward pass for one token.
+        recomputed_flops: of H, K, V: FLOPs for one token that the backward pass computes a second time.
+    """
+
+    operands: tuple[str, ...]
+    kind: Kind
+    select: Callable[[Sequence[Tensor]], Passes]
+    naive: Recurrence
+    step: Callable[..., Tensor]
+    forward_flops: Callable[[int, int, int], float]
+    recomputed_flops: Callable[[int, int, int], float]
+
+    def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
+        """(B, H, K, V)"""
+        query, _, value, *_ = operands
+        return value.shape[0], value.shape[2], query.shape[3], value.shape[3]
+
+    def transition_shape(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
+        """(B, H, K) or (B, H, K, K)"""
+        *outer, key_dim, _ = self.state_shape(operands)
+        return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)

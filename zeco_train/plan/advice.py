@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.step_time import StepTime, plan_step
-from zeco_train.sp.recompute import Recompute
 
 # Shorter parts than this a rank leave a device idle, and their number is bounded by it.
 LEAST_TOKENS = 1024

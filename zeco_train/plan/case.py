@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from data.config import check_batch, check_seq_len
+from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import assumed_costs
 from zeco_train.config.schema import Compile, Config
@@ -14,9 +14,9 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.sp.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
             "different sequences; train.py has to be told, too"
         )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
-    check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
-    check_batch(config.data.global_batch, config.data.micro_batch, world_size // sp_size)
+    check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
     # The ranks of a CPU share a machine, however many they are.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
     return Case(config, world_size, sp_size, _machine(request, gpu), per_node), notes

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from models.activations import Part, TokenTensor
 from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration
 from zeco_train.plan.case import Case
-from zeco_train.sp.recompute import Recompute
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
 
@@ -93,15 +93,15 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "workspace": calibration.WORKSPACE_BYTES,
     }
     kept = sum(block.count * case.tokens * kept_bytes_per_token(case, block) for block in blocks)
-    whole = kept + 16.0 * case.tokens
+    whole, passing_back = kept + 16.0 * case.tokens, _passing_back(case, last)
     if case.machine.is_cpu:
-        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + _passing_back(case, last))
+        everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + passing_back)
     phases = {
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
             **everywhere,
             "gradients": max(carried, _largest_gradient(case)),
-            "activations": whole + _passing_back(case, last),
+            "activations": whole + passing_back,
         },
         "backward of the first block": {
             **everywhere,
@@ -137,8 +137,10 @@ def parameter_bytes(case: Case, itemsize: int) -> float:
 
 
 def optimizer_bytes(case: Case) -> float:
-    """AdamW: two moments, and a step count, fp32, of each parameter."""
-    return 2 * parameter_bytes(case, case.master_bytes) + 4.0 * sum(map(len, case.spec.units))
+    """What the optimizer keeps of this rank's parameters."""
+    state_bytes = case.config.optim.spec.state_bytes
+    shards = (_local(shape, case.shards) for unit in case.spec.units for shape in unit)
+    return float(sum(state_bytes(elements, case.master_bytes) for elements in shards))
 
 
 def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:

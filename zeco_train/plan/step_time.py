@@ -17,12 +17,12 @@ from models.activations import Part
 from models.spec import BlockSpec
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.config.schema import Dtype
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
 from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, scan_choice
 from zeco_train.sp.backend import BackendSpec
-from zeco_train.sp.recompute import Recompute
 
 
 @dataclass(frozen=True)

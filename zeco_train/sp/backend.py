@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeco_train.collectives import Courier, ScanRequest
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.sp.base import PendingScan
+from zeco_train.ops.seam import LaunchedScan
 from zeco_train.sp.exposed import ExposedMeter
 
 
@@ -25,9 +25,12 @@ class ScanBackend(ABC):
             one group runs its messages in series. None where nothing crosses ranks.
 
     Attributes:
+        finish_waits: of the class: `finish` of its scans communicates, and does not leave that to a courier.
         exposed: measures the communication of scans that no compute hides. Where nothing crosses ranks, there is
             nothing to measure.
     """
+
+    finish_waits = False
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers
@@ -42,7 +45,7 @@ class ScanBackend(ABC):
         reverse: bool = False,
         carry_in: Tensor | None = None,
         want_carry: bool = False,
-    ) -> PendingScan:
+    ) -> LaunchedScan:
         """See `StateScan.launch`.
 
         Raises:
@@ -50,10 +53,10 @@ class ScanBackend(ABC):
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
         scan = self.start(ScanRequest(state, transition, reverse, carry_in, want_carry))
-        return self.exposed.metered(scan, state.device) if self._crosses_ranks else scan
+        return self.exposed.metered(scan, state.device, self.finish_waits) if self._crosses_ranks else scan
 
     @abstractmethod
-    def start(self, request: ScanRequest) -> PendingScan:
+    def start(self, request: ScanRequest) -> LaunchedScan:
         """Start the scan, by the backend's collective."""
 
     def courier(self, request: ScanRequest) -> Courier:
@@ -79,7 +82,7 @@ class ScanBackend(ABC):
                 scan.carry_out()
         self.drain()
 
-    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], PendingScan]]:
+    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
         """`start` for each collective that it may take with states on a device. Collective."""
         del device
         return [self.start]

@@ -20,8 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zeco_train.collectives import PendingScan as CourierScan
-from zeco_train.sp.base import PendingScan
+from zeco_train.ops.seam import LaunchedScan
 
 T = TypeVar("T")
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -59,9 +58,10 @@ class ExposedMeter:
         seconds, self._seconds = self._seconds, None
         return seconds
 
-    def metered(self, scan: PendingScan, device: torch.device) -> PendingScan:
-        """The scan, with a note of how long its calls take on the current stream of `device`."""
-        return _MeteredScan(scan, device, self) if self._measuring else scan
+    def metered(self, scan: LaunchedScan, device: torch.device, finish_waits: bool) -> LaunchedScan:
+        """The scan, with a note of how long its calls take on the current stream of `device`; `finish` among them
+        where it waits for communication."""
+        return _MeteredScan(scan, device, self, finish_waits) if self._measuring else scan
 
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
         """Make a call that waits for communication."""
@@ -85,20 +85,19 @@ class ExposedMeter:
 
 
 class _MeteredScan:
-    """A scan whose waits are timed (`zeco_train.sp.base.PendingScan`)."""
+    """A scan whose waits are timed (`zeco_train.ops.seam.LaunchedScan`)."""
 
-    def __init__(self, scan: PendingScan, device: torch.device, meter: ExposedMeter) -> None:
-        self._scan, self._device, self._meter = scan, device, meter
+    def __init__(self, scan: LaunchedScan, device: torch.device, meter: ExposedMeter, finish_waits: bool) -> None:
+        self._scan, self._device, self._meter, self._finish_waits = scan, device, meter, finish_waits
 
     def wait(self) -> Tensor:
         return self._meter.timed(self._scan.wait, self._device)
 
     def finish(self) -> None:
-        # What a courier carries is sent by itself, and this does nothing that could be waited for.
-        if isinstance(self._scan, CourierScan):
-            self._scan.finish()
-        else:
+        if self._finish_waits:
             self._meter.timed(self._scan.finish, self._device)
+        else:
+            self._scan.finish()
 
     def carry_out(self) -> Tensor:
         return self._meter.timed(self._scan.carry_out, self._device)

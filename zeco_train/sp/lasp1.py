@@ -16,6 +16,8 @@ from zeco_train.sp.backend import BackendSpec, ScanBackend
 class SerialScan(ScanBackend):
     """LASP-1's scan over the ranks of a sequence."""
 
+    finish_waits = True
+
     def start(self, request: ScanRequest) -> PendingSerialScan:
         return launch_serial(request, self.courier(request))
 

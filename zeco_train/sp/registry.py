@@ -67,6 +67,17 @@ class SPConfig:
         return self.all_scan.scans if self.spec.section else self.spec.scans
 
 
+def describe_backends() -> str:
+    """For `--help`: the backends, and under them their algorithms where settings pick one, a line each."""
+    lines = []
+    for spec in BACKENDS.values():
+        lines.append(f"  sp={spec.name:<14}{spec.description}")
+        if spec.section:
+            algorithms = [f"    {scan.name:<15}{scan.description}" for scan in spec.scans]
+            lines += [f"    sp.{spec.section}.algorithm=auto, the fastest of those measured, or one of", *algorithms]
+    return "\n".join(lines)
+
+
 def build_scan(
     config: SPConfig,
     groups: tuple[ProcessGroup, ProcessGroup],

@@ -7,7 +7,7 @@ What a rank's tokens need of all tokens before them is one state R_p, [B, H, K, 
 So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan of these pairs over the ranks,
 (3) computes its intra-chunk scores, which need no other rank, while the scan runs, (4) waits for R_p, adds its decayed
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
-last rank to the first. Steps 1, 3 and 4 are `zeco_train/sp/autograd.py`; step 2 is here.
+last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`; step 2 is here.
 
 The algorithms are in `zeco_train/collectives` (`ALL_SCANS`), say there what they send, and differ in rounding only; an
 all-gather would take (P − 1) S. Between GPUs that map each other's memory those with a kernel run as one,
@@ -30,8 +30,8 @@ from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, request_problem, transport_problem
-from zeco_train.collectives.transition import is_matrix
 from zeco_train.errors import ConfigError
+from zeco_train.ops.transition import is_matrix
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 logger = logging.getLogger(__name__)

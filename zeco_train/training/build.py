@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.config import check_batch, check_seq_len
+from data.config import check_split
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
 from data.opening import open_data
 from data.reader import OpenedData
@@ -41,7 +41,7 @@ from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
-from zeco_train.training.optim import build_optimizer
+from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
 from zeco_train.training.step import TrainingStep
@@ -97,8 +97,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
         ConfigError: a split that the number of ranks, or a setting that the machine, does not allow; ranks that differ.
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
-    check_seq_len(config.data.seq_len, sp_size, segments=config.train.segments)
-    check_batch(config.data.global_batch, config.data.micro_batch, launch.world_size // sp_size)
+    check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
     _check_memory(config, device)

@@ -11,8 +11,8 @@ from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops.loss import TokenScores
-from zeco_train.sp.base import SequenceShard, StateScan
-from zeco_train.sp.segments import LayerStates
+from zeco_train.ops.seam import SequenceShard, StateScan
+from zeco_train.ops.segments import LayerStates
 
 
 class SequenceForward:
@@ -76,7 +76,7 @@ class SequenceForward:
             carries = states.carry_out
 
     def _shard(self, batch: Batch, seq_len: int) -> SequenceShard:
-        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, batch.continues)
+        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, batch.before)
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device

@@ -17,8 +17,8 @@ from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm
-from zeco_train.sp.base import StateScan
-from zeco_train.sp.segments import LayerStates
+from zeco_train.ops.seam import StateScan
+from zeco_train.ops.segments import LayerStates
 from zeco_train.training.forward import SequenceForward
 
 

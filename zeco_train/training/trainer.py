@@ -20,7 +20,7 @@ from zeco_train.tracking.positions import ValidationLoss
 from zeco_train.tracking.recorder import StepResult
 from zeco_train.training.build import Parts
 from zeco_train.training.nonfinite import explain, skip_limit
-from zeco_train.training.optim import learning_rate, set_learning_rate
+from zeco_train.training.schedule import learning_rate, set_learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeco_train.ops import CHUNK
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.config import VerifyConfig
 from zeco_train.verify.reference import Place, exact
@@ -18,13 +19,12 @@ from zeco_train.verify.runs import run_backend
 from zeco_train.verify.sequences import Sequence, decay_rates, pieces
 
 _TOKENS = 1 << 16
-_CHUNK = 64
 _ELEMENTS = 1 << 31
 
 
 def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Sequence:
     """A sequence of one rank whose values, and states at the borders of chunks, have more than `elements` elements."""
-    key_dim, value_dim = max(config.key_dim, _CHUNK), config.value_dim
+    key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
     heads = elements // (_TOKENS * value_dim) + 1
     return Sequence(name, _TOKENS, 1, 1, heads, key_dim, value_dim, dtype, documents=False, carry=True)
 

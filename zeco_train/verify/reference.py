@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeco_train.ops import CHUNKED, Documents, naive_gla
+from zeco_train.ops import CHUNK
+from zeco_train.ops.documents import pieces_between
+from zeco_train.ops.gla.chunked import CHUNKED
+from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.sequences import TOKENS, Sequence, pieces
 
 # Elements of the states at the borders of a piece's chunks: 256 MiB; a piece takes about ten times that.
 _PIECE_STATES = 1 << 25
-_CHUNK = 64
 # Elements of all tokens' states, which the recurrence under autograd keeps a few times over.
 NAIVE_STATES = 1 << 24
 
@@ -59,13 +61,13 @@ def exact(
     inputs = {name: part[name].double() for name in TOKENS}
     start = place.rank * sequence.tokens
     shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
-    documents = shard.documents(sequence.tokens, torch.device("cpu"))
+    restarts = shard.pieces(sequence.tokens, torch.device("cpu"))
     chosen = slice(None) if heads is None else heads
     carries = {name: state[:, chosen].double() for name, state in sequence.carries().items()}
     batch, num_tokens, num_heads, key_dim = inputs["q"].shape
     zero = torch.zeros(batch, num_heads, key_dim, inputs["v"].shape[-1], dtype=torch.float64)
     per_chunk = zero.numel()
-    bounds = pieces(num_tokens, max(1, _PIECE_STATES // per_chunk) * _CHUNK)
+    bounds = pieces(num_tokens, max(1, _PIECE_STATES // per_chunk) * CHUNK)
     results = {name: torch.empty_like(inputs[like]) for name, like in _LIKE.items()}
 
     state = carries.get("carry_in", zero) if place.rank == 0 else _receive(zero, place, place.rank - 1)
@@ -74,11 +76,11 @@ def exact(
     scale = key_dim**-0.5
     with _processors(place):
         for a, b in bounds:
-            q, k, v, g, _ = (x[:, a:b] for x in inputs.values())
-            forward = CHUNKED.forward(q, k, v, g, _between(documents, a, b), scale)
+            *operands, _ = (x[:, a:b] for x in inputs.values())
+            forward = CHUNKED.forward(operands, scale, pieces_between(restarts, a, b))
             forward.overlap()
-            kept.append((state, forward.log_decay))
-            after = forward.log_decay.exp()[..., None] * state + forward.state
+            kept.append((state, forward.transition))
+            after = forward.transition.exp()[..., None] * state + forward.state
             results["o"][:, a:b] = forward.outputs(state)
             state = after
     if not place.is_last:
@@ -88,11 +90,11 @@ def exact(
     results["D_in"] = grad
     with _processors(place):
         for (a, b), (before, log_decay) in zip(reversed(bounds), reversed(kept), strict=True):
-            q, k, v, g, do = (x[:, a:b] for x in inputs.values())
-            backward = CHUNKED.backward(q, k, v, do, (g, before), _between(documents, a, b), scale)
+            *operands, do = (x[:, a:b] for x in inputs.values())
+            backward = CHUNKED.backward(operands, do, (), before, scale, pieces_between(restarts, a, b))
             backward.overlap()
             earlier = log_decay.exp()[..., None] * grad + backward.state_grad
-            for name, piece in zip(("dq", "dk", "dv", "dg"), backward.input_grads(grad), strict=True):
+            for name, piece in zip(("dq", "dk", "dv", "dg"), backward.operand_grads(grad), strict=True):
                 results[name][:, a:b] = piece
             grad = earlier
     if place.rank > 0:
@@ -128,8 +130,7 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
         o, after = naive_gla(
             *(x[:, start:stop] for x in leaves),
             initial_state=states[-1],
-            cu_seqlens=shard.cu_seqlens,
-            continues=shard.continues,
+            pieces=shard.pieces(stop - start, torch.device("cpu")),
         )
         outputs.append(o)
         states.append(after.clone())
@@ -149,10 +150,6 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
     if sequence.carry:
         results |= {"carry_out": states[-1].detach(), "dcarry_in": dstates[0]}
     return results
-
-
-def _between(documents: Documents | None, start: int, stop: int) -> Documents | None:
-    return None if documents is None else Documents.from_restarts(documents.restarts[start:stop])
 
 
 def _receive(like: Tensor, place: Place, source: int) -> Tensor:

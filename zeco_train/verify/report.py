@@ -117,7 +117,7 @@ def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖, the largest of the heads.
 
     dg is taken over all heads: under strong decays it is a small difference of large sums, and rounding relative to
-    those is right (`zeco_train.ops.chunked.input_grads`).
+    those is right (`zeco_train.ops.gla.chunked.input_grads`).
     """
     difference, norm = _norms(name, actual, expected), _norms(name, expected)
     if name == "dg":

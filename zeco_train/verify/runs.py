@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.sp.autograd import gla
-from zeco_train.sp.base import PendingScan, SequenceShard, StateScan
+from zeco_train.ops.mix import mix
+from zeco_train.ops.seam import LaunchedScan, SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.reference import Place
 from zeco_train.verify.sequences import TOKENS, Sequence
@@ -24,7 +24,7 @@ ODD_PLACE = 37
 class _Received:
     """A pending scan that keeps what `wait` gave, by name."""
 
-    pending: PendingScan
+    pending: LaunchedScan
     name: str
     received: dict[str, Tensor]
 
@@ -100,7 +100,7 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
     for shard, stop in zip(shards, stops, strict=True):
         cut = slice(shard.offset - first, None if stop is None else stop - first)
         q, k, v, g = (tokens[name][:, cut].detach().requires_grad_() for name in ("q", "k", "v", "g"))
-        o, state = gla(q, k, v, g, shard, carry_in=state, want_carry=sequence.carry or stop is not None)
+        o, state = mix("gla", (q, k, v, g), shard, carry_in=state, want_carry=sequence.carry or stop is not None)
         leaves += [q, k, v, g]
         outputs.append(o)
     grads = list(tokens["do"].split([o.shape[1] for o in outputs], dim=1))

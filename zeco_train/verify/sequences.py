@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.sp.base import SequenceShard, StateScan
+from zeco_train.ops.seam import SequenceShard, StateScan
 
 WEAKEST, STRONGEST = 1e-6, 20.0
 TOKENS = ("q", "k", "v", "g", "do")
@@ -57,8 +57,9 @@ class Sequence:
         if not self.documents:
             return SequenceShard(scan, start, self.seq_len)
         inside = [border - start for border in self.borders if start < border < stop]
-        continues = start not in self.borders or (start == 0 and self.carry)
-        return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), continues)
+        begin = max(border for border in self.borders if border <= start)
+        before = start - begin + (self.carry and begin == 0)
+        return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
 
     def part(self, rank: int) -> dict[str, Tensor]:
         """q, k, v, g, do of one rank's tokens, on the CPU: the same whoever asks."""

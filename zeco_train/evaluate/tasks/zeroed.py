@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.sp.base import PendingScan, StateScan
+from zeco_train.ops.seam import LaunchedScan, StateScan
 
 
 class _Zeroed:
-    """A `PendingScan` whose states are zeros."""
+    """A `LaunchedScan` whose states are zeros."""
 
-    def __init__(self, pending: PendingScan) -> None:
+    def __init__(self, pending: LaunchedScan) -> None:
         self._pending = pending
 
     def wait(self) -> Tensor:
-        """See `PendingScan`."""
+        """See `LaunchedScan`."""
         return torch.zeros_like(self._pending.wait())
 
     def finish(self) -> None:
-        """See `PendingScan`."""
+        """See `LaunchedScan`."""
         self._pending.finish()
 
     def carry_out(self) -> Tensor:
-        """See `PendingScan`."""
+        """See `LaunchedScan`."""
         return torch.zeros_like(self._pending.carry_out())
 
 
@@ -41,7 +41,7 @@ class ZeroedScan:
         reverse: bool = False,
         carry_in: Tensor | None = None,
         want_carry: bool = False,
-    ) -> PendingScan:
+    ) -> LaunchedScan:
         """See `StateScan`."""
         pending = self._scan.launch(state, log_decay, reverse=reverse, carry_in=carry_in, want_carry=want_carry)
         return _Zeroed(pending)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeco_train.ops.chunk_layout import (
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.gla.chunk_layout import (
     ChunkDecays,
-    accumulation_dtype,
     block_sizes,
     check_inputs,
     halves,
@@ -26,7 +26,6 @@ from zeco_train.ops.chunk_layout import (
     to_chunks,
     token_decays,
 )
-from zeco_train.ops.documents import Documents
 
 # Fewest rows of a matrix product, in a chunk that has as many in each half; a multiple of every smaller block.
 _ROWS = 16
@@ -62,14 +61,14 @@ class _BlockPairs:
     key_decay: Tensor
 
 
-def intra_scores(q: Tensor, k: Tensor, g: Tensor, documents: Documents | None, scale: float) -> Tensor:
+def intra_scores(q: Tensor, k: Tensor, g: Tensor, pieces: Tensor | None, scale: float) -> Tensor:
     """Compute the scores of the tokens of each chunk: step 3 of the forward.
 
         A_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(g_{j+1} + … + g_i)  for j <= i without a restart in (j, i],  else 0
 
     Args:
         q, k: [B, T, H, K]. g: [B, T, H, K], fp32 or fp64, finite, at most 0.
-        documents: restarts of the state; B must be 1 with them.
+        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
         scale: factor of the outputs.
 
     Returns:
@@ -78,30 +77,30 @@ def intra_scores(q: Tensor, k: Tensor, g: Tensor, documents: Documents | None, s
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(documents, q=q, k=k, g=g)
+    check_inputs(pieces, q=q, k=k, g=g)
     dtype = accumulation_dtype(q.dtype)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
     scores = _own_scores(queries, keys)
-    for pairs in _block_pairs(queries, keys, g, documents):
+    for pairs in _block_pairs(queries, keys, g, pieces):
         _put_blocks(scores, _rows(pairs.queries, pairs.block) @ _rows(pairs.keys, pairs.block).mT, pairs.block)
     return scores.mul_(scale)
 
 
 def intra_grads(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, documents: Documents | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, pieces: Tensor | None, scale: float
 ) -> IntraGrads:
     """Compute the parts of dq, dk and dv that stay inside chunks: step 3 of the backward.
 
         dA = scale · do vᵀ,    dq_i = Σ_j dA_ij k_j ⊙ decay_ij,    dk_j = Σ_i dA_ij q_i ⊙ decay_ij,    dv = Aᵀ do
 
     Args:
-        q, k, v, g, documents, scale: as in the forward.
+        q, k, v, g, pieces, scale: as in the forward.
         do: [B, T, H, V], gradient of o.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(documents, q=q, k=k, v=v, g=g, do=do)
+    check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
     dtype = accumulation_dtype(v.dtype)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
     output_grads = matrices(to_chunks(do, dtype))
@@ -113,7 +112,7 @@ def intra_grads(
     dq, dk = (score_grads.new_empty(queries.shape) for _ in range(2))
     torch.mul(keys, own_grads, out=dq)
     torch.mul(queries, own_grads, out=dk)
-    for pairs in _block_pairs(queries, keys, g, documents):
+    for pairs in _block_pairs(queries, keys, g, pieces):
         later, earlier = _rows(pairs.queries, pairs.block), _rows(pairs.keys, pairs.block)
         _put_blocks(scores, later @ earlier.mT, pairs.block)
         block_grads = _take_blocks(score_grads, pairs.block)
@@ -133,9 +132,9 @@ def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
     return scores
 
 
-def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, documents: Documents | None) -> Iterator[_BlockPairs]:
+def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None) -> Iterator[_BlockPairs]:
     """Yield the block pairs from small to large. The decays of one are overwritten by the next."""
-    from_start = token_decays(g, documents, queries.dtype)
+    from_start = token_decays(g, pieces, queries.dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     *outer, chunk, key_dim = queries.shape
     half = (*outer, chunk // 2, key_dim)

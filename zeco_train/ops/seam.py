@@ -7,22 +7,28 @@ A sequence-parallel backend is one exclusive scan over the ranks that share a se
 
 In reverse the scan runs from the last rank to the first, over gradients with respect to the states. `launch` and `wait`
 are apart, so that communication overlaps whatever a caller does between them. Backends hold no autograd.
+They are `zeco_train.sp`; models name the types of this file and know nothing of them.
+
+A custom op takes tensors and plain values but no objects, so it is given a scan by name. A name stands for one scan as
+long as that lives. It is a constant of a compiled graph: a graph is compiled anew for another scan, and holds none
+alive.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from zeco_train.ops import Documents
-from zeco_train.sp.handles import handle_of
+from zeco_train.ops.documents import find_pieces
 
 
-class PendingScan(Protocol):
+class LaunchedScan(Protocol):
     """A scan under way. The order of use is `wait`, `finish`, `carry_out`."""
 
     def wait(self) -> Tensor:
@@ -53,12 +59,12 @@ class StateScan(Protocol):
         reverse: bool = False,
         carry_in: Tensor | None = None,
         want_carry: bool = False,
-    ) -> PendingScan:
+    ) -> LaunchedScan:
         """Start the scan.
 
         Args:
             state: [B, H, K, V], fp32 (fp64 for fp64 inputs): this rank's contribution from a zero start.
-            transition: same dtype, how this rank's tokens change an incoming state (`collectives.transition`):
+            transition: same dtype, how this rank's tokens change an incoming state (`zeco_train.ops.transition`):
                 log-decays [B, H, K], −inf where a document restarts, or matrices [B, H, K, K], zero there. In reverse
                 its `adjoint`.
             reverse: scan from the last rank to the first.
@@ -68,25 +74,61 @@ class StateScan(Protocol):
         ...
 
 
+_SCANS: WeakValueDictionary[str, StateScan] = WeakValueDictionary()
+_HANDLES: WeakKeyDictionary[StateScan, str] = WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(scan: StateScan) -> str:
+    """The scan's name, always the same."""
+    if scan not in _HANDLES:
+        _HANDLES[scan] = handle = f"scan-{next(_numbers)}"
+        _SCANS[handle] = scan
+    return _HANDLES[scan]
+
+
+def scan_of(handle: str) -> StateScan:
+    """The scan of that name.
+
+    Raises:
+        RuntimeError: it is gone; whoever runs a backward pass has to keep the scan of the forward pass.
+    """
+    scan = _SCANS.get(handle)
+    if scan is None:
+        raise RuntimeError(f"the scan {handle!r} is gone: keep it until the backward pass is over")
+    return scan
+
+
 class Place(NamedTuple):
     """A `SequenceShard` as the operator sees it.
 
     Attributes:
-        scan: name of the scan (`zeco_train.sp.handles`).
-        restarts, pieces: [T], see `ops.Documents`, on the device of the tokens; None without documents.
+        scan: name of the scan.
+        pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
     """
 
     scan: str
-    restarts: Tensor | None = None
     pieces: Tensor | None = None
 
 
 class Boundary(NamedTuple):
-    """The states at the borders of one layer's tokens; see `zeco_train.sp.autograd.gla`."""
+    """The states at the borders of one layer's tokens; see `zeco_train.ops.mix.mix`."""
 
     incoming_state: Tensor | None = None
     carry_in: Tensor | None = None
     want_carry: bool = False
+
+
+class Crossing(NamedTuple):
+    """What one layer's tokens got from other ranks and left to others.
+
+    Attributes:
+        received: [B, H, K, V], R, for a later replay; [0] in a replay.
+        carry_out: [B, H, K, V], the state after the whole sequence; [0] unless it was wanted.
+    """
+
+    received: Tensor
+    carry_out: Tensor
 
 
 @dataclass(frozen=True)
@@ -99,35 +141,40 @@ class SequenceShard:
         seq_len: length of the whole sequence in tokens.
         cu_seqlens: [documents + 1] int64, the borders of the documents' pieces on this shard, from 0 to its number of
             tokens; None where the sequence is one document.
-        continues: the first piece continues a document that began on an earlier shard.
+        before: tokens of the first piece's document on earlier shards; 0 where it begins here. Without documents the
+            sequence is the one document, and this is `offset`, which need not be given.
     """
 
     scan: StateScan
     offset: int
     seq_len: int
     cu_seqlens: Tensor | None = None
-    continues: bool = False
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        if self.cu_seqlens is None:
+            object.__setattr__(self, "before", self.offset)
 
     def place(self, num_tokens: int, device: torch.device) -> Place:
-        """What the operator is told, in values that a compiler can trace; arguments and errors of `documents`."""
-        documents = self.documents(num_tokens, device)
-        if documents is None:
-            return Place(handle_of(self.scan))
-        return Place(handle_of(self.scan), documents.restarts, documents.pieces)
+        """What the operator is given, in values that a compiler can trace; arguments and errors of `pieces`."""
+        return Place(handle_of(self.scan), self.pieces(num_tokens, device))
 
-    def documents(self, num_tokens: int, device: torch.device) -> Documents | None:
-        """The restarts of the state among this shard's `num_tokens` tokens, on their device; None without documents.
+    def pieces(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Where the state restarts among this shard's `num_tokens` tokens, on their device; None without documents.
 
         Found once, however many layers ask: it takes the borders to the host, for which CUDA has to be waited for.
+
+        Returns:
+            [T] int32, see `zeco_train.ops.documents`.
 
         Raises:
             ValueError: `cu_seqlens` does not rise from 0 to `num_tokens`.
         """
         key = num_tokens, device
-        if key not in self._documents:
-            self._documents[key] = Documents.from_cu_seqlens(self.cu_seqlens, self.continues, num_tokens, device)
-        return self._documents[key]
+        if key not in self._pieces:
+            self._pieces[key] = find_pieces(self.cu_seqlens, self.before, num_tokens, device)
+        return self._pieces[key]
 
     @cached_property
-    def _documents(self) -> dict[tuple[int, torch.device], Documents | None]:
+    def _pieces(self) -> dict[tuple[int, torch.device], Tensor | None]:
         return {}

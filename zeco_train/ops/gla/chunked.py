@@ -1,22 +1,23 @@
 """Chunked gated linear attention in PyTorch: the phases of one rank, forward and backward (DESIGN, section 3).
 
-Each phase is a plain function of tensors: no autograd, no ranks. A forward is
+Each phase is a plain function of tensors: no autograd, no ranks. The passes put them together. A forward is
 
-    chunk_states = local_states(k, v, g, documents)
+    chunk_states = local_states(k, v, g, pieces)
     R = exclusive scan of (chunk_states.state, chunk_states.log_decay) over the ranks
-    scores = intra_scores(q, k, g, documents, scale)                       # while the scan is under way
-    o = outputs(q, v, g, scores, chunk_states, R, documents, scale)
+    scores = intra_scores(q, k, g, pieces, scale)                       # while the scan is under way
+    o = outputs(q, v, g, scores, chunk_states, R, pieces, scale)
 
 and a backward, with R saved and `chunk_states` made anew,
 
-    chunk_grads = local_state_grads(q, do, g, documents, scale)
+    chunk_grads = local_state_grads(q, do, g, pieces, scale)
     D_in = exclusive scan of (chunk_grads.state_grad, chunk_states.log_decay) from the last rank down
-    intra = intra_grads(q, k, v, g, do, documents, scale)                  # while the scan is under way
-    dq, dk, dv, dg = input_grads(q, k, v, g, do, chunk_states, R, chunk_grads, D_in, intra, documents, scale)
+    intra = intra_grads(q, k, v, g, do, pieces, scale)                  # while the scan is under way
+    dq, dk, dv, dg = input_grads(q, k, v, g, do, chunk_states, R, chunk_grads, D_in, intra, pieces, scale)
 
 Shapes: q, k, g [B, T, H, K]; v, o [B, T, H, V]; a state [B, H, K, V]; a log-decay [B, H, K]; T is any number of tokens.
 q, k, v, do share a dtype; g is fp32 or fp64. Arithmetic and states are fp64 where v is, else fp32.
-`documents` says where the state restarts; None is nowhere. Misfits raise a ValueError that names the tensor.
+`pieces` says where the state restarts (`zeco_train.ops.documents`); None is nowhere. Misfits raise a ValueError that
+names the tensor.
 
 The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks that
 of ZeCO. Time and memory are linear in T: a chunk holds a state, 64 × 64 scores at most, and a few copies of its tokens.
@@ -24,22 +25,26 @@ of ZeCO. Time and memory are linear in T: a chunk holds a state, 64 × 64 scores
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from zeco_train.ops.chunk_layout import (
-    accumulation_dtype,
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.documents import find_restarts
+from zeco_train.ops.gla.chunk_layout import (
     add_later_tokens,
     check_inputs,
     matrices,
     to_chunks,
     to_tokens,
 )
-from zeco_train.ops.chunk_states import ChunkStateGrads, ChunkStates, local_state_grads, local_states
-from zeco_train.ops.documents import Documents
-from zeco_train.ops.intra import IntraGrads, intra_grads, intra_scores
+from zeco_train.ops.gla.chunk_states import ChunkStateGrads, ChunkStates, local_state_grads, local_states
+from zeco_train.ops.gla.intra import IntraGrads, intra_grads, intra_scores
+from zeco_train.ops.passes import Passes
 
 __all__ = [
+    "CHUNKED",
     "ChunkStateGrads",
     "ChunkStates",
     "IntraGrads",
@@ -59,7 +64,7 @@ def outputs(
     scores: Tensor,
     chunk_states: ChunkStates,
     incoming_state: Tensor,
-    documents: Documents | None,
+    pieces: Tensor | None,
     scale: float,
 ) -> Tensor:
     """Compute the outputs: step 4 of the forward.
@@ -71,7 +76,7 @@ def outputs(
         scores: A of `intra_scores`.
         chunk_states: of `local_states`; consumed: its `states` are overwritten.
         incoming_state: R, [B, H, K, V].
-        documents: restarts of the state.
+        pieces: [T], see `zeco_train.ops.documents`.
         scale: factor of the outputs.
 
     Returns:
@@ -80,7 +85,7 @@ def outputs(
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(documents, q=q, v=v, g=g)
+    check_inputs(pieces, q=q, v=v, g=g)
     dtype = accumulation_dtype(v.dtype)
     states = chunk_states.take_corrected(incoming_state)
     queries = chunk_states.decays.from_start * to_chunks(q, dtype)
@@ -101,7 +106,7 @@ def input_grads(
     chunk_grads: ChunkStateGrads,
     incoming_grad: Tensor,
     intra: IntraGrads,
-    documents: Documents | None,
+    pieces: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of the inputs: step 4 of the backward.
@@ -114,7 +119,7 @@ def input_grads(
     dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
 
     Args:
-        q, k, v, g, documents, scale: as in the forward.
+        q, k, v, g, pieces, scale: as in the forward.
         do: [B, T, H, V], gradient of o, in the dtype of v.
         chunk_states: of `local_states`; consumed: its `states` are overwritten.
         incoming_state: R, [B, H, K, V], of the forward.
@@ -128,7 +133,7 @@ def input_grads(
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.
     """
-    check_inputs(documents, q=q, k=k, v=v, g=g, do=do)
+    check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
     dtype = accumulation_dtype(v.dtype)
     decays = chunk_states.decays
     states, grads = chunk_states.take_corrected(incoming_state), chunk_grads.take_corrected(incoming_grad)
@@ -143,16 +148,16 @@ def input_grads(
 
     token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
     boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
-    dg = _decay_grads(token_terms, boundary_terms, documents)
+    dg = _decay_grads(token_terms, boundary_terms, pieces)
     dq, dk, dv, dg = (
         to_tokens(grad, x.shape[1], x.dtype) for grad, x in zip((dq, dk, dv, dg), (q, k, v, g), strict=True)
     )
-    if documents is not None:
-        dg.masked_fill_(documents.restarts[:, None, None], 0.0)
+    if pieces is not None:
+        dg.masked_fill_(find_restarts(pieces)[:, None, None], 0.0)
     return dq, dk, dv, dg
 
 
-def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, documents: Documents | None) -> Tensor:
+def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, pieces: Tensor | None) -> Tensor:
     """Compute dg: sums of the terms of a token and those after it, to its chunk's end, and of the term at that end.
 
     The boundary term makes each chunk's dg independent of the tokens after it, on this rank and on the later ones: what
@@ -163,11 +168,59 @@ def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, documents: Documen
     Args:
         token_terms: [N, B, H, C, K], q ⊙ dq − k ⊙ dk; overwritten.
         boundary_terms: [N, B, H, K], Σ_V S[n+1] ⊙ dS[n+1].
-        documents: restarts of the state.
+        pieces: [T], see `zeco_train.ops.documents`.
 
     Returns:
         [N, B, H, C, K], right but at a restart itself, where dg is 0.
     """
     # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
     token_terms[..., -1, :] += boundary_terms
-    return add_later_tokens(token_terms, documents)
+    return add_later_tokens(token_terms, pieces)
+
+
+class ChunkedForward:
+    """See `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+        self._q, self._k, self._v, self._g = operands
+        self._scale, self._pieces = scale, pieces
+        self._states = local_states(self._k, self._v, self._g, pieces)
+        self.state, self.transition = self._states.state, self._states.log_decay
+        self.saved: tuple[Tensor, ...] = ()
+
+    def overlap(self) -> None:
+        self._scores = intra_scores(self._q, self._k, self._g, self._pieces, self._scale)
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        inputs = self._q, self._v, self._g, self._scores, self._states
+        return outputs(*inputs, incoming_state, self._pieces, self._scale)
+
+
+class ChunkedBackward:
+    """See `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+    ) -> None:
+        assert incoming_state is not None
+        self._q, self._k, self._v, self._g = operands
+        self._do, self._incoming, self._scale, self._pieces = do, incoming_state, scale, pieces
+        self._grads = local_state_grads(self._q, do, self._g, pieces, scale)
+        self.state_grad = self._grads.state_grad
+
+    def overlap(self) -> None:
+        self._states = local_states(self._k, self._v, self._g, self._pieces)
+        self._intra = intra_grads(self._q, self._k, self._v, self._g, self._do, self._pieces, self._scale)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        inputs = self._q, self._k, self._v, self._g, self._do, self._states, self._incoming, self._grads
+        return input_grads(*inputs, incoming_grad, self._intra, self._pieces, self._scale)
+
+
+CHUNKED = Passes(ChunkedForward, ChunkedBackward)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.chunk_layout import accumulation_dtype, check_inputs, check_state
-from zeco_train.ops.documents import Documents
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.documents import find_restarts
+from zeco_train.ops.gla.chunk_layout import check_inputs, check_state
 
 
 def naive_gla(
@@ -17,8 +18,7 @@ def naive_gla(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    continues: bool = False,
+    pieces: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gated linear attention, equation by equation (Yang et al. 2024, arXiv 2312.06635, section 4.1).
 
@@ -33,8 +33,7 @@ def naive_gla(
         g: [B, T, H, K] fp32 or fp64, log-decays, finite and at most 0.
         scale: factor of the outputs, K^-1/2 if None.
         initial_state: [B, H, K, V], the state before token 0; None is zero.
-        cu_seqlens: [D + 1] borders of packed documents, from 0 to T; B must be 1.
-        continues: the first document goes on from `initial_state`; else it restarts at token 0.
+        pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
 
     Returns:
         o: [B, T, H, V] in the dtype of v.
@@ -43,15 +42,14 @@ def naive_gla(
     Raises:
         ValueError: shapes, dtypes or documents do not fit; the message names the tensor.
     """
-    documents = Documents.from_cu_seqlens(cu_seqlens, continues, q.shape[1], q.device)
-    check_inputs(documents, q=q, k=k, v=v, g=g)
+    check_inputs(pieces, q=q, k=k, v=v, g=g)
     dtype = accumulation_dtype(v.dtype)
     batch, num_tokens, heads, key_dim = q.shape
     zero = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=dtype, device=v.device)
     if initial_state is not None:
         check_state(initial_state, "initial_state", zero.shape)
     state = zero if initial_state is None else initial_state.to(dtype)
-    restarts = [False] * num_tokens if documents is None else documents.restarts.tolist()
+    restarts = [False] * num_tokens if pieces is None else find_restarts(pieces).tolist()
     scale = key_dim**-0.5 if scale is None else scale
 
     # unbind, for the gradient of an indexing `q[:, t]` is a zero tensor of T tokens, for every token

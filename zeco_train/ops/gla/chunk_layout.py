@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops.documents import Documents
+from zeco_train.ops import CHUNK
+from zeco_train.ops.documents import find_restarts
 
-# Tokens of a chunk, at most and at least.
-CHUNK = 64
+# Tokens of a chunk, at least.
 _SMALLEST_CHUNK = 16
 
 
@@ -45,11 +45,6 @@ class ChunkDecays:
     def total(self) -> Tensor:
         """[N, B, H, K], the decay of a state over the whole chunk."""
         return self.from_start[..., -1, :]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, decays, statistics and all arithmetic on tensors of `dtype`: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunk_size(num_tokens: int) -> int:
@@ -88,11 +83,11 @@ def halves(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return earlier, later
 
 
-def token_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
+def token_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The decay of each token, exp(g) or 0 at a restart, [B, T, H, K] → [N, B, H, C, K], contiguous."""
     decay = g.to(dtype).exp()
-    if documents is not None:
-        decay.masked_fill_(documents.restarts[:, None, None], 0.0)
+    if pieces is not None:
+        decay.masked_fill_(find_restarts(pieces)[:, None, None], 0.0)
     padding = -g.shape[1] % chunk_size(g.shape[1])
     if padding:
         decay = F.pad(decay, (0, 0, 0, 0, 0, padding), value=1.0)
@@ -112,40 +107,43 @@ def merge_from_start(from_start: Tensor, block: int) -> None:
     later.mul_(earlier[..., -1:, :])
 
 
-def chunk_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> ChunkDecays:
+def chunk_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> ChunkDecays:
     """The decays inside whole chunks, from g [B, T, H, K]."""
-    from_start = token_decays(g, documents, dtype)
+    from_start = token_decays(g, pieces, dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     for block in block_sizes(from_start.shape[-2]):
         merge_blocks(decays, block)
     return decays
 
 
-def chunk_decays_from_start(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
+def chunk_decays_from_start(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The first half of `chunk_decays`, where the other is not needed."""
-    from_start = token_decays(g, documents, dtype)
+    from_start = token_decays(g, pieces, dtype)
     for block in block_sizes(from_start.shape[-2]):
         merge_from_start(from_start, block)
     return from_start
 
 
-def chunk_log_decays(g: Tensor, documents: Documents | None, dtype: torch.dtype) -> Tensor:
+def chunk_log_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[N, B, H, K], summed log-decay of each chunk; −inf where it holds a restart."""
     log_decays = to_chunks(g, dtype).sum(-2)
-    if documents is not None:
-        restarts = _restarts(documents).any(-1)
+    if pieces is not None:
+        restarts = find_restarts(pieces)
+        chunk = chunk_size(restarts.numel())
+        restarts = F.pad(restarts, (0, -restarts.numel() % chunk)).view(-1, chunk).any(-1)
         log_decays.masked_fill_(restarts[:, None, None, None], float("-inf"))
     return log_decays
 
 
-def add_later_tokens(x: Tensor, documents: Documents | None) -> Tensor:
+def add_later_tokens(x: Tensor, pieces: Tensor | None) -> Tensor:
     """Reversed cumulative sum over the tokens of each chunk, [N, B, H, C, D], in place, not past a restart.
 
     What would come from past a restart adds up to 0, but only within the rounding of another document's numbers.
     """
-    pieces = None
-    if documents is not None:
-        pieces = _restarts(documents)[:, None, None, :, None].cumsum(-2)
+    if pieces is not None:
+        chunk = chunk_size(pieces.numel())
+        padding = pieces[-1:].expand(-pieces.numel() % chunk)
+        pieces = torch.cat([pieces, padding]).view(-1, 1, 1, chunk, 1)
     for block in block_sizes(x.shape[-2]):
         earlier, later = halves(x, block)
         sums = later[..., :1, :]
@@ -156,14 +154,7 @@ def add_later_tokens(x: Tensor, documents: Documents | None) -> Tensor:
     return x
 
 
-def _restarts(documents: Documents) -> Tensor:
-    """[N, C] bool: where the state restarts, by chunks."""
-    restarts = documents.restarts
-    chunk = chunk_size(restarts.numel())
-    return F.pad(restarts, (0, -restarts.numel() % chunk)).view(-1, chunk)
-
-
-def check_inputs(documents: Documents | None, **tensors: Tensor) -> None:
+def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:
     """Check the tensors of a phase, given by their names (q, k, v, g, do), against each other.
 
     Raises:
@@ -184,12 +175,12 @@ def check_inputs(documents: Documents | None, **tensors: Tensor) -> None:
             raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
         if name == "g" and x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"g: expected float32 or float64, for log-decays are summed over chunks; got {x.dtype}")
-    if documents is None:
+    if pieces is None:
         return
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {sizes['B']}")
-    if documents.restarts.numel() != sizes["T"]:
-        raise ValueError(f"cu_seqlens: describes {documents.restarts.numel()} tokens, but there are {sizes['T']}")
+    if pieces.numel() != sizes["T"]:
+        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens, but there are {sizes['T']}")
 
 
 def check_state(state: Tensor, name: str, shape: torch.Size) -> None:

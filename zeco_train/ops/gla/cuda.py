@@ -15,31 +15,32 @@ The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from zeco_train.kernels.gla.launch import Launcher
 from zeco_train.kernels.gla.tuning import options_for
-from zeco_train.ops.chunk_layout import check_inputs, check_state
-from zeco_train.ops.documents import Documents
+from zeco_train.ops.gla.chunk_layout import check_inputs, check_state
 from zeco_train.ops.passes import Passes
 
 
-def _launcher(k: Tensor, v: Tensor, documents: Documents | None, scale: float) -> Launcher:
-    pieces = None if documents is None else documents.pieces
+def _launcher(k: Tensor, v: Tensor, pieces: Tensor | None, scale: float) -> Launcher:
     return Launcher(k, v, pieces, scale, options_for(k, v))
 
 
 class CudaForward:
     """See `zeco_train.ops.passes.ForwardPass`."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, documents: Documents | None, scale: float) -> None:
-        check_inputs(documents, q=q, k=k, v=v, g=g)
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+        q, k, v, g = operands
+        check_inputs(pieces, q=q, k=k, v=v, g=g)
         self._q, self._k, self._v = (x.contiguous() for x in (q, k, v))
-        self._launcher = _launcher(k, v, documents, scale)
+        self._launcher = _launcher(k, v, pieces, scale)
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
         self._local = self._launcher.local_states(self._k, self._v, g.contiguous(), b=self._b, reverse=False)
-        self.state, self.log_decay = self._local.state, self._local.log_decay
+        self.state, self.transition = self._local.state, self._local.log_decay
 
     def overlap(self) -> None:
         self._scores = self._launcher.scores(self._q, self._k, self._b)
@@ -51,6 +52,8 @@ class CudaForward:
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
+        """b, in the place of g, which is as large as q and k together in bf16; the true states that the kernels'
+        segments start from, in that of R; the scores."""
         return self._b, self._local.starts, self._scores
 
 
@@ -59,18 +62,18 @@ class CudaBackward:
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        operands: Sequence[Tensor],
         do: Tensor,
-        saved: tuple[Tensor, ...],
-        documents: Documents | None,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
         scale: float,
+        pieces: Tensor | None,
     ) -> None:
-        check_inputs(documents, q=q, k=k, v=v, do=do)
+        q, k, v, self._b = operands
+        check_inputs(pieces, q=q, k=k, v=v, do=do)
         self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
-        self._b, self._starts, self._scores = saved
-        self._launcher = _launcher(k, v, documents, scale)
+        self._starts, self._scores = saved
+        self._launcher = _launcher(k, v, pieces, scale)
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
         self.state_grad = self._local.state
 
@@ -80,7 +83,7 @@ class CudaBackward:
             self._q, self._k, self._v, self._b, self._do, self._states
         )
 
-    def input_grads(self, incoming_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         self._launcher.correct(self._local, incoming_grad)
         dv, dg = self._launcher.input_grads(
@@ -89,10 +92,11 @@ class CudaBackward:
         return self._dq, self._dk, dv, dg
 
 
-def _saved_like(k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    _, k, v, g = operands
     launcher = _launcher(k, v, None, 1.0)
     b = torch.empty_like(g, memory_format=torch.contiguous_format)
     return b, g.new_empty(launcher.starts_shape), k.new_empty(launcher.scores_shape)
 
 
-CUDA = Passes(CudaForward, CudaBackward, _saved_like)
+CUDA = Passes(CudaForward, CudaBackward, _saved_like, replaced=(3,), needs_incoming=False)

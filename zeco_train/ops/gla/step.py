@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeco_train.ops.chunk_layout import check_inputs, check_state
+from zeco_train.ops.gla.chunk_layout import check_inputs, check_state
 
 logger = logging.getLogger(__name__)
 
 
-def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
     """The next token of each sequence of a batch.
 
     Args:
@@ -29,6 +29,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) ->
         v: [B, 1, H, V], same dtype.
         g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
         state: [B, H, K, V] in the dtype of g, contiguous, after the token before; overwritten by that after this one.
+        scale: factor of the output, K^-1/2 if None.
 
     Returns:
         o: [B, 1, H, V] in the dtype of v.
@@ -42,19 +43,20 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) ->
         raise ValueError(f"q: expected one token of each sequence, got {q.shape[1]}")
     if state.dtype != g.dtype:
         raise ValueError(f"state: expected the dtype of g, {g.dtype}, got {state.dtype}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     fused = _fused_step() if q.is_cuda and g.dtype == torch.float32 else None
     if fused is None:
-        return _plain_step(q, k, v, g, state)
-    o, final_state = fused(q, k, v, gk=g, initial_state=state, output_final_state=True)
+        return _plain_step(q, k, v, g, state, scale)
+    o, final_state = fused(q, k, v, gk=g, scale=scale, initial_state=state, output_final_state=True)
     state.copy_(final_state)
     return o
 
 
-def _plain_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
+def _plain_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
     heads = state.view(-1, *state.shape[-2:])
     query, key, value, log_decay = (x.to(state.dtype).reshape(len(heads), 1, -1) for x in (q, k, v, g))
     heads.mul_(log_decay.exp().mT).baddbmm_(key.mT, value)
-    return torch.bmm(query * q.shape[-1] ** -0.5, heads).view(v.shape).to(v.dtype)
+    return torch.bmm(query * scale, heads).view(v.shape).to(v.dtype)
 
 
 @cache

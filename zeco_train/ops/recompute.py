@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeco_train.sp.base import Boundary, Place
+from zeco_train.ops.seam import Boundary, Place
 
 
 class Block(Protocol):
@@ -65,7 +65,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, received, carry_out = block(x, place, Boundary(incoming_state, carry_in, want_carry))
         incoming_state = received if incoming_state is None else incoming_state
-        ctx.save_for_backward(x, incoming_state, carry_in, place.restarts, place.pieces)
+        ctx.save_for_backward(x, incoming_state, carry_in, place.pieces)
         ctx.block, ctx.scan, ctx.want_carry = block, place.scan, want_carry
         ctx.mark_non_differentiable(received)
         ctx.set_materialize_grads(False)
@@ -74,12 +74,12 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
-        x, incoming_state, carry_in, restarts, pieces = ctx.saved_tensors
+        x, incoming_state, carry_in, pieces = ctx.saved_tensors
         x = x.detach().requires_grad_()
         if carry_in is not None:
             carry_in = carry_in.detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad():
-            place = Place(ctx.scan, restarts, pieces)
+            place = Place(ctx.scan, pieces)
             y, _, carry_out = ctx.block(x, place, Boundary(incoming_state, carry_in, ctx.want_carry), is_read=False)
         pairs = [(y, dy), (carry_out, dcarry_out)]
         outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)

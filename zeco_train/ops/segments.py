@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zeco_train.sp.autograd import Crossing
-from zeco_train.sp.base import Boundary
+from zeco_train.ops.seam import Boundary, Crossing
 
 
 @dataclass

@@ -1,0 +1,193 @@
+"""Any differentiable operator over ranks: passes made of it, through every backend, against it in one go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import RecordingScan, build_scans
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.gla import GLA
+from zeco_train.ops.mix import mix
+from zeco_train.ops.op_passes import op_passes
+from zeco_train.ops.passes import Kind
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import SequenceShard
+
+pytestmark = pytest.mark.numeric
+
+BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 3, 6, 5
+SCALE = 0.7
+# Tokens of each rank; borders of documents: over two or three ranks, at an edge, inside; none.
+LENGTHS = (17, 9, 20, 14)
+DOCUMENTS = {
+    "one document": None,
+    "over ranks and from an edge": (0, 5, 12, 26, 40),
+    "over three ranks": (0, 3, 46),
+    "of one token": (0, 1, 17, 18),
+}
+# Sums of up to 60 terms near 1, each rounded by 2^-53; measured at most 6e-15.
+TOLERANCE = 1e-13
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, o_t = scale · q_tᵀ S_t; β [B, T, H]."""
+    assert initial_state is not None
+    state, o = initial_state, []
+    for q_t, k_t, v_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, beta)), strict=True):
+        change = beta_t[..., None] * (v_t - (k_t[..., None, :] @ state).squeeze(-2))
+        state = state + k_t[..., None] * change[..., None, :]
+        o.append((q_t[..., None, :] @ state).squeeze(-2))
+    return (q.shape[-1] ** -0.5 if scale is None else scale) * torch.stack(o, dim=1), state
+
+
+# The operands' names are those of tensors of `tensors`.
+OPS = {
+    "slow gla": replace(GLA, select=lambda operands: op_passes(GLA.naive, Kind.diagonal)),
+    "delta": replace(
+        GLA,
+        operands=("q", "k", "v", "beta"),
+        kind=Kind.matrix,
+        naive=delta_rule,
+        select=lambda operands: op_passes(delta_rule, Kind.matrix),
+    ),
+}
+
+
+def tensors(num_tokens: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
+
+    tokens, state = (num_tokens, HEADS), (HEADS, KEY_DIM, VALUE_DIM)
+    return {
+        "q": random(*tokens, KEY_DIM),
+        "k": torch.nn.functional.normalize(random(*tokens, KEY_DIM), dim=-1),
+        "v": random(*tokens, VALUE_DIM),
+        "g": -0.2 * random(*tokens, KEY_DIM).abs(),
+        "beta": 2 * random(*tokens).sigmoid(),
+        "do": random(*tokens, VALUE_DIM),
+        "carry_in": random(*state),
+        "dcarry_out": random(*state),
+    }
+
+
+def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry: bool) -> dict[str, Tensor]:
+    """The recurrence over the whole sequence, document by document."""
+    values = tensors(num_tokens)
+    leaves = [values[operand].requires_grad_() for operand in OPS[name].operands]
+    zero = torch.zeros_like(values["carry_in"])
+    carry_in = (values["carry_in"] if carry else zero).requires_grad_()
+    o, state = [], carry_in
+    # With documents the first one goes on from the carry as well.
+    for a, b in itertools.pairwise([*(documents or (0,)), num_tokens]):
+        before = state if a == 0 else zero
+        part, state = OPS[name].naive(*(x[:, a:b] for x in leaves), scale=SCALE, initial_state=before)
+        o.append(part)
+    outputs, grads = [torch.cat(o, dim=1), state], [values["do"], values["dcarry_out"] if carry else zero]
+    found = torch.autograd.grad(outputs, [*leaves, carry_in], grads, allow_unused=True)
+    of_operands = dict(zip(OPS[name].operands, found, strict=False))
+    dcarry_in = zero if found[-1] is None else found[-1]
+    return {"o": outputs[0].detach(), **of_operands, "carry_out": state.detach(), "carry_in": dcarry_in}
+
+
+def of_rank(
+    name: str, scan: RecordingScan, documents: Sequence[int] | None, start: int, stop: int, num_tokens: int, carry: bool
+) -> dict[str, Tensor]:
+    """The same by the operator on the tokens [start, stop) of a rank; then with the state replayed."""
+    values = tensors(num_tokens)
+    shard = SequenceShard(scan, start, num_tokens)
+    if documents is not None:
+        inner = [border - start for border in documents if start < border < stop]
+        begin = max(border for border in documents if border <= start)
+        before = start - begin + (begin == 0)  # the sequence's first document continues from the carry
+        shard = SequenceShard(scan, start, num_tokens, torch.tensor([0, *inner, stop - start]), before)
+    results: list[dict[str, Tensor]] = []
+    for replay in (False, True):
+        leaves = [values[x][:, start:stop].clone().requires_grad_() for x in OPS[name].operands]
+        carry_in = values["carry_in"].clone().requires_grad_() if carry else None
+        incoming = scan.received["R"] if replay else None
+        o, carry_out = mix(
+            name, leaves, shard, scale=SCALE, incoming_state=incoming, carry_in=carry_in, want_carry=carry
+        )
+        outputs, grads = [o], [values["do"][:, start:stop]]
+        inputs = leaves
+        if carry_in is not None and carry_out is not None:
+            outputs, grads, inputs = [o, carry_out], [*grads, values["dcarry_out"]], [*leaves, carry_in]
+        found = torch.autograd.grad(outputs, inputs, grads)
+        result = {"o": o.detach(), **dict(zip((*OPS[name].operands, "carry_in"), found, strict=False))}
+        if carry_out is not None and not replay:
+            result["carry_out"] = carry_out.detach()
+        results.append(result)
+    for what, x in results[1].items():
+        assert torch.equal(x, results[0][what]), f"{what} of a replay"
+    return results[0]
+
+
+def suite(rank: int, world_size: int) -> None:
+    scans = build_scans(tuple(range(world_size)))
+    borders = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
+    start, stop = borders[rank : rank + 2]
+    with mock.patch.dict(OPERATORS, OPS):
+        for name, (layout, documents), carry in itertools.product(OPS, DOCUMENTS.items(), (False, True)):
+            inside = None if documents is None else [border for border in documents if border < borders[-1]]
+            whole = expected(name, inside, borders[-1], carry)
+            for backend, scan in scans.items():
+                found = of_rank(name, scan, inside, start, stop, borders[-1], carry)
+                for what, x in found.items():
+                    wanted = whole[what] if what.startswith("carry") else whole[what][:, start:stop]
+                    error = (x - wanted).abs().max().item() / whole[what].abs().max().clamp(min=1e-3).item()
+                    assert error <= TOLERANCE, f"{what} off by {error:.1e}: {name}, {backend}, {layout}, {carry=}"
+    for scan in scans.values():
+        scan.drain()
+    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_passes_of_any_operator_equal_it_in_one_go(world_size: int) -> None:
+    run_distributed(suite, world_size)
+
+
+@pytest.mark.parametrize("documents", [None, (0, 70, 100)])
+def test_slow_passes_are_those_of_gla(documents: tuple[int, ...] | None) -> None:
+    """State, transition and state gradient one by one, in fp64."""
+    values = tensors(100)
+    operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
+    pieces = None if documents is None else find_pieces(torch.tensor(documents), 0, 100, incoming.device)
+    both = []
+    for passes in (GLA.select(operands), op_passes(GLA.naive, Kind.diagonal)):
+        forward = passes.forward(operands, SCALE, pieces)
+        forward.overlap()
+        o = forward.outputs(incoming)
+        backward = passes.backward(operands, values["do"], forward.saved, incoming, SCALE, pieces)
+        backward.overlap()
+        transition, grads = forward.transition.exp(), backward.operand_grads(values["dcarry_out"])
+        both.append([forward.state, transition, o, backward.state_grad, *grads])
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_mistakes_are_named() -> None:
+    shard = SequenceShard(mock.Mock(), 0, 4)
+    x = torch.ones(1, 4, 1, 2)
+    with pytest.raises(ValueError, match=r"^operator: must be one of gla; got 'gal'$"):
+        mix("gal", [x] * 4, shard)
+    with pytest.raises(ValueError, match=r"^operands: gla takes q, k, v, g; got 3 tensors$"):
+        mix("gla", [x] * 3, shard)

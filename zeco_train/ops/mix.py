@@ -1,0 +1,232 @@
+"""An operator over a sharded sequence: the one op that serves every operator and every backend.
+
+The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only thing that crosses ranks is one exclusive
+scan of states in the forward pass and one of state gradients, in reverse, in the backward pass (DESIGN, section 3). `→`
+marks it:
+
+    zeco::mix           local state → launch(S_loc, A) | intra-chunk scores | wait → R, outputs, finish
+    zeco::mix_backward  local state gradients → launch(D_loc, Aᵀ, reverse) | states again, intra-chunk gradients
+                        | wait → D_in, operand gradients, finish
+
+Both are custom ops, so a compiler sees each as one node: it neither looks inside nor moves a launch away from the work
+that covers it, and a compiled block has no graph break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, register_autograd
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.registry import operator_of
+from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard, scan_of
+from zeco_train.ops.transition import adjoint
+
+
+def mix(
+    operator: str,
+    operands: Sequence[Tensor],
+    shard: SequenceShard,
+    *,
+    scale: float | None = None,
+    incoming_state: Tensor | None = None,
+    carry_in: Tensor | None = None,
+    want_carry: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """An operator on this rank's tokens, causal, exact over the whole sequence.
+
+        S_t = A_t S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
+
+    Args:
+        operator: its name (`zeco_train.ops.registry`).
+        operands: those of this rank's tokens, in the operator's order: q, k [B, T, H, K] in bf16, fp32 or fp64,
+            v [B, T, H, V] in the same dtype, and what makes A_t. Values are not checked, for that would wait for the
+            device: positive log-decays give wrong results on GPUs.
+        shard: where these tokens lie, and the scan that joins them to the rest of the sequence.
+        scale: factor of the outputs, K^-1/2 if None.
+        incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
+            the forward pass then communicates nothing, as recomputation requires. The backward pass still does.
+        carry_in: [B, H, K, V], the state before the whole sequence: replicated over the ranks, zero if None. Its
+            gradient is replicated too, never to be summed over ranks.
+        want_carry: also return the state after the whole sequence. All ranks must agree.
+
+    Returns:
+        o, [B, T, H, V] in the dtype of v, and carry_out, [B, H, K, V], replicated, or None. With `incoming_state`
+        the value of carry_out is not known here and is NaN: only its gradient edge is of use then.
+
+    Raises:
+        ValueError: no such operator, or operands that do not fit; the message names what.
+    """
+    q = operands[0]
+    place, boundary = shard.place(q.shape[1], q.device), Boundary(incoming_state, carry_in, want_carry)
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    o, crossing = mix_at(operator, operands, scale, place, boundary)
+    if o.grad_fn is not None:
+        # The op knows the scan by name only, and a caller may drop the shard before the backward pass.
+        metadata: Any = o.grad_fn.metadata
+        metadata["scan"] = shard.scan
+    return o, crossing.carry_out if want_carry else None
+
+
+def mix_at(
+    operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
+) -> tuple[Tensor, Crossing]:
+    """`mix` in terms that a compiler can trace. The caller keeps the scan of `place` until the backward pass is over.
+
+    Returns:
+        o, [B, T, H, V] in the dtype of v; and what crossed ranks.
+    """
+    o, received, carry_out, _, _ = _mix(list(operands), operator, scale, *place, *boundary)
+    return o, Crossing(received, carry_out)
+
+
+@custom_op("zeco::mix", mutates_args=())
+def _mix(
+    operands: list[Tensor],
+    operator: str,
+    scale: float,
+    scan: str,
+    pieces: Tensor | None,
+    incoming_state: Tensor | None,
+    carry_in: Tensor | None,
+    want_carry: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; [0] stands for what
+    there is not."""
+    with _alone(operands[0]):
+        local = operator_of(operator, operands).select(operands).forward(operands, scale, pieces)
+        received, carry_out = (local.state.new_empty(0) for _ in range(2))
+        if incoming_state is None:
+            pending = scan_of(scan).launch(local.state, local.transition, carry_in=carry_in, want_carry=want_carry)
+            local.overlap()
+            received = pending.wait()
+            o = local.outputs(received)
+            pending.finish()
+            carry_out = pending.carry_out() if want_carry else carry_out
+            # Over one rank a scan gives back its carry_in itself, and an op may not.
+            received = received.clone() if received is carry_in else received
+        else:
+            local.overlap()
+            o = local.outputs(incoming_state)
+            carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
+        return o.contiguous(), received, carry_out, local.transition, list(local.saved)
+
+
+@_mix.register_fake
+def _mix_shapes(
+    operands: list[Tensor],
+    operator: str,
+    scale: float,
+    scan: str,
+    pieces: Tensor | None,
+    incoming_state: Tensor | None,
+    carry_in: Tensor | None,
+    want_carry: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    chosen, v = operator_of(operator, operands), operands[2]
+    state, dtype = chosen.state_shape(operands), accumulation_dtype(v.dtype)
+    shapes = ((state if there else (0,)) for there in (incoming_state is None, want_carry))
+    received, carry_out, transition = (
+        v.new_empty(shape, dtype=dtype) for shape in (*shapes, chosen.transition_shape(operands))
+    )
+    saved = chosen.select(operands).saved_like(operands)
+    return v.new_empty(v.shape), received, carry_out, transition, list(saved)
+
+
+@custom_op("zeco::mix_backward", mutates_args=())
+def _mix_backward(
+    operands: list[Tensor],
+    do: Tensor,
+    saved: list[Tensor],
+    transition: Tensor,
+    incoming_state: Tensor | None,
+    dcarry_out: Tensor | None,
+    operator: str,
+    scale: float,
+    scan: str,
+    pieces: Tensor | None,
+    want_dcarry: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients of the operands, and dcarry_in; that one is [0] unless it is wanted."""
+    with _alone(do):
+        passes = operator_of(operator, operands).select(operands)
+        local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
+        pending = scan_of(scan).launch(
+            local.state_grad, adjoint(transition), reverse=True, carry_in=dcarry_out, want_carry=want_dcarry
+        )
+        local.overlap()
+        grads = [grad.contiguous() for grad in local.operand_grads(pending.wait())]
+        pending.finish()
+        dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
+        return grads, dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in
+
+
+@_mix_backward.register_fake
+def _mix_backward_shapes(
+    operands: list[Tensor],
+    do: Tensor,
+    saved: list[Tensor],
+    transition: Tensor,
+    incoming_state: Tensor | None,
+    dcarry_out: Tensor | None,
+    operator: str,
+    scale: float,
+    scan: str,
+    pieces: Tensor | None,
+    want_dcarry: bool,
+) -> tuple[list[Tensor], Tensor]:
+    state = operator_of(operator, operands).state_shape(operands)
+    return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    operands, operator, scale, scan, pieces, incoming_state, _, want_carry = inputs
+    _, received, _, transition, saved = output
+    ctx.mark_non_differentiable(received, transition, *saved)
+    ctx.set_materialize_grads(False)
+    passes = operator_of(operator, operands).select(operands)
+    incoming_state = received if incoming_state is None else incoming_state
+    kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
+    ctx.save_for_backward(*kept, *saved, transition, incoming_state if passes.needs_incoming else None, pieces)
+    ctx.operator, ctx.scale, ctx.scan, ctx.want_carry = operator, scale, scan, want_carry
+    ctx.num_operands, ctx.replaced = len(operands), passes.replaced
+
+
+def _backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
+    *kept, transition, incoming_state, pieces = ctx.saved_tensors
+    num_kept = ctx.num_operands - len(ctx.replaced)
+    operands, saved = kept[:num_kept], kept[num_kept:]
+    for position in ctx.replaced:
+        operands.insert(position, saved.pop(0))
+    want_dcarry = ctx.needs_input_grad[6]
+    do = torch.zeros_like(operands[2]) if do is None else do
+    # A compiler fills in gradients that there are not.
+    dcarry_out = dcarry_out if ctx.want_carry else None
+    place = ctx.scan, pieces
+    grads, dcarry_in = _mix_backward(
+        operands, do, saved, transition, incoming_state, dcarry_out, ctx.operator, ctx.scale, *place, want_dcarry
+    )
+    return grads, None, None, None, None, None, dcarry_in if want_dcarry else None, None
+
+
+register_autograd("zeco::mix", _backward, setup_context=_setup_context)
+
+
+class _alone:
+    """On the device of the tokens, which need not be the current one and which Triton and streams would take; and
+    without autocast, which would change the dtypes of some products, in backward passes, too."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._device, self._autocast = torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        self._autocast.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._autocast.__exit__(*exception)
+        self._device.__exit__(*exception)

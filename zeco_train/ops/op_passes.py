@@ -1,0 +1,136 @@
+"""Passes out of any differentiable operator: the oracle of a new one, and its slow path where it has no passes yet.
+
+An operator that goes from an initial state to a final one, and that autograd differentiates, has all that a scan over
+ranks needs. With R the state before a shard, S and A its own state and transition:
+
+    final state = A R + S                S: the final state of a zero start
+    [S | A]                              the final state of values [v | 0] from the start [0 | I], K columns more
+    D_loc, and the operands' gradients   by autograd, from (do, 0) and from (do, D_in)
+
+Documents are runs of their own: the first piece of one that continues starts from R, every other one from zero; what
+the shard hands on is the last piece's. Each pass runs the operator once more than an implementation of its own would.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.documents import find_restarts
+from zeco_train.ops.passes import Kind, Passes, Recurrence
+
+
+def op_passes(op: Recurrence, kind: Kind) -> Passes:
+    """The passes of an operator.
+
+    Args:
+        op: any such operator, of operands of which the first three are q, k, v; it takes values of any width.
+        kind: of its transition. Log-decays of a diagonal one are logarithms of the products of decays.
+    """
+    return Passes(partial(_OpForward, op, kind), partial(_OpBackward, op))
+
+
+class _OpForward:
+    """See `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(
+        self, op: Recurrence, kind: Kind, operands: Sequence[Tensor], scale: float, pieces: Tensor | None
+    ) -> None:
+        self._run = partial(_run, op, operands, scale, pieces)
+        self.saved: tuple[Tensor, ...] = ()
+        query, _, value = operands[:3]
+        batch, _, heads, value_dim = value.shape
+        key_dim, dtype = query.shape[-1], accumulation_dtype(value.dtype)
+        zeros = value.new_zeros(batch, heads, key_dim, value_dim, dtype=dtype)
+        identity = torch.eye(key_dim, dtype=dtype, device=value.device).expand(batch, heads, -1, -1)
+        start = torch.cat([zeros, identity], -1)
+        wide = torch.cat([value, value.new_zeros(*value.shape[:-1], key_dim)], -1)
+        with torch.no_grad():
+            _, end = _run(op, [*operands[:2], wide, *operands[3:]], scale, pieces, start)
+        self.state, matrices = (part.contiguous() for part in end.split((value_dim, key_dim), -1))
+        self.transition = matrices if kind is Kind.matrix else matrices.diagonal(dim1=-2, dim2=-1).log()
+
+    def overlap(self) -> None:
+        pass
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._run(incoming_state)[0]
+
+
+class _OpBackward:
+    """See `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        op: Recurrence,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+    ) -> None:
+        assert incoming_state is not None
+        with _autograd():
+            self._leaves = [x.detach().requires_grad_() for x in operands]
+            start = incoming_state.detach().requires_grad_()
+            self._o, self._end = _run(op, self._leaves, scale, pieces, start)
+            self._do = do
+            (self.state_grad,) = _grads([self._o], [start], [do], retain_graph=True)
+
+    def overlap(self) -> None:
+        pass
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        with _autograd():
+            return _grads([self._o, self._end], self._leaves, [self._do, incoming_grad])
+
+
+def _run(
+    op: Recurrence, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """o, and the state after the last token, of a shard's tokens."""
+    num_tokens = operands[0].shape[1]
+    restarts = [] if pieces is None else find_restarts(pieces).nonzero().flatten().tolist()
+    outputs, state = [], initial_state
+    for start, stop in itertools.pairwise(sorted({0, *restarts, num_tokens})):
+        of_piece = [x[:, start:stop] for x in operands]
+        before = torch.zeros_like(initial_state) if start in restarts else initial_state
+        o, state = op(*of_piece, scale=scale, initial_state=before)
+        outputs.append(o)
+    return torch.cat(outputs, dim=1), state
+
+
+def _grads(
+    outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs, each a tensor of its own; zeros where an input has no part in the outputs."""
+    found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
+    return tuple(torch.zeros_like(x) if grad is None else grad.clone() for x, grad in zip(inputs, found, strict=True))
+
+
+# What the dispatcher leaves out inside a custom op.
+_AUTOGRAD = (
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.AutogradNestedTensor,
+)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside a custom op, whose own gradient is written out. `torch.func.vjp` works there by itself, but not
+    on a `torch.autograd.Function` without `setup_context`, which is what libraries of kernels have."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

@@ -1,0 +1,28 @@
+"""The operators by name. A new one is its folder and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zeco_train.ops.gla import GLA
+from zeco_train.ops.passes import Operator
+
+OPERATORS = {
+    "gla": GLA,
+}
+
+
+def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
+    """The operator of that name.
+
+    Raises:
+        ValueError: there is none, or it takes another number of operands.
+    """
+    if name not in OPERATORS:
+        raise ValueError(f"operator: must be one of {', '.join(OPERATORS)}; got {name!r}")
+    operator = OPERATORS[name]
+    if len(operands) != len(operator.operands):
+        raise ValueError(f"operands: {name} takes {', '.join(operator.operands)}; got {len(operands)} tensors")
+    return operator

@@ -1,0 +1,69 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from zeco_train.errors import ConfigError
+
+
+class ScheduleKind(Enum):
+    """`wsd`: warm-up, stable, decay. `cosine`: warm-up, then half a cosine. `constant`: warm-up only."""
+
+    wsd = "wsd"
+    cosine = "cosine"
+    constant = "constant"
+
+
+@dataclass
+class ScheduleConfig:
+    """Attributes:
+    kind: shape of the schedule.
+    warmup_steps: steps of linear growth from 0 to the peak; a run shorter than that warms up all the way.
+    decay_fraction: `wsd` only, the last part of the run, over which the rate falls linearly.
+    min_ratio: the last step's learning rate over the peak.
+    """
+
+    kind: ScheduleKind = ScheduleKind.cosine
+    warmup_steps: int = 100
+    decay_fraction: float = 0.2
+    min_ratio: float = 0.1
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        for name, is_right, allowed in (
+            ("warmup_steps", self.warmup_steps >= 0, "must be ≥ 0"),
+            ("decay_fraction", 0 < self.decay_fraction <= 1, "must be in (0, 1]"),
+            ("min_ratio", 0 <= self.min_ratio <= 1, "must be in [0, 1]"),
+        ):
+            if not is_right:
+                raise ConfigError(f"sched.{name}", getattr(self, name), allowed)
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
+    """Learning rate of optimizer step `step` (the first is 1) in a run of `steps`; depends on nothing else."""
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    match schedule.kind:
+        case ScheduleKind.constant:
+            ratio = 1.0
+        case ScheduleKind.cosine:
+            progress = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
+            cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+            ratio = schedule.min_ratio + (1 - schedule.min_ratio) * cosine
+        case ScheduleKind.wsd:
+            decay_steps = max(1, round(schedule.decay_fraction * steps))
+            # The last step has 1 / decay_steps left, not 0: a step without a learning rate would be wasted.
+            remaining = min(1.0, (steps - step + 1) / decay_steps)
+            ratio = schedule.min_ratio + (1 - schedule.min_ratio) * remaining
+    return peak * ratio
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of every group for the step to come."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
