@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -102,6 +103,17 @@ class DataConfig:
         """Whether documents are read in another order than the stored one, or not all of them."""
         shortest = [store.min_document_tokens or 0 for store in self.stores]
         return self.shuffle is Shuffle.documents or max(self.min_document_tokens, *shortest, 0) > 1
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
+        is_embedded, is_synthetic = self.kind is DataKind.embedded, self.kind is DataKind.synthetic
+        yield "validation_fraction", "data=embedded", is_embedded
+        index = "data=embedded, data.shuffle=documents or data.min_document_tokens"
+        yield "cache_dir", index, is_embedded or self.needs_index
+        yield "synthetic", "data=synthetic", is_synthetic
+        of_documents = ("shuffle", "min_document_tokens", "reset_state_at_document")
+        for name in (*of_documents, "verify", "verify_changed", "cache_dir"):
+            yield name, "data=embedded, tokens or mixture", not is_synthetic
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
-from zeco_train.system.drawing import import_matplotlib
+from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
@@ -38,7 +38,6 @@ _REMEDY = "copy the store again or prepare it again"
 _READ_SECONDS = 1.0
 _READ_TOKENS = 1 << 16
 _QUANTILES = (0.5, 0.9, 0.99)
-_BLUE, _ORANGE = "#3b6fb6", "#d9822b"
 
 
 @errors_in_a_line
@@ -194,30 +193,26 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     Raises:
         DataError: the picture cannot be written.
     """
-    import_matplotlib()
-    from matplotlib.figure import Figure
-
     low, high = np.floor(np.log2(lengths.min())), np.floor(np.log2(lengths.max())) + 1
     width = 0.5 if high - low > 4 else 0.25
     bins = 2.0 ** np.arange(low, high + width, width)
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    mean, median = lengths.mean(), np.median(lengths)
+    counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens (median {median:,.0f}, mean {mean:,.0f})"
+    shown = title if len(title) < 70 else f"…{title[-69:]}"
+    figure = new_figure(f"{shown}\n{counts}", (8, 5.5), dpi=130, title_size=10)
     documents, tokens = figure.subplots(2, 1, sharex=True)
-    documents.hist(lengths, bins=bins, color=_BLUE)
+    documents.hist(lengths, bins=bins, color=BLUE)
     documents.set_ylabel("documents")
     share = np.histogram(lengths, bins=bins, weights=lengths)[0] / lengths.sum() * 100
-    tokens.stairs(share, bins, fill=True, color=_ORANGE)
+    tokens.stairs(share, bins, fill=True, color=ORANGE)
     tokens.set_ylabel("% of all tokens")
     tokens.set_xlabel("tokens of a document")
     tokens.set_xscale("log", base=2)
     tokens.set_xlim(bins[0], bins[-1])
     for axes in (documents, tokens):
         _finish(axes)
-    mean, median = lengths.mean(), np.median(lengths)
-    counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens (median {median:,.0f}, mean {mean:,.0f})"
-    shown = title if len(title) < 70 else f"…{title[-69:]}"
-    figure.suptitle(f"{shown}\n{counts}", fontsize=10)
     try:
-        figure.savefig(png, dpi=130, format=png.suffix[1:] or "png")
+        figure.savefig(png, format=png.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(png, f"cannot be written ({error})", "choose another --png") from error
 
@@ -225,9 +220,7 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
 def _finish(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
+    finish_axes(axes, "y")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary(value)))
 

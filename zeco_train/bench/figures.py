@@ -22,7 +22,7 @@ from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.tracking.plot import new_figure, save_figure
+from zeco_train.system.drawing import GREY, finish_axes, new_figure, save_figure
 from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ REFERENCE = Path(__file__).resolve().parent / "reference"
 _PAPER = "ZeCO paper, H100 cluster"
 _COLOURS = {
     "all_gather": "#c2410c",
-    "all_reduce": "#5f6b76",
+    "all_reduce": GREY,
     **{name: spec.color for name, spec in BACKENDS.items()},
     "copy": "#9aa4ad",
     "fla": "#111111",
     "products": "#b0b7bd",
-    "eager": "#5f6b76",
+    "eager": GREY,
     "graph": "#c2410c",
 }
 # The settings of All-Scan share its colour, and so do those of the peer.
@@ -269,6 +269,5 @@ def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.grid(alpha=0.25, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
+    finish_axes(axes)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -22,7 +22,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
+from data.config import LARGEST_COUNT, DataConfig, check_config
 from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
@@ -32,15 +32,14 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
-from zeco_train.sp.zeco import IN_BLOCKS
+from zeco_train.sp.registry import SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.nonfinite import skip_limit
-from zeco_train.training.optim.registry import SETTINGS, OptimConfig
+from zeco_train.training.optim.registry import OptimConfig
 from zeco_train.training.profiler import check_profile
-from zeco_train.training.schedule import ScheduleConfig, ScheduleKind
+from zeco_train.training.schedule import ScheduleConfig
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -111,6 +110,10 @@ class TrainConfig:
                 raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
         skip_limit(self.nonfinite)
         check_profile(self.profile, self.profile_ranks, self.steps)
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
+        yield "profile_ranks", "train.profile", self.profile is not None
 
 
 @dataclass
@@ -196,42 +199,6 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     return config
 
 
-# Keys (with all below them), what they need, and whether a configuration has it.
-_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
-    ("data.validation_fraction", "data=embedded", lambda config: config.data.kind is DataKind.embedded),
-    (
-        "data.cache_dir",
-        "data=embedded, data.shuffle=documents or data.min_document_tokens",
-        lambda config: config.data.kind is DataKind.embedded or config.data.needs_index,
-    ),
-    ("data.synthetic", "data=synthetic", lambda config: config.data.kind is DataKind.synthetic),
-    *(
-        (f"data.{name}", "data=embedded, tokens or mixture", lambda config: config.data.kind is not DataKind.synthetic)
-        for name in (
-            *("shuffle", "min_document_tokens", "reset_state_at_document"),
-            *("verify", "verify_changed", "cache_dir"),
-        )
-    ),
-    *(
-        (f"sp.{spec.section}", f"sp={spec.name}", lambda config, spec=spec: config.sp.spec is spec)
-        for spec in BACKENDS.values()
-        if spec.section
-    ),
-    ("sp.all_scan.blocks", f"sp.all_scan.algorithm={IN_BLOCKS}", lambda config: config.sp.all_scan.takes_blocks),
-    *(
-        (f"optim.{key}", f"optim={' or '.join(names)}", lambda config, names=names: config.optim.name.value in names)
-        for key, names in SETTINGS.items()
-    ),
-    ("train.profile_ranks", "train.profile", lambda config: config.train.profile is not None),
-    ("sched.decay_fraction", "sched=wsd", lambda config: config.sched.kind is ScheduleKind.wsd),
-    ("sched.min_ratio", "sched=wsd or cosine", lambda config: config.sched.kind is not ScheduleKind.constant),
-    *(
-        (f"logger.{name}", "logger=wandb", lambda config: config.logger.kind is LoggerKind.wandb)
-        for name in ("project", "entity", "group", "job_type", "tags", "mode", "timeout_seconds")
-    ),
-)
-
-
 def _check_effect(config: Config, given: Mapping[str, Any]) -> None:
     """Refuse what the user sets and nothing would read; what the files of `configs/` set is not judged."""
     for key, value in given.items():
@@ -240,9 +207,11 @@ def _check_effect(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def unmet_need(key: str, config: Config) -> str | None:
-    """What has to be set for anything to read a key, where `config` does not set it."""
-    for name, needed, is_met in _NEEDS:
-        if (key == name or key.startswith(f"{name}.")) and not is_met(config):
+    """What has to be set for anything to read a key, where `config` does not set it; each section knows (`needs`)."""
+    section, _, rest = key.partition(".")
+    needs = getattr(getattr(config, section, None), "needs", tuple)
+    for name, needed, is_met in needs():
+        if (rest == name or rest.startswith(f"{name}.")) and not is_met:
             return needed
     return None
 

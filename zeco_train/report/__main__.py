@@ -19,10 +19,10 @@ from zeco_train.report.measurements import Comparison, read
 from zeco_train.report.page import page
 from zeco_train.report.panels import panels, whole_figure
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
+from zeco_train.system.drawing import save_figure
 from zeco_train.system.files import write_json_result, write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.terminal import visible
-from zeco_train.tracking.plot import save_figure
 
 PAGE_FILE, PICTURE_FILE, RESULTS_FILE = "report.html", "report.png", "report.json"
 

@@ -10,9 +10,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.drawing import CURVES, finish_axes, new_figure, plain, save_figure
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.tracking.plot import new_figure, plain, save_figure, smoothed
+from zeco_train.tracking.plot import smoothed
 from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 PLOT_FILE, RESULTS_FILE = "compare.png", "compare.json"
 COMPARED = ("loss", "grad_norm")
-_COLORS = ("#2a6fbb", "#d9720f", "#3b8f4f", "#a23b72", "#5f6b76", "#8c6d1f", "#3aa6a6", "#7a5cc0")
 _STYLES = ("-", "--", "-.", ":")
 
 
@@ -165,9 +165,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     draw_differences(lower, runs)
     lower.set_xlabel("step")
     lower.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    finish_axes(upper)
+    finish_axes(lower)
     figure.align_ylabels()
     save_figure(figure, path)
 
@@ -202,4 +201,4 @@ def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _look(index: int) -> dict[str, Any]:
-    return {"color": _COLORS[index % len(_COLORS)], "linestyle": _STYLES[index % len(_STYLES)]}
+    return {"color": CURVES[index % len(CURVES)], "linestyle": _STYLES[index % len(_STYLES)]}

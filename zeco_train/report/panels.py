@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zeco_train.report.comparison import Run, draw_differences, draw_losses
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.sp.registry import BACKENDS
-from zeco_train.system.drawing import import_matplotlib
-from zeco_train.tracking.plot import new_figure, plain
+from zeco_train.system.drawing import CURVES, finish_axes, import_matplotlib, new_figure, plain
 from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ def _draw_lines(
 
 
 def _color(backend: str, colors: Mapping[str, str]) -> str:
-    return colors.get(backend.split(":")[0], "#8c6d1f")
+    return colors.get(backend.split(":")[0], CURVES[5])
 
 
 def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
@@ -300,6 +299,4 @@ def _draw_differences(family: Sequence[Run]) -> Callable[[Axes, Mapping[str, str
 def _finish(axes: Axes, title: str) -> None:
     # Long lists of runs would run out of the picture.
     axes.set_title(plain(title if len(title) <= 80 else f"{title[:79]}…"), fontsize=10)
-    axes.grid(alpha=0.25, which="major", axis="x" if axes.patches else "both")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish_axes(axes, "x" if axes.patches else "both")

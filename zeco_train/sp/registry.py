@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -16,7 +17,7 @@ from zeco_train.sp.backend import BackendSpec, ScanBackend
 from zeco_train.sp.dp import DP
 from zeco_train.sp.lasp1 import LASP1
 from zeco_train.sp.lasp2 import LASP2
-from zeco_train.sp.zeco import ZECO, AllScanConfig
+from zeco_train.sp.zeco import IN_BLOCKS, ZECO, AllScanConfig
 
 # In the order of tables and legends.
 _SPECS = (
@@ -55,6 +56,13 @@ class SPConfig:
         if self.size != -1 and self.size < 1:
             raise ConfigError("sp.size", self.size, "must be ≥ 1, or -1 for the backend's default")
         self.all_scan.validate()
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
+        for spec in BACKENDS.values():
+            if spec.section:
+                yield spec.section, f"sp={spec.name}", self.spec is spec
+        yield "all_scan.blocks", f"sp.all_scan.algorithm={IN_BLOCKS}", self.all_scan.takes_blocks
 
     @property
     def spec(self) -> BackendSpec:

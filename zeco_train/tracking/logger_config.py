@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -53,6 +54,11 @@ class LoggerConfig:
     tags: list[str] = field(default_factory=list)
     mode: LoggerMode = LoggerMode.offline
     timeout_seconds: float = 60.0
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Keys that need another setting to be read, which one, and whether it is set."""
+        for name in ("project", "entity", "group", "job_type", "tags", "mode", "timeout_seconds"):
+            yield name, "logger=wandb", self.kind is LoggerKind.wandb
 
     def validate(self) -> None:
         """Raise `ConfigError` for what the tracker would refuse, or if it is not installed.

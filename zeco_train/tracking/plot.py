@@ -7,19 +7,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.system.drawing import import_matplotlib
-from zeco_train.system.files import whole_file, write_errors
+from zeco_train.system.drawing import BLUE, GREY, ORANGE, finish_axes, new_figure, save_figure
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
 
-_BLUE, _ORANGE, _GREY = "#2a6fbb", "#d9720f", "#5f6b76"
 # From this many rows on, a running mean over about a 50th of them is drawn over the single rows.
 _ROWS_TO_SMOOTH = 200
 
@@ -45,62 +42,30 @@ def plot_run(run_dir: str | Path) -> Path | None:
     return save_figure(figure, run_dir / PLOT_FILE)
 
 
-def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: float) -> Figure:
-    """A figure without contents; `size` in inches."""
-    import_matplotlib()
-    # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(plain(title), fontsize=title_size, fontweight="bold")
-    return figure
-
-
-def plain(text: str) -> str:
-    """Text that is drawn as it is: between dollar signs there would be a formula."""
-    return text.replace("$", r"\$")
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG in one go, so that a reader never sees half of one; returns its path.
-
-    Raises:
-        DataError: it cannot be written.
-    """
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as partial:
-            figure.savefig(partial, format="png")
-    return path
-
-
 def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
     from matplotlib.ticker import EngFormatter
 
     steps, losses = _series(rows, "loss")
     if len(steps) < _ROWS_TO_SMOOTH:
-        axes.plot(steps, losses, color=_BLUE, linewidth=1.8, marker=_marker(steps), label="training")
+        axes.plot(steps, losses, color=BLUE, linewidth=1.8, marker=_marker(steps), label="training")
     else:
-        axes.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.35, label="training")
+        axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
         means, window = smoothed(losses)
-        axes.plot(steps, means, color=_BLUE, label=f"training, mean of {window} rows")
+        axes.plot(steps, means, color=BLUE, label=f"training, mean of {window} rows")
     val_steps, val_losses = _series(rows, "val_loss")
     if val_steps:
-        axes.plot(val_steps, val_losses, color=_ORANGE, linewidth=1.8, marker="o", markersize=5, label="validation")
+        axes.plot(val_steps, val_losses, color=ORANGE, linewidth=1.8, marker="o", markersize=5, label="validation")
     if len(axes.lines) > 1:
         axes.legend(frameon=False)
     axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.25)
-    axes.spines["right"].set_visible(False)
+    finish_axes(axes)
     last = rows[-1]
     if last["step"] > 0 and last.get("tokens"):
         # The global batch is the same for the whole run, so tokens are a multiple of steps.
         per_step = last["tokens"] / last["step"]
         top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
-        top.set_xlabel("tokens", color=_GREY)
-        top.tick_params(colors=_GREY)
+        top.set_xlabel("tokens", color=GREY)
+        top.tick_params(colors=GREY)
         top.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
@@ -108,10 +73,10 @@ def _draw_throughput(axes: Axes, rows: list[dict[str, Any]]) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     steps, rates = _series(rows, "tokens_per_second")
-    axes.plot(steps, rates, color=_BLUE, linewidth=1.5, marker=_marker(steps), label="throughput")
+    axes.plot(steps, rates, color=BLUE, linewidth=1.5, marker=_marker(steps), label="throughput")
     if len(rates) > 1:
         middle = median(rates)
-        axes.axhline(middle, color=_GREY, linewidth=1, linestyle="--", label=f"median {compact(middle)}")
+        axes.axhline(middle, color=GREY, linewidth=1, linestyle="--", label=f"median {compact(middle)}")
         axes.legend(frameon=False, loc="lower right")
     axes.set_xlim(0, 1.02 * max(rows[-1]["step"], 1))
     axes.set_ylim(0, 1.15 * max(rates, default=1.0) or 1.0)
@@ -119,8 +84,7 @@ def _draw_throughput(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("step")
     axes.set_ylabel("tokens per second")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish_axes(axes)
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import DataError
+from zeco_train.system.drawing import CURVES, GREY, finish_axes, new_figure, plain, save_figure
 from zeco_train.tracking.metrics import read_lines, step_of_row
-from zeco_train.tracking.plot import new_figure, plain, save_figure
 from zeco_train.tracking.positions import PositionLosses
 from zeco_train.tracking.starts import length_name
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 VALIDATION_FILE, POSITIONS_PLOT_FILE = "validation.jsonl", "loss_by_position.png"
 # More curves of one run would hide each other.
 _MOST_CURVES = 8
-_COLORS = ("#2a6fbb", "#d9720f", "#1f8a53", "#7a3fa8", "#8a6d1d", "#b3344a")
-_GREY = "#5f6b76"
 
 
 def position_figure(title: str, by_length: Mapping[int, PositionLosses], train_len: int | None = None) -> Figure:
@@ -36,9 +34,9 @@ def position_figure(title: str, by_length: Mapping[int, PositionLosses], train_l
     axes = figure.subplots()
     longest = max(by_length)
     for index, (length, losses) in enumerate(by_length.items()):
-        _draw_curve(axes, losses, color=_COLORS[index % len(_COLORS)], label=f"sequences of {length:,} tokens")
+        _draw_curve(axes, losses, color=CURVES[index % len(CURVES)], label=f"sequences of {length:,} tokens")
     if train_len is not None and train_len < longest:
-        axes.axvline(train_len, color=_GREY, linewidth=1, linestyle="--", label=f"trained on {train_len:,} tokens")
+        axes.axvline(train_len, color=GREY, linewidth=1, linestyle="--", label=f"trained on {train_len:,} tokens")
     if len(axes.lines) > 1:
         axes.legend(frameon=False)
     _finish(axes, longest)
@@ -112,5 +110,4 @@ def _finish(axes: Axes, seq_len: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
     axes.set_xlabel("position in the sequence (log-spaced buckets; shaded: ± a standard error over sequences)")
     axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish_axes(axes)

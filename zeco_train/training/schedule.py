@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,6 +43,11 @@ class ScheduleConfig:
         ):
             if not is_right:
                 raise ConfigError(f"sched.{name}", getattr(self, name), allowed)
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Keys that need another setting to be read, which one, and whether it is set."""
+        yield "decay_fraction", "sched=wsd", self.kind is ScheduleKind.wsd
+        yield "min_ratio", "sched=wsd or cosine", self.kind is not ScheduleKind.constant
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

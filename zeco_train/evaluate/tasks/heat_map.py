@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zeco_train.tracking.plot import new_figure
+from zeco_train.system.drawing import GREY, ORANGE, new_figure
 from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ def heat_map(
             axes.text(column, row, f"{100 * accuracy:.0f}", ha="center", va="center", color=color, fontsize=9)
     if train_len in lengths:
         box = Rectangle((lengths.index(train_len) - 0.5, -0.5), 1, len(depths), fill=False, clip_on=False)
-        box.set(edgecolor="#d9720f", linewidth=2.5)
+        box.set(edgecolor=ORANGE, linewidth=2.5)
         axes.add_patch(box)
         caption = f"{caption}; framed: the length of the training"
     bar = figure.colorbar(image, ax=axes, label="answers right")
     bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
-    bar.ax.axhline(chance, color="#d9720f", linewidth=2)
-    figure.supxlabel(f"{caption}; orange on the scale: chance, {100 * chance:.2g} %", fontsize=8, color="#5f6b76")
+    bar.ax.axhline(chance, color=ORANGE, linewidth=2)
+    figure.supxlabel(f"{caption}; orange on the scale: chance, {100 * chance:.2g} %", fontsize=8, color=GREY)
     return figure

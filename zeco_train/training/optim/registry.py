@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,6 +31,11 @@ class OptimConfig(OptimizerSettings):
     """The settings, and `name`: which optimizer."""
 
     name: OptimizerName = OptimizerName["adamw"]
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Keys that need another setting to be read, which one, and whether it is set."""
+        for name, readers in SETTINGS.items():
+            yield name, f"optim={' or '.join(readers)}", self.spec.name in readers
 
     @property
     def spec(self) -> OptimizerSpec:
