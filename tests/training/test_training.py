@@ -59,12 +59,16 @@ def short_documents(folder: Path) -> Path:
 
 def _splits(rank: int, world_size: int, folder: str, store: str) -> dict[str, dict[str, Any]]:
     cases = SPLITS.get(world_size, {"reference": ["sp=dp"]})
-    results = {name: train(rank, world_size, f"{folder}/{name}", *FP64, *split) for name, split in cases.items()}
-    documents = [*FP64, "data=tokens", f"data.path='{store}'", "sp=dp" if world_size == 1 else "sp=zeco"]
+    return {name: train(rank, world_size, f"{folder}/{name}", *FP64, *split) for name, split in cases.items()}
+
+
+def _documents(rank: int, world_size: int, folder: str, store: str) -> dict[str, dict[str, Any]]:
+    settings = [*FP64, "data=tokens", f"data.path='{store}'", "sp=dp" if world_size == 1 else "sp=zeco"]
+    reset = [*settings, "data.reset_state_at_document=true"]
+    results = {"documents": train(rank, world_size, f"{folder}/documents", *reset)}
     if world_size == 1:
-        results["documents without reset"] = train(rank, world_size, f"{folder}/no reset", *documents)
-    documents.append("data.reset_state_at_document=true")
-    return results | {"documents": train(rank, world_size, f"{folder}/documents", *documents)}
+        results["documents without reset"] = train(rank, world_size, f"{folder}/no reset", *settings)
+    return results
 
 
 def _dtypes(rank: int, world_size: int, folder: str, store: str) -> dict[str, dict[str, Any]]:
@@ -77,7 +81,7 @@ def _dtypes(rank: int, world_size: int, folder: str, store: str) -> dict[str, di
 
 
 class Runs:
-    """All runs of a suite (`_splits`, `_dtypes`) on so many ranks, by rank and name; each once, when asked for."""
+    """Of `_splits`, `_documents` or `_dtypes` on so many ranks, by rank and name; each once, when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._store = folder, str(short_documents(folder))
@@ -96,15 +100,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_documents_change_the_loss(runs: Runs) -> None:
-    plain, reset = (runs(_splits, 1)[0][name]["rows"] for name in ("documents without reset", "documents"))
+    plain, reset = (runs(_documents, 1)[0][name]["rows"] for name in ("documents without reset", "documents"))
     assert abs(plain[0]["loss"] - reset[0]["loss"]) > 1e-6
 
 
+@pytest.mark.parametrize("suite", [_splits, _documents])
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
-def test_fp64_runs_are_the_same_on_every_split(runs: Runs, world_size: int) -> None:
-    reference, found = runs(_splits, 1)[0], runs(_splits, world_size)[0]
-    for name in [*SPLITS[world_size], "documents"]:
-        expected, result = reference["documents" if name == "documents" else "reference"], found[name]
+def test_fp64_runs_are_the_same_on_every_split(runs: Runs, world_size: int, suite: Any) -> None:
+    expected = runs(suite, 1)[0]["documents" if suite is _documents else "reference"]
+    for name, result in runs(suite, world_size)[0].items():
         for key in ("loss", "grad_norm", "val_loss"):
             # The contract is 1e-9 over the first 100 steps.
             assert largest_difference(result["rows"], expected["rows"], key) <= 1e-9, (name, key)
