@@ -27,7 +27,6 @@ from zeco_train.ops.seam import Boundary, Place
 Shape = tuple[int, ...]
 # Input width and output width of a linear layer, y [T, N] = x [T, K] Wᵀ: (K, N).
 Product = tuple[int, int]
-_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -101,27 +100,26 @@ class ModelSpec:
         return {name: _walk(counts[name], block) for name, block in zip(counts, blocks, strict=True)}
 
     @cached_property
-    def parameter_shapes(self) -> Mapping[str, torch.Size]:
-        """All parameters by name, as checkpoints and files have them; a tied head is the embedding."""
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in self.build().state_dict().items()}
-        if self.config.tie_word_embeddings:
-            del shapes[_HEAD]
-        return shapes
-
-    @cached_property
     def num_parameters(self) -> int:
         """Trainable parameters; a tied head counts once."""
-        ends = sum(math.prod(shape) for unit in self._ends for shape in unit)
-        return ends + sum(block.count * sum(map(math.prod, block.parameters)) for block in self.blocks.values())
+        more = sum((block.count - 1) * sum(map(math.prod, block.parameters)) for block in self.blocks.values())
+        return more + sum(parameter.numel() for parameter in self._skeleton.parameters())
+
+    @cached_property
+    def parameter_shapes(self) -> Mapping[str, torch.Size]:
+        """All parameters by name, as checkpoints and files have them; a tied head is the embedding."""
+        return {name: parameter.shape for name, parameter in self._whole.named_parameters()}
 
     @cached_property
     def units(self) -> Sequence[Sequence[Shape]]:
         """The parameters' shapes by FSDP unit: those of `LanguageModel.sharding_units`, in the order of the forward
         pass, then the rest, which the root holds."""
-        layers = [self.blocks[self.config.mixer_of(layer)].parameters for layer in range(self.config.num_layers)]
-        before, after = self._ends[: self._num_before], self._ends[self._num_before :]
-        return [*before, *layers, *after]
+        units, taken = [], set()
+        for module in (*self._whole.sharding_units(), self._whole):
+            parameters = [parameter for parameter in module.parameters() if parameter not in taken]
+            taken.update(parameters)
+            units.append([tuple(parameter.shape) for parameter in parameters])
+        return units
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -194,22 +192,10 @@ class ModelSpec:
             return LanguageModel(self.config, [MIXERS[name] for name in self.config.mixer_counts()])
 
     @cached_property
-    def _ends(self) -> Sequence[Sequence[Shape]]:
-        """Shapes of the units that are no blocks, those before the blocks first; the root's last."""
-        model, taken = self._skeleton, set(self._skeleton.model.layers.parameters())
-        units = []
-        for module in (*model.sharding_units(), model):
-            if isinstance(module, Block):
-                continue
-            parameters = [parameter for parameter in module.parameters() if parameter not in taken]
-            taken.update(parameters)
-            units.append([tuple(parameter.shape) for parameter in parameters])
-        return units
-
-    @property
-    def _num_before(self) -> int:
-        """Units before the first block."""
-        return next(index for index, unit in enumerate(self._skeleton.sharding_units()) if isinstance(unit, Block))
+    def _whole(self) -> LanguageModel:
+        """The model without values."""
+        with torch.device("meta"):
+            return self.build()
 
 
 _SPECS: dict[str, ModelSpec] = {}

@@ -262,6 +262,7 @@ def test_collectives_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_operator_on_two_ranks(tmp_path: Path) -> None:
     table, results = _bench(tmp_path, "operator", *SMALL_STEPS, "trace=true", "variants=[dp,copy,lasp1,zeco:chain,fla]")
     rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
@@ -285,6 +286,7 @@ def _start_with_fault(fault: str, folder: Path) -> Command:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
     """The survivor of a lost rank names it even if it is terminated by the launcher before it has noticed."""
     with contextlib.ExitStack() as stack:

@@ -290,6 +290,7 @@ def test_first_losses_are_compared() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["segments=2", "recompute=full", "strategy=zero3", "dtype=fp64"]])
 def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

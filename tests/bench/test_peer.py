@@ -106,5 +106,6 @@ def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dic
     return loss.item(), {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_the_peer_trains_as_we_do() -> None:
     run_distributed(_peer_trains_as_we_do, 2)

@@ -110,23 +110,10 @@ def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
         train(rank, world_size, folder, "train.steps=7", "checkpoint.every=0", "checkpoint.minutes=1")
 
 
-def _run_on_two_ranks(rank: int, world_size: int, folder: str) -> list[bool]:
-    found = _train_in_both_modes(rank, world_size, folder)
-    _train_by_two_clocks(rank, world_size, f"{folder}/clocks")
-    _save_and_leave(rank, world_size, folder)
-    return found
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bool]]:
-    """The runs of two ranks, and whether asynchronous saves went on beside the steps."""
-    folder = tmp_path_factory.mktemp("two")
-    return folder, run_distributed(_run_on_two_ranks, 2, str(folder))[0]
-
-
 @pytest.mark.processes
-def test_an_asynchronous_save_is_that_of_its_step(two_ranks: tuple[Path, list[bool]], tmp_path: Path) -> None:
-    folder, found = two_ranks
+def test_an_asynchronous_save_is_that_of_its_step(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    found = run_distributed(_train_in_both_modes, 2, str(folder))[0]
     # Copies and writes of steps 2 and 4, and of the last.
     assert len(found) >= 5
     assert all(found)
@@ -147,16 +134,19 @@ def test_an_asynchronous_save_is_that_of_its_step(two_ranks: tuple[Path, list[bo
 
 
 @pytest.mark.processes
-def test_groups_end_after_asynchronous_saves(two_ranks: tuple[Path, list[bool]]) -> None:
-    assert len(list(two_ranks[0].glob("run*/checkpoints/step_00000002"))) == 10
+@pytest.mark.slow
+def test_groups_end_after_asynchronous_saves(tmp_path: Path) -> None:
+    run_distributed(_save_and_leave, 2, str(tmp_path))
+    assert len(list(tmp_path.glob("run*/checkpoints/step_00000002"))) == 10
 
 
 @pytest.mark.processes
-def test_minutes_are_of_one_clock(two_ranks: tuple[Path, list[bool]]) -> None:
+def test_minutes_are_of_one_clock(tmp_path: Path) -> None:
+    run_distributed(_train_by_two_clocks, 2, str(tmp_path / "clocks"))
     # 75 s and 150 s by rank 0's clock; the other rank's would have one after each step.
-    log = (two_ranks[0] / "clocks" / "logs" / "rank_1.log").read_text()
+    log = (tmp_path / "clocks" / "logs" / "rank_1.log").read_text()
     assert [step for step in range(8) if f"checkpoint of step {step} complete" in log] == [3, 6, 7]
-    assert names(two_ranks[0] / "clocks") == ["step_00000006", "step_00000007"]
+    assert names(tmp_path / "clocks") == ["step_00000006", "step_00000007"]
 
 
 @contextmanager
@@ -285,6 +275,7 @@ def _fill(path: Path, leave: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     run, filler = small_disk / "run", small_disk / "filler"
     settings = [f"run_dir={run}", "checkpoint.every=3"]

@@ -39,7 +39,6 @@ def _resume_on_the_same_split(rank: int, world_size: int, folder: str) -> dict[s
         torch.distributed.barrier()
         torch.manual_seed(1234)  # whatever this process did before must not matter
         results[name] = train(rank, world_size, f"{folder}/same", *overrides)
-    results["half-way"] = _train_half_way(rank, world_size, folder)
     return results
 
 
@@ -60,24 +59,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> list[dict[str, Any]]:
-    return run_distributed(_resume_on_the_same_split, 4, str(folder))
+def half_way(folder: Path) -> dict[str, Any]:
+    return run_distributed(_train_half_way, 4, str(folder))[0]
 
 
-def test_resume_is_bit_identical(runs: list[dict[str, Any]]) -> None:
-    unbroken = runs[0]["unbroken"]
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
+    """Two ranks of one group that shares sequences, and four of two; rows of all starts are appended."""
+    runs = run_distributed(_resume_on_the_same_split, world_size, str(tmp_path))[0]
+    unbroken = runs["unbroken"]
     for name, steps in (("once", 2), ("twice", 4)):
-        resumed = runs[0][name]
+        resumed = runs[name]
         assert len(resumed["sequence_ids"]) == steps
         assert resumed["sequence_ids"] == unbroken["sequence_ids"][-steps:]
         for key in ("loss", "grad_norm", "lr", "tokens", "val_loss"):
             assert [row.get(key) for row in resumed["rows"]] == [row.get(key) for row in unbroken["rows"]], (name, key)
         for parameter, value in unbroken["parameters"].items():
             assert torch.equal(resumed["parameters"][parameter], value), (name, parameter)
-
-
-def test_rows_are_appended(runs: list[dict[str, Any]], folder: Path) -> None:
-    lines = (folder / "same" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "same" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 5, 6, 3, 4, 5, 6]
 
 
@@ -91,17 +90,16 @@ def test_rows_are_appended(runs: list[dict[str, Any]], folder: Path) -> None:
     ids=["1 rank", "2 ranks, 2 segments", "other groups of 4"],
 )
 def test_resume_on_another_split(
-    runs: list[dict[str, Any]], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]
+    half_way: dict[str, Any], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(folder / "fp64", run_dir)
     _forget(run_dir, 2)
-    unbroken = runs[0]["half-way"]
     resumed = run_distributed(_resume_on_another_split, world_size, str(run_dir), overrides)[0]
     assert len(resumed["sequence_ids"]) == 4
     for key in ("loss", "grad_norm", "val_loss"):
         # The contract.
-        assert largest_difference(resumed["rows"], unbroken["rows"], key) <= 1e-9, key
+        assert largest_difference(resumed["rows"], half_way["rows"], key) <= 1e-9, key
 
 
 def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:

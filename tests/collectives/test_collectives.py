@@ -267,26 +267,28 @@ def pace_suite(rank: int, world_size: int) -> None:
         finish(pairs, scan, lane, rank, want_carry, f"scan {seed} of 200, {variant}")
 
 
-def cpu_suite(rank: int, world_size: int) -> None:
-    """All that one spawn of a world size can test; the traceback of a failure tells which part."""
-    reference_suite(rank, world_size, "cpu")
-    if world_size == 3:
-        pace_suite(rank, world_size)
-    if world_size == 4:
-        subgroup_suite(rank, world_size)
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
+def test_every_scan_equals_the_reference(world_size: int) -> None:
+    """Also two at a time, and misused."""
+    run_distributed(reference_suite, world_size, "cpu")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_every_scan_equals_the_reference(world_size: int) -> None:
-    """Also with busy ranks (3 ranks), in subgroups (4), two at a time, and misused."""
-    run_distributed(cpu_suite, world_size)
+def test_scans_of_ranks_at_an_uneven_pace() -> None:
+    run_distributed(pace_suite, 3)
+
+
+@pytest.mark.processes
+def test_scans_in_subgroups() -> None:
+    run_distributed(subgroup_suite, 4)
 
 
 # What rank 2 of 3 waits for when rank 1 is missing: peer and operation. A scan that is not here names some.
 EXPECTED = {
     "chain/2": (1, "all_scan_chain forward: receive of block 0"),
     "two_shot": (None, "all_scan_two_shot forward: all-to-all of slices"),
+    "doubling": (1, "all_scan_doubling forward: receive of round 0"),
     "all_gather": (None, "all_gather_scan forward: all-gather of states and transitions"),
     "serial": (1, "serial_scan forward: receive of the state"),
 }

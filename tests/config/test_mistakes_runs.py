@@ -228,6 +228,7 @@ def test_without_torchrun(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_several_ranks_give_one_line(store: Path, tmp_path: Path) -> None:
     """All ranks see the mistake, alone or by agreement once they have joined; one speaks, and nobody waits.
 

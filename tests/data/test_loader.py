@@ -133,7 +133,7 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
     assert batch.labels[0].tolist() == list(range(101, 109))
     assert batch.offset == 2**33 - 8
     assert batch.cu_seqlens is not None
-    assert (batch.cu_seqlens.tolist(), batch.before) == ([0, 5, 8], True)
+    assert (batch.cu_seqlens.tolist(), batch.before) == ([0, 5, 8], 2**33 - 8)
 
 
 def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:

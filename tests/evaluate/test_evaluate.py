@@ -266,6 +266,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @needs_lm_eval
 def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

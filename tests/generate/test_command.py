@@ -83,6 +83,7 @@ def test_headings_and_ends(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
     """In fp64: a prompt over both ranks, and texts on both; the rank that has none of a batch, too."""
     long = tmp_path / "long.txt"

@@ -20,6 +20,7 @@ from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(why_not() is not None, reason=f"needs Slurm: {why_not()}"),
 ]
 

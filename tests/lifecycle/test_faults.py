@@ -68,6 +68,7 @@ def check_gone(job: Command) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 7)
@@ -100,6 +101,7 @@ def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_path: Path) -> None:
     with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
@@ -112,6 +114,7 @@ def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_pat
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
@@ -181,6 +184,7 @@ def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30", fault=NONE) as job:
         outcome = job.wait()
@@ -237,6 +241,7 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> None:
     """One that is alive but does not come on hears from the others that the job is lost."""
     with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", fault="hang:2:3") as job:
@@ -259,6 +264,7 @@ def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, fault=NONE) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")

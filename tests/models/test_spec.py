@@ -80,15 +80,15 @@ def test_a_layer_pattern(hybrid: _HybridConfig) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_units_are_those_that_are_sharded(hybrid: _HybridConfig, tied: bool) -> None:
+def test_each_parameter_lies_in_one_unit(hybrid: _HybridConfig, tied: bool) -> None:
     spec = ModelSpec(dataclasses.replace(hybrid, tie_word_embeddings=tied))
-    model, taken, units = spec.build(), set(), []
-    for module in (*model.sharding_units(), model):
-        parameters = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(parameters)
-        units.append([tuple(parameter.shape) for parameter in parameters])
-    assert [list(unit) for unit in spec.units] == units
-    assert spec.parameter_shapes.keys() == {name for name, _ in model.named_parameters()}
+    embedding, norm = (hybrid.vocab_size, hybrid.hidden_size), (hybrid.hidden_size,)
+    layers = [14, 15, 14, 15, 14]
+    assert [len(unit) for unit in spec.units] == ([*layers, 2] if tied else [1, *layers, 1, 1])
+    assert spec.units[-1] == ([embedding, norm] if tied else [norm])
+    assert sum(math.prod(shape) for unit in spec.units for shape in unit) == spec.num_parameters
+    assert sum(map(len, spec.units)) == len(spec.parameter_shapes)
+    assert ("lm_head.weight" in spec.parameter_shapes) is not tied
 
 
 def test_a_parameter_without_a_rule_is_noticed() -> None:

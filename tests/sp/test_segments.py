@@ -31,12 +31,13 @@ pytestmark = pytest.mark.numeric
 # The contract is 1e-9. Sums are regrouped at other places: measured 5e-16 for losses, 6e-15 for norms and for the
 # gradient of each parameter, and 2e-13 for parameters after two steps of AdamW.
 TOLERANCE = 1e-11
-# By number of ranks and backend; the longest cases are of two_shot, for time.
-SEGMENTS = {
-    1: {"dp": (1, 2, 4, 8), "two_shot": (8,)},
-    2: {"two_shot": (1, 2, 4, 8), "lasp1": (2, 4), "lasp2": (2, 4), "chain/3": (2, 4)},
-    3: {"two_shot": (2, 8), "lasp1": (4,), "chain/3": (4,)},
-}
+# Number of ranks, and by backend how many segments; the longest cases are of two_shot, for time.
+SEGMENTS = [
+    (1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}),
+    (2, {"two_shot": (4,), "lasp1": (2,), "chain/3": (2,)}),
+    pytest.param(2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.slow),
+    pytest.param(3, {"two_shot": (2, 8), "lasp1": (4,), "chain/3": (4,)}, marks=pytest.mark.slow),
+]
 
 
 def _case(segments: int, documents: bool, number: int = 0) -> Case:
@@ -51,14 +52,16 @@ def _reference(rank: int, world_size: int, store: str) -> dict[bool, Result]:
     return {documents: run_steps(_case(1, documents, 1), scan, mesh, store) for documents in (False, True)}
 
 
-def _suite(rank: int, world_size: int, store: str, reference: bytes) -> dict[str, float]:
+def _suite(
+    rank: int, world_size: int, store: str, backends: dict[str, tuple[int, ...]], reference: bytes
+) -> dict[str, float]:
     expected: dict[bool, Result] = pickle.loads(reference)
     mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
     errors: dict[str, float] = {}
     if world_size == 2:
         _check_two_groups(make_mesh(rank, world_size, 1), store, expected[True])
     number = 0
-    for documents, (name, cuts) in itertools.product((False, True), SEGMENTS[world_size].items()):
+    for documents, (name, cuts) in itertools.product((False, True), backends.items()):
         for segments in cuts:
             case = _case(segments, documents, number)
             number += 1
@@ -95,9 +98,11 @@ def reference(store: str) -> dict[bool, Result]:
     return run_distributed(_reference, 1, store)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_segments_train_as_the_whole_sequence(world_size: int, store: str, reference: dict[bool, Result]) -> None:
-    errors = run_distributed(_suite, world_size, store, pickle.dumps(reference))
+@pytest.mark.parametrize(("world_size", "backends"), SEGMENTS)
+def test_segments_train_as_the_whole_sequence(
+    world_size: int, backends: dict[str, tuple[int, ...]], store: str, reference: dict[bool, Result]
+) -> None:
+    errors = run_distributed(_suite, world_size, store, backends, pickle.dumps(reference))
     print(f"{world_size} ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in errors[0].items()))
 
 
@@ -164,6 +169,7 @@ def _stop_and_resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_stopped_between_segments_and_resumed(tmp_path: Path) -> None:
     """A step that is stopped has not happened; what follows is the same, bit by bit if it is cut in the same way."""
     results = run_distributed(_stop_and_resume, 2, str(tmp_path))[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import resource
 import tempfile
 import time
 import traceback
@@ -18,13 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = [
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "zeco_train.training.build",
-    "zeco_train.training.trainer",
-]
+# CPU time of all ranks so far that reported a result. Forked ranks are no children of the process that runs the tests.
+cpu_seconds = 0.0
 
 
 class RankError(AssertionError):
@@ -66,7 +62,7 @@ def run_distributed(
     fresh = fresh or "nccl" in backend
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(["tests.support.preloaded"])
     with tempfile.TemporaryDirectory(prefix="zeco-test-") as folder:
         store = str(Path(folder) / "store")
         ranks: dict[Connection, tuple[int, BaseProcess]] = {}
@@ -95,6 +91,7 @@ def _collect(
     results: list[Any] = [None] * len(ranks)
     failures: list[tuple[float, int, str]] = []
     open_ends = set(ranks)
+    global cpu_seconds
     while open_ends:
         ready = wait(list(open_ends), max(0.0, deadline - time.monotonic()))
         if not ready and not failures:
@@ -107,7 +104,8 @@ def _collect(
             open_ends.remove(end)
             rank, process = ranks[end]
             try:
-                moment, result, trace = pickle.loads(end.recv_bytes())
+                moment, result, trace, seconds = pickle.loads(end.recv_bytes())
+                cpu_seconds += seconds
             except EOFError:
                 process.join(5.0)
                 moment, result = time.monotonic(), None
@@ -153,7 +151,9 @@ def _run_rank(
     except BaseException:  # all that ends a rank is to be reported, SystemExit too
         trace = traceback.format_exc()
     # By value: tensors sent the usual way would lie in shared memory that ends with this process.
-    connection.send_bytes(pickle.dumps((time.monotonic(), result, trace)))
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    connection.send_bytes(pickle.dumps((time.monotonic(), result, trace, seconds)))
     connection.close()
     # Not through the interpreter's own end: a group may have operations under way that its teardown would wait for.
     os._exit(0 if trace is None else 1)

@@ -51,6 +51,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with WandbServer() as server:

@@ -68,7 +68,14 @@ def mesh() -> Iterator[ProcessMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", CASES)
+# The last one and the first have all that the others have.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("whole", "segments, documents, full") else pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
     scan = RecordingScan(LocalScan())
     graphs = []
@@ -123,6 +130,7 @@ def _two_ranks(rank: int, world_size: int, store: str) -> None:
     dist.barrier()  # nobody leaves while a peer still waits for what it sent
 
 
+@pytest.mark.slow
 def test_compiled_blocks_of_sharded_parameters(store: Path) -> None:
     run_distributed(_two_ranks, 2, str(store))
 

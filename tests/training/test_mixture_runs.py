@@ -186,28 +186,25 @@ def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> li
     return results
 
 
-def test_another_split_in_the_middle_of_an_epoch(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_another_split_in_the_middle_of_an_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
     """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and going on with sp = 2.
 
     Documents restart the state in one case, and run into each other in the other.
     """
     for name in ("web", "books"):
         shutil.copytree(folder / name, tmp_path / name)
+    documents, other = (f"data.reset_state_at_document={value}" for value in (reset, not reset))
+    alone = [["unbroken", documents, "train.steps=12"], ["run", documents, "train.steps=6"]]
+    unbroken, _, differs = run_distributed(_train, 1, str(tmp_path), [*alone, ["other", other, "train.steps=1"]])[0]
     split = ["sp.size=2", "train.segments=2"]
-    alone, shared = [], []
-    for reset in (False, True):
-        documents = f"data.reset_state_at_document={reset}"
-        alone += [[f"unbroken{reset}", documents, "train.steps=12"], [f"run{reset}", documents, "train.steps=6"]]
-        shared.append([f"run{reset}", documents, "train.steps=12", *split])
-    whole = run_distributed(_train, 1, str(tmp_path), alone)[0][::2]
-    first, second = run_distributed(_train, 2, str(tmp_path), shared)
-    for unbroken, of_first, of_second in zip(whole, first, second, strict=True):
-        assert len(of_first["sequence_ids"]) == 6
-        assert of_first["sequence_ids"] == of_second["sequence_ids"] == unbroken["sequence_ids"][6:]
-        losses = [[row["loss"] for row in result["rows"]] for result in (of_first, unbroken)]
-        assert len(losses[0]) == 12
-        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
-    assert whole[0]["rows"][0]["loss"] != whole[1]["rows"][0]["loss"]
+    [first], [second] = run_distributed(_train, 2, str(tmp_path), [["run", documents, "train.steps=12", *split]])
+    assert len(first["sequence_ids"]) == 6
+    assert first["sequence_ids"] == second["sequence_ids"] == unbroken["sequence_ids"][6:]
+    losses = [[row["loss"] for row in result["rows"]] for result in (first, unbroken)]
+    assert len(losses[0]) == 12
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
+    assert unbroken["rows"][0]["loss"] != differs["rows"][0]["loss"]
 
 
 @pytest.mark.processes

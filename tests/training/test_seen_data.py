@@ -320,6 +320,7 @@ def _starts(rank: int, world_size: int, folder: str) -> list[str | list[str]]:
     return results
 
 
+@pytest.mark.slow
 def test_nodes_with_copies_of_their_own(tmp_path: Path) -> None:
     """Ranks that see the same files share the hashing, each set of copies is hashed by itself, and all ranks agree."""
     write(tmp_path / "store")

@@ -54,7 +54,10 @@ def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-@pytest.mark.parametrize(("world_size", "dtypes"), [(2, "bf16"), (4, "fp64")])
+@pytest.mark.parametrize(
+    ("world_size", "dtypes"),
+    [(2, "fp64"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bf16"), (4, "fp64")))],
+)
 def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> None:
     results = run_distributed(verify, world_size, "tokens=[30]", f"dtypes=[{dtypes}]")
     table = results[0][1].splitlines()
@@ -175,6 +178,7 @@ def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Co
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_under_torchrun_with_results_in_a_file(tmp_path: Path) -> None:
     arguments = ["tokens=[20]", "sp_sizes=[2]", "dtypes=[fp32]", "documents=true", "out=results.json"]
     with torchrun(2, tmp_path, ["-m", "zeco_train.verify"], *SMALL, *arguments) as run:

@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in _SPECS}
 SETTINGS = {key: [spec.name for spec in _SPECS if key in spec.settings] for spec in _SPECS for key in spec.settings}
 
 
-class OptimizerKind(Enum):
+class OptimizerName(Enum):
     """The names of `OPTIMIZERS`, as the type of a setting."""
 
     _ignore_ = "name"
@@ -28,9 +28,9 @@ class OptimizerKind(Enum):
 
 @dataclass
 class OptimConfig(OptimizerSettings):
-    """The settings, and `kind`: which optimizer."""
+    """The settings, and `name`: which optimizer."""
 
-    kind: OptimizerKind = OptimizerKind["adamw"]
+    name: OptimizerName = OptimizerName["adamw"]
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
         """Keys that need another setting to be read, which one, and whether it is set."""
@@ -40,7 +40,7 @@ class OptimConfig(OptimizerSettings):
     @property
     def spec(self) -> OptimizerSpec:
         """The optimizer."""
-        return OPTIMIZERS[self.kind.value]
+        return OPTIMIZERS[self.name.value]
 
 
 def build_optimizer(
