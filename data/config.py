@@ -13,6 +13,7 @@ from data.store import PREPARE_HINT, VALIDATION_FOLDER
 from data.synthetic.config import SyntheticConfig
 from zeco_train.errors import ConfigError
 from zeco_train.system.paths import check_path
+from zeco_train.system.ranges import check_least
 
 # Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
 LARGEST_COUNT = 10**9
@@ -186,8 +187,7 @@ def check_config(config: DataConfig) -> None:
         paths = ", ".join(store.path for store in config.stores)
         raise ConfigError("data.stores", paths, f"data={config.kind.value} takes none; use data=mixture")
     _check_paths(config)
-    if config.min_document_tokens < 0:
-        raise ConfigError("data.min_document_tokens", config.min_document_tokens, "must be ≥ 0")
+    check_least(config, "data", min_document_tokens=0)
     if not 0 <= config.validation_fraction <= 0.5:
         raise ConfigError("data.validation_fraction", config.validation_fraction, "allowed: 0 (none) to 0.5")
     if config.verify and not config.verify_changed:
@@ -292,8 +292,8 @@ def _check_stores(stores: list[StoreConfig]) -> None:
             raise ConfigError(f"{field}.path", store.path, f"needs the folder of a token store; {PREPARE_HINT}")
         if not (store.weight > 0 and math.isfinite(store.weight)):
             raise ConfigError(f"{field}.weight", store.weight, "must be > 0; leave out a store that nothing is read of")
-        if store.min_document_tokens is not None and store.min_document_tokens < 0:
-            raise ConfigError(f"{field}.min_document_tokens", store.min_document_tokens, "must be ≥ 0")
+        if store.min_document_tokens is not None:
+            check_least(store, field, min_document_tokens=0)
         name = store_name(store)
         if not name:
             raise ConfigError(f"{field}.name", name, "must not be empty")

@@ -28,6 +28,7 @@ from zeco_train.checkpoint.files import complete_checkpoints
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import Launch, ProcessMesh
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.system.ranges import check_least
 from zeco_train.system.signals import StopRequest
 from zeco_train.training.build import Parts, build, init, open_run
 from zeco_train.training.trainer import Trainer
@@ -71,7 +72,7 @@ class CheckpointConfig(CaseConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._check_least(rounds=1)
+        check_least(self, rounds=1)
 
     def run_config(self) -> Config:
         """The configuration of the run.

@@ -25,6 +25,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path
+from zeco_train.system.ranges import check_least
 
 PASSES = ("forward", "forward_backward")
 _MIB = 1 << 20
@@ -65,18 +66,12 @@ class CaseConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        self._check_least(seed=0)
+        check_least(self, seed=0)
         if self.out:
             check_path("out", self.out)
         for name in ("timeout_seconds", "budget_seconds"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(name, getattr(self, name), "must be > 0 and ≤ 86400")
-
-    def _check_least(self, **least: int) -> None:
-        """Raise `ConfigError` for a number below its least."""
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(name, getattr(self, name), f"must be ≥ {smallest}")
 
     def _check_lists(self, **least: int) -> None:
         """Raise `ConfigError` for a list that is empty or has a number below its least."""
@@ -100,7 +95,7 @@ class BenchConfig(CaseConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._check_least(warmup=1)
+        check_least(self, warmup=1)
 
 
 @dataclass
@@ -119,7 +114,7 @@ class RunsConfig(BenchConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._check_least(runs=1, flush_mb=-1)
+        check_least(self, runs=1, flush_mb=-1)
 
 
 @dataclass
@@ -140,7 +135,7 @@ class CollectivesConfig(RunsConfig):
     def validate(self) -> None:
         super().validate()
         check_variants(self.variants, *ANCHORS, *SHARING)
-        self._check_least(key_dim=1, value_dim=1, graph_operations=1)
+        check_least(self, key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
             raise ConfigError("sizes_mb", self.sizes_mb, "must be a list of numbers > 0")
         for size in self.sizes_mb:
@@ -235,7 +230,7 @@ class DecodeConfig(OfModelConfig):
         self._check_lists(contexts=1, batches=1)
         if sorted(set(self.contexts)) != self.contexts:
             raise ConfigError("contexts", self.contexts, "must rise: one is the beginning of the next")
-        self._check_least(steps=1, prefill_tokens=1, check_tokens=2)
+        check_least(self, steps=1, prefill_tokens=1, check_tokens=2)
         self.run_config()
 
     def run_config(self) -> Config:
@@ -283,7 +278,7 @@ class ModelConfig(OfModelConfig):
         super().validate()
         check_variants(self.variants, "dp", PRODUCTS, *SHARING, "fla", peer_settings=PEER_SETTINGS)
         self._check_lists(heads=1, tokens=1)
-        self._check_least(steps=1, segments=1, check_tokens=1)
+        check_least(self, steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):
             if tokens % self.segments:
                 name = "check_tokens" if tokens == self.check_tokens else "tokens"

@@ -24,6 +24,7 @@ from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, Stor
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.session import Session
+from zeco_train.system.ranges import check_least
 
 COLUMNS = {
     "shuffle": ("shuffle", "<10"),
@@ -56,7 +57,7 @@ class DocumentsConfig(CaseConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._check_least(documents=1, mean_tokens=1, seq_len=1)
+        check_least(self, documents=1, mean_tokens=1, seq_len=1)
 
 
 def run(config: DocumentsConfig, session: Session) -> Report:

@@ -25,6 +25,7 @@ from data.store_writer import StoreWriter
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report, Row
 from zeco_train.bench.session import Session
+from zeco_train.system.ranges import check_least
 
 LARGEST_RATIO = 1.01
 COLUMNS = {
@@ -51,7 +52,7 @@ class LoaderConfig(CaseConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._check_least(tokens=1)
+        check_least(self, tokens=1)
 
 
 def run(config: LoaderConfig, session: Session) -> Report:

@@ -30,6 +30,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.transition import fold
+from zeco_train.system.ranges import check_least
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
@@ -66,7 +67,7 @@ class OperatorCpuConfig(RunsConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._check_least(tokens=1, threads=1)
+        check_least(self, tokens=1, threads=1)
         if self.device is not Device.cpu:
             raise ConfigError("device", self.device.name, "must be cpu")
 

@@ -47,7 +47,8 @@ from zeco_train.checkpoint.files import (
 from zeco_train.checkpoint.weights import cause_of, damage_of, read_state
 from zeco_train.checkpoint.writer import CheckpointWriter
 from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
-from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.errors import CheckpointError
+from zeco_train.system.ranges import check_least
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Torch 2.11 empties a stager once it has been used, so that its second use fails.
@@ -90,9 +91,7 @@ class CheckpointConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name in ("every", "minutes", "keep"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"checkpoint.{name}", getattr(self, name), "must be ≥ 0")
+        check_least(self, "checkpoint", every=0, minutes=0, keep=0)
 
 
 @dataclass

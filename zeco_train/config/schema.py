@@ -34,6 +34,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
+from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.nonfinite import skip_limit
@@ -100,14 +101,9 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name in ("steps", "log_every", "segments"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 1")
+        check_least(self, "train", steps=1, log_every=1, segments=1, eval_every=0, eval_sequences=0)
         if self.steps > LARGEST_COUNT:
             raise ConfigError("train.steps", self.steps, f"must be ≤ {LARGEST_COUNT}")
-        for name in ("eval_every", "eval_sequences"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"train.{name}", getattr(self, name), "must be ≥ 0")
         skip_limit(self.nonfinite)
         check_profile(self.profile, self.profile_ranks, self.steps)
 
@@ -138,8 +134,7 @@ class Config:
         for name in ("name", "run_dir"):
             if not getattr(self, name).strip():
                 raise ConfigError(name, getattr(self, name), "must not be empty")
-        if self.seed < 0:
-            raise ConfigError("seed", self.seed, "must be ≥ 0")
+        check_least(self, seed=0)
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
             if hasattr(value, "validate"):

@@ -33,6 +33,7 @@ from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
 from zeco_train.system.files import sha256_of, write_durably
 from zeco_train.system.paths import check_output_folder
+from zeco_train.system.ranges import check_least
 from zeco_train.tracking.progress import compact
 
 _PAD_OF_BYTES = 0
@@ -50,8 +51,7 @@ class ExportSettings:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        if self.shard_mb < 1:
-            raise ConfigError("shard_mb", self.shard_mb, "must be ≥ 1")
+        check_least(self, shard_mb=1)
 
 
 def export(run: str, out: Path, settings: ExportSettings) -> str:

@@ -34,6 +34,7 @@ from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.numbers import relative_error
+from zeco_train.system.ranges import check_least
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
 # The largest relative error (2-norms) between the two models' logits that passes.
@@ -56,9 +57,7 @@ class ParitySettings:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name in ("tokens", "prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be ≥ 1")
+        check_least(self, tokens=1, prompt_tokens=1, new_tokens=1)
         if self.prompt_tokens > self.tokens:
             raise ConfigError("prompt_tokens", self.prompt_tokens, f"must be ≤ tokens={self.tokens}")
 

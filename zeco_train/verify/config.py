@@ -15,6 +15,7 @@ from zeco_train.sp.registry import BACKENDS as SPECS
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.system.paths import check_output_file
+from zeco_train.system.ranges import check_least
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # What may lie between a result and float64: norm of the difference over norm.
@@ -81,9 +82,7 @@ class VerifyConfig:
         for name, least in (("tokens", 8), ("sp_sizes", 1)):
             if any(value < least for value in getattr(self, name)):
                 raise ConfigError(name, getattr(self, name), f"must be numbers ≥ {least}")
-        for name in ("batch", "heads", "key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be ≥ 1")
+        check_least(self, batch=1, heads=1, key_dim=1, value_dim=1)
         if self.batch > 1 and self.documents:
             raise ConfigError("documents", "true", "packed documents have a batch of 1")
         if not 0 <= self.seed < 1 << 32:
