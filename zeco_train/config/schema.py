@@ -32,7 +32,7 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.registry import SPConfig, describe_backends
+from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
