@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, register_autograd
+from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.registry import operator_of
@@ -80,11 +80,10 @@ def mix_at(
     Returns:
         o, [B, T, H, V] in the dtype of v; and what crossed ranks.
     """
-    o, received, carry_out, _, _ = _mix(list(operands), operator, scale, *place, *boundary)
+    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *place, *boundary)
     return o, Crossing(received, carry_out)
 
 
-@custom_op("zeco::mix", mutates_args=())
 def _mix(
     operands: list[Tensor],
     operator: str,
@@ -116,7 +115,6 @@ def _mix(
         return o.contiguous(), received, carry_out, local.transition, list(local.saved)
 
 
-@_mix.register_fake
 def _mix_shapes(
     operands: list[Tensor],
     operator: str,
@@ -183,37 +181,75 @@ def _mix_backward_shapes(
     return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    operands, operator, scale, scan, pieces, incoming_state, _, want_carry = inputs
-    _, received, _, transition, saved = output
-    ctx.mark_non_differentiable(received, transition, *saved)
-    ctx.set_materialize_grads(False)
-    passes = operator_of(operator, operands).select(operands)
-    incoming_state = received if incoming_state is None else incoming_state
-    kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
-    ctx.save_for_backward(*kept, *saved, transition, incoming_state if passes.needs_incoming else None, pieces)
-    ctx.operator, ctx.scale, ctx.scan, ctx.want_carry = operator, scale, scan, want_carry
-    ctx.num_operands, ctx.replaced = len(operands), passes.replaced
+class _Differentiable(torch.autograd.Function):
+    """`zeco::mix` under autograd, with its lists flat: `torch.library.register_autograd` would take them apart and put
+    them together again by pytrees, which costs the host more than all else here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operator: str,
+        scale: float,
+        scan: str,
+        pieces: Tensor | None,
+        incoming_state: Tensor | None,
+        carry_in: Tensor | None,
+        want_carry: bool,
+        *operands: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(
+                list(operands), operator, scale, scan, pieces, incoming_state, carry_in, want_carry
+            )
+        ctx.mark_non_differentiable(received, transition, *saved)
+        ctx.set_materialize_grads(False)
+        passes = operator_of(operator, operands).select(operands)
+        incoming_state = received if incoming_state is None else incoming_state
+        kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
+        ctx.save_for_backward(*kept, *saved, transition, incoming_state if passes.needs_incoming else None, pieces)
+        ctx.operator, ctx.scale, ctx.scan, ctx.want_carry = operator, scale, scan, want_carry
+        ctx.num_operands, ctx.replaced = len(operands), passes.replaced
+        return o, received, carry_out, transition, *saved
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
+        *kept, transition, incoming_state, pieces = ctx.saved_tensors
+        num_kept = ctx.num_operands - len(ctx.replaced)
+        operands, saved = kept[:num_kept], kept[num_kept:]
+        for position in ctx.replaced:
+            operands.insert(position, saved.pop(0))
+        want_dcarry = ctx.needs_input_grad[5]
+        do = torch.zeros_like(operands[2]) if do is None else do
+        # A compiler fills in gradients that there are not.
+        dcarry_out = dcarry_out if ctx.want_carry else None
+        place = ctx.scan, pieces
+        grads, dcarry_in = _mix_backward(
+            operands, do, saved, transition, incoming_state, dcarry_out, ctx.operator, ctx.scale, *place, want_dcarry
+        )
+        return None, None, None, None, None, dcarry_in if want_dcarry else None, None, *grads
 
 
-def _backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
-    *kept, transition, incoming_state, pieces = ctx.saved_tensors
-    num_kept = ctx.num_operands - len(ctx.replaced)
-    operands, saved = kept[:num_kept], kept[num_kept:]
-    for position in ctx.replaced:
-        operands.insert(position, saved.pop(0))
-    want_dcarry = ctx.needs_input_grad[6]
-    do = torch.zeros_like(operands[2]) if do is None else do
-    # A compiler fills in gradients that there are not.
-    dcarry_out = dcarry_out if ctx.want_carry else None
-    place = ctx.scan, pieces
-    grads, dcarry_in = _mix_backward(
-        operands, do, saved, transition, incoming_state, dcarry_out, ctx.operator, ctx.scale, *place, want_dcarry
+def _under_autograd(
+    operands: list[Tensor],
+    operator: str,
+    scale: float,
+    scan: str,
+    pieces: Tensor | None,
+    incoming_state: Tensor | None,
+    carry_in: Tensor | None,
+    want_carry: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    o, received, carry_out, transition, *saved = _Differentiable.apply(
+        operator, scale, scan, pieces, incoming_state, carry_in, want_carry, *operands
     )
-    return grads, None, None, None, None, None, dcarry_in if want_dcarry else None, None
+    return o, received, carry_out, transition, saved
 
 
-register_autograd("zeco::mix", _backward, setup_context=_setup_context)
+_LIBRARY = Library("zeco", "FRAGMENT")
+_LIBRARY.define(f"mix{infer_schema(_mix, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")
+_LIBRARY.impl("mix", _under_autograd, "Autograd")
+register_fake("zeco::mix", _mix_shapes, lib=_LIBRARY)
 
 
 class _alone:
