@@ -63,6 +63,10 @@ def half_way(folder: Path) -> dict[str, Any]:
     return run_distributed(_train_half_way, 4, str(folder))[0]
 
 
+def test_a_run_to_go_on_with(half_way: dict[str, Any]) -> None:
+    assert [row["step"] for row in half_way["rows"]] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     """Two ranks of one group that shares sequences, and four of two; rows of all starts are appended."""

@@ -292,6 +292,7 @@ def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monk
     assert one["lm_eval"]["n-samples"]["zeco_choice"] == {"original": 5, "effective": 5}
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_a_task_that_is_not_there_or_has_no_data(run: Path, tmp_path: Path) -> None:
     check_line(evaluate(run, "--tasks=hellaswagg"), 2, "--tasks=hellaswagg", "did you mean", "hellaswag")

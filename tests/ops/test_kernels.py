@@ -48,6 +48,8 @@ SMALL = {
     "dv apart": KernelCase((1, 150, 2, 32, 48), documents=(0, 70, 150), fused=False),
     "48 keys": KernelCase((1, 130, 2, 48, 64), rate=1.0, documents=(0, 100, 130)),
 }
+# The interpreter takes a second for each.
+QUICK = ["odd sizes", "the strongest reset", "a document starts the rank"]
 LARGE = {
     **SMALL,
     "the paper's heads": KernelCase((2, 1000, 4, 64, 128)),
@@ -65,15 +67,20 @@ LARGE = {
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 
 
-def _interpreted(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
-    return {name: kernel_errors(case, torch.float32, torch.device("cpu")) for name, case in SMALL.items()}
+    return {name: kernel_errors(SMALL[name], torch.float32, torch.device("cpu")) for name in names}
 
 
-def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_kernels_under_the_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # It is chosen when Triton is imported, so the kernels run in a process of their own.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for name, errors in run_distributed(_interpreted, 1)[0].items():
+    for name, errors in run_distributed(_interpreted, 1, names, fresh=True)[0].items():
         assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
         assert len(errors) == 8
 
@@ -128,7 +135,7 @@ def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 def test_kernels_fit_gpus_that_are_not_here() -> None:
     """The compiler for GPUs runs anywhere; it refuses what the interpreter takes."""
-    found = run_distributed(_compiled, 1)[0]
+    found = run_distributed(_compiled, 1, fresh=True)[0]
     assert set(found) == set(COMPILED)
     for name, (capability, *_) in COMPILED.items():
         assert len(found[name]) == 7
@@ -159,7 +166,7 @@ def _saved(rank: int, world_size: int) -> list[str]:
 def test_saved_tensors_are_those_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler plans with the latter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_saved, 1) == [[]]
+    assert run_distributed(_saved, 1, fresh=True) == [[]]
 
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
@@ -212,9 +219,10 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_scores_are_kept_or_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_kept_and_made_again, 1) == [[]]
+    assert run_distributed(_kept_and_made_again, 1, fresh=True) == [[]]
 
 
 class Recorder:

@@ -50,7 +50,8 @@ def run_distributed(
         timeout: seconds, after which all ranks are killed. Also the timeout of the process group.
         backend: of `init_process_group`.
         may_die: ranks that may end without a result.
-        fresh: start processes that have imported nothing yet, for what has to be set before an import.
+        fresh: start processes that have imported nothing yet, for what has to be set before an import; forked ones have
+            torch and Triton, the latter for compilers and not for its interpreter.
 
     Returns:
         What each rank returned, by rank; None for a rank of `may_die` that vanished.

@@ -99,6 +99,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("splits"))
 
 
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [(1, "reference"), (2, "lasp2, sp 2, hsdp"), pytest.param(4, "zeco, sp 2, hsdp", marks=pytest.mark.slow)],
+)
+def test_metrics_count_all_tokens(runs: Runs, world_size: int, name: str) -> None:
+    rows = runs(_splits, world_size)[0][name]["rows"]
+    assert [row["tokens"] for row in rows] == [4 * 768 * step for step in range(1, 6)]
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(world_size * row["tokens_per_second_per_device"])
+        assert row["tokens_per_second"] == pytest.approx(4 * 768 / row["step_seconds"])
+
+
 def test_documents_change_the_loss(runs: Runs) -> None:
     plain, reset = (runs(_documents, 1)[0][name]["rows"] for name in ("documents without reset", "documents"))
     assert abs(plain[0]["loss"] - reset[0]["loss"]) > 1e-6
@@ -143,18 +155,6 @@ def test_fp32_losses_agree_for_ten_steps(runs: Runs, world_size: int) -> None:
     # The contract; from mere rounding two fp32 runs differ by about 1e-6 here.
     expected, found = (runs(_dtypes, n)[0]["fp32"]["rows"] for n in (1, world_size))
     assert largest_difference(found, expected, "loss") <= 1e-4
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [(1, "reference"), (2, "lasp2, sp 2, hsdp"), pytest.param(4, "zeco, sp 2, hsdp", marks=pytest.mark.slow)],
-)
-def test_metrics_count_all_tokens(runs: Runs, world_size: int, name: str) -> None:
-    rows = runs(_splits, world_size)[0][name]["rows"]
-    assert [row["tokens"] for row in rows] == [4 * 768 * step for step in range(1, 6)]
-    for row in rows:
-        assert row["tokens_per_second"] == pytest.approx(world_size * row["tokens_per_second_per_device"])
-        assert row["tokens_per_second"] == pytest.approx(4 * 768 / row["step_seconds"])
 
 
 @pytest.mark.parametrize(
