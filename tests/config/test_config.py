@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from data.recipes import recipe_names
 from zeco_train.config.schema import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
+from zeco_train.sp.registry import Backend, SPConfig
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 
@@ -22,6 +23,9 @@ def test_every_option_composes(group: str, option: str) -> None:
     config = to_plain(load_config([f"{prefix}{group}={option}", *needs.get(f"{group}={option}", [])]))
     if group == "experiment":
         assert config["name"] == option
+        return
+    if group == "sp":  # a registered backend has no file
+        assert config["sp"] == to_plain(SPConfig(Backend[option]))
         return
     # Every value of the file arrives, so no key of it is lost on the way.
     written = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / group / f"{option}.yaml"))
@@ -35,7 +39,8 @@ def test_all_yaml_files_are_options() -> None:
     found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
     # `data.prepare` reads the recipes; as a group of a run they would be offered where nothing takes them.
     found -= {Path("recipes", f"{name}.yaml") for name in recipe_names()}
-    assert found == {Path("train.yaml"), *(Path(group, f"{option}.yaml") for group, option in OPTIONS)}
+    files = {Path(group, f"{option}.yaml") for group, option in OPTIONS if group != "sp"}
+    assert found == {Path("train.yaml"), *files}
 
 
 def test_the_command_lines_contract() -> None:

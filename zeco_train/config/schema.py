@@ -32,7 +32,7 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
-from zeco_train.sp.registry import SPConfig, describe_backends
+from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import check_values, find_interpolation, read_values
@@ -245,6 +245,8 @@ def config_of(plain: Any) -> Config:
 def _compose(overrides: list[str], base: Config | None = None) -> Config:
     store, primary = ConfigStore.instance(), "train"
     store.store(name="schema", node=Config)
+    for name in BACKENDS:
+        store.store(group="sp", name=name, node={"backend": name})
     if base is not None:
         primary = "base"
         store.store(name=primary, node=base)
@@ -266,10 +268,12 @@ def group_options() -> dict[str, list[str]]:
     # The other folders there are not for runs, such as the recipes of `data.prepare`.
     names = ["experiment", *(section.name for section in dataclasses.fields(Config))]
     groups = [CONFIG_DIR / name for name in sorted(names) if (CONFIG_DIR / name).is_dir()]
-    return {
+    options = {
         group.name: sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
         for group in groups
     }
+    # A registered backend needs no file.
+    return options | {"sp": list(BACKENDS)}
 
 
 def describe(overrides: list[str]) -> str:
