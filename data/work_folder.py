@@ -12,7 +12,6 @@ A process has it to itself as long as it holds the lock on `.NAME.preparing.lock
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from data.pipeline import Part
 from data.store import META_FILE
 from data.store_writer import WriterState
 from zeco_train.errors import DataError
-from zeco_train.system.files import sync_file, sync_folder, write_durably, write_errors
+from zeco_train.system.files import sync_file, sync_folder, take_lock, write_durably, write_errors
 from zeco_train.system.small_files import read_json
 
 _VERSION = 1
@@ -196,19 +195,11 @@ def _difference(left: dict[str, Any] | None, arguments: dict[str, Any]) -> str:
 
 @contextmanager
 def _locked(out: Path, path: Path) -> Iterator[None]:
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise DataError(out, "another process is preparing it", "wait for it, or choose another --out") from error
-        except OSError:  # some network file systems have no locks: then it is the user who starts one process only
-            break
-        with contextlib.suppress(FileNotFoundError):
-            if os.fstat(lock).st_ino == path.stat().st_ino:
-                break
-        os.close(lock)  # the last owner deleted it between our opening and our locking
+    try:
+        # Some network file systems have no locks: then it is the user who starts one process only.
+        lock, _ = take_lock(path)
+    except BlockingIOError as error:
+        raise DataError(out, "another process is preparing it", "wait for it, or choose another --out") from error
     try:
         yield
     finally:

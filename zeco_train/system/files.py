@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -66,6 +67,32 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        os.close(descriptor)
+
+
+def take_lock(path: Path) -> tuple[int, str | None]:
+    """Open and lock a file, made if it is not there; the lock ends with the descriptor, and so with the process.
+
+    Returns:
+        The descriptor; why the file system cannot lock, None if it can.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        problem: str | None = None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise
+        except OSError as error:
+            problem = error.strerror or str(error)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor, problem
+        # Its last owner has removed it, between our open and our lock.
         os.close(descriptor)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -27,7 +26,7 @@ from zeco_train.checkpoint.files import (
 )
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.lifecycle.logs import LOG_FOLDER
-from zeco_train.system.files import write_durably
+from zeco_train.system.files import take_lock, write_durably
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_small
 
@@ -82,7 +81,10 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             _check_owner(path)
             _check_links(path)
-            self._take()
+            try:
+                self._lock, self.lock_problem = take_lock(path / _LOCK)
+            except BlockingIOError as error:
+                raise ConfigError("run_dir", path, "another process is training there; end it first") from error
             try:
                 self.has_begun = (path / IDENTITY_FILE).exists()
                 if self.has_begun:
@@ -149,22 +151,6 @@ class RunFolder:
         os.close(self._lock)
         self._lock = None
 
-    def _take(self) -> None:
-        while self._lock is None:
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(lock)
-                raise ConfigError("run_dir", self.path, "another process is training there; end it first") from error
-            except OSError as error:
-                self.lock_problem = error.strerror or str(error)
-            if _is_file(self.path / _LOCK, lock):
-                self._lock = lock
-            else:
-                # A start that was refused has removed it, between our open and our lock.
-                os.close(lock)
-
     def _write_mark(self, text: str) -> None:
         """Fill the lock file, unless that is what it holds."""
         assert self._lock is not None
@@ -219,14 +205,6 @@ def _check_links(path: Path) -> None:
             if entry.is_symlink() and not entry.is_dir() and entry.name != CHECKPOINT_FOLDER:
                 name = entry.relative_to(path)
                 raise ConfigError("run_dir", path, f"{name} is a link, and files of a run never are; remove the link")
-
-
-def _is_file(path: Path, descriptor: int) -> bool:
-    """Whether `path` still names the open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 @contextlib.contextmanager
