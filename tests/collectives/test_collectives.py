@@ -293,6 +293,7 @@ def test_every_scan_equals_the_reference(world_size: int) -> None:
 EXPECTED = {
     "chain/2": (1, "all_scan_chain forward: receive of block 0"),
     "two_shot": (None, "all_scan_two_shot forward: all-to-all of slices"),
+    "doubling": (1, "all_scan_doubling forward: receive of round 0"),
     "all_gather": (None, "all_gather_scan forward: all-gather of states and transitions"),
     "serial": (1, "serial_scan forward: receive of the state"),
 }

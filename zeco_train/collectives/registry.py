@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeco_train.collectives.all_gather import ALL_GATHER
 from zeco_train.collectives.chain import CHAIN
+from zeco_train.collectives.doubling import DOUBLING
 from zeco_train.collectives.serial import SERIAL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.two_shot import TWO_SHOT
@@ -12,5 +13,6 @@ from zeco_train.collectives.two_shot import TWO_SHOT
 ALL_SCANS: tuple[ScanSpec, ...] = (
     CHAIN,
     TWO_SHOT,
+    DOUBLING,
 )
 SCANS: dict[str, ScanSpec] = {scan.name: scan for scan in (SERIAL, ALL_GATHER, *ALL_SCANS)}

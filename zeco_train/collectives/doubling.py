@@ -1,0 +1,155 @@
+"""All-Scan `doubling`: in round r every rank hears of 2^r ranks at once (Hillis & Steele, 1986, as an exclusive scan).
+
+With d = 2^r, before round r a rank knows what the d − 1 ranks right before it do to a state, as one pair; it joins its
+own pair to that, and sends the result d ranks on:
+
+    round r, rank p:  send (S_p, A_p) ∘ before_p to p + d;  before_p ← before_p ∘ (what came from p − d)
+
+After the last round `before_p` reaches back to the first rank, and its state is R_p, for any P: no inverse, and no
+subtraction. A pair that reaches back to the first rank travels without its transition, which nobody needs any more. The
+first rank folds `carry_in` into its state, so nobody else's is read; `carry_out` is a broadcast of S from the last one.
+
+On the wire, per rank: at most ⌈log₂ P⌉ messages of a state and a transition. All receives are posted at the launch: one
+that is posted in its round waits for the sender to find it. Rounds: ⌈log₂ P⌉. With A bytes of a transition,
+
+    T = ⌈log₂ P⌉ (α + β(S + A))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.collectives.cost_model import Costs, Load
+from zeco_train.collectives.courier import Courier
+from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.transition import as_columns, compose, fold, from_columns
+from zeco_train.collectives.wire import Transfer, Wire
+
+# A state and its transition; without one where the pair reaches back to the first rank.
+Pair = tuple[Tensor, Tensor | None]
+
+
+def launch_doubling(request: ScanRequest, courier: Courier) -> PendingScan:
+    """Start the scan. All receives are posted before this returns; rounds go on without this rank's `wait`. Errors as
+    of `Courier.launch`."""
+    tags = courier.take_tags(_rounds(courier.size))
+    return courier.launch(request, "all_scan_doubling", lambda wire, scan: _post(request, tags, wire, scan))
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One round of this rank: how far messages go, and the one that it receives, if any."""
+
+    name: str
+    tag: int
+    distance: int
+    receive: Transfer | None
+    received: Tensor
+
+
+def _rounds(ranks: int) -> int:
+    """⌈log₂ P⌉."""
+    return (ranks - 1).bit_length()
+
+
+def _post(request: ScanRequest, tags: range, wire: Wire, scan: PendingScan) -> Callable[[], None]:
+    """Post the receives of all rounds; the rest is `_run`."""
+    if wire.is_first:
+        scan.incoming.deliver(request.first_incoming())
+    state, columns = request.state, as_columns(request.transition).shape[-1]
+    rounds = []
+    for number, tag in enumerate(tags):
+        name, distance = f"round {number}", 1 << number
+        source, width = wire.position - distance, state.shape[-1]
+        received = state.new_empty(0)
+        receive = None
+        if source >= 0:
+            received = state.new_empty((*state.shape[:-1], width if distance > source else width + columns))
+            receive = wire.receive(received, source, tag, name)
+        rounds.append(_Round(name, tag, distance, receive, received))
+    return partial(_run, request, rounds, wire, scan)
+
+
+def _run(request: ScanRequest, rounds: list[_Round], wire: Wire, scan: PendingScan) -> None:
+    own = request.state, request.transition
+    if wire.is_first and request.carry_in is not None:
+        own = fold(*own, request.carry_in), request.transition
+    before: Pair | None = None
+    sends: list[Transfer] = []
+    for step in rounds:
+        if (target := wire.position + step.distance) < wire.size:
+            state, transition = own if before is None else _join(own, before)
+            if transition is None or wire.is_first:
+                message = state.contiguous()
+            else:
+                message = torch.cat((state, as_columns(transition)), dim=-1)
+            sends.append(wire.send(message, target, step.tag, step.name))
+        if step.receive is not None:
+            step.receive.wait()
+            heard = _unpack(step.received, request)
+            before = heard if before is None else _join(before, heard)
+            if before[1] is None:
+                scan.incoming.deliver(before[0])
+    # What follows concerns this rank's successors: its own `wait` has all that it needs.
+    for send in sends:
+        send.wait()
+    if scan.carry is not None:
+        last = wire.is_last and before is not None
+        carry = _join(own, before)[0].contiguous() if last and before else torch.empty_like(request.state)
+        wire.broadcast(carry, wire.size - 1, "carry_out").wait()
+        scan.carry.deliver(carry)
+
+
+def _unpack(message: Tensor, request: ScanRequest) -> Pair:
+    """What a rank sent, as a pair."""
+    width = request.state.shape[-1]
+    if message.shape[-1] == width:
+        return message, None
+    state, columns = message.split((width, message.shape[-1] - width), dim=-1)
+    return state, from_columns(columns, request.transition)
+
+
+def _join(later: Pair, earlier: Pair) -> Pair:
+    """The pair of neighbouring ranks taken as one; `later` does not reach back to the first rank."""
+    (state, transition), (earlier_state, earlier_transition) = later, earlier
+    assert transition is not None
+    if earlier_transition is None:
+        return fold(state, transition, earlier_state), None
+    return compose((state, transition), (earlier_state, earlier_transition))
+
+
+def _bytes_sent(load: Load, want_carry: bool) -> float:
+    """Of the busiest rank. The last one sends nothing but the carry, no more than the first one's first message."""
+    distances = [1 << number for number in range(_rounds(load.ranks))]
+
+    def sent(position: int) -> int:
+        return sum(
+            load.state_bytes + (load.transition_bytes if distance <= position else 0)
+            for distance in distances
+            if position + distance < load.ranks
+        )
+
+    return float(max(sent(position) for position in range(load.ranks)))
+
+
+def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
+    return _rounds(load.ranks) * (costs.message + costs.byte * (load.state_bytes + load.transition_bytes))
+
+
+DOUBLING = ScanSpec(
+    name="doubling",
+    description="in round r every rank sends what it knows 2^r ranks on: ⌈log₂ P⌉ rounds of states and transitions",
+    launch=launch_doubling,
+    bytes_sent=_bytes_sent,
+    seconds=_seconds,
+    held_states=_rounds,
+    # Its times are the model's, not measured.
+    automatic=False,
+    line="--",
+)
