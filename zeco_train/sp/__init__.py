@@ -1,1 +1,1 @@
-"""Sequence parallelism: one sequence over several ranks. Start at `base.py` (the seam), then `zeco.py`."""
+"""Sequence parallelism: one sequence over several ranks. Start at `zeco.py`; what layers see is `zeco_train/ops/seam.py`."""
