@@ -181,8 +181,8 @@ def test_an_export_after_a_killed_one(trained: Path, tmp_path: Path) -> None:
     """Whatever a kill has left: nothing blocks the next export, which removes it; one that goes on is left alone."""
     run, out = str(trained / "run"), tmp_path / "out"
     script = (
-        "import os, signal, sys\nfrom zeco_train import export\n"
-        "export._check_round_trip = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, sys\nfrom zeco_train import export\nfrom zeco_train.hf import export as work\n"
+        "work._check_round_trip = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
     killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=120)
@@ -205,7 +205,7 @@ def test_a_failed_export_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_check_round_trip", full)
+        patch.setattr("zeco_train.hf.export._check_round_trip", full)
         outcome = run_here(export.main, "run", "new")
     assert outcome.code != 0
     assert outcome.err == "error: new: cannot be written (No space left on device); name another OUT\n"
