@@ -115,7 +115,7 @@ class SequenceReader(Reader):
         pieces = stream.pieces(start, stop)
         tokens = stream.read(pieces, start, stop)
         if not split.reset_state_at_document:
-            return Shard(tokens, None, offset > 0)
+            return Shard(tokens, None, offset)
         return Shard(tokens, *shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length))
 
     def _stream(self, epoch: int) -> DocumentStream:

@@ -29,7 +29,7 @@ def shard_of(example: Example, split: DataSplit, segment: int) -> Shard:
     stop, end = offset + split.length, example.length + 1
     tokens = example.read(min(offset, end), min(stop + 1, end))
     padded = np.pad(tokens, (0, split.length + 1 - len(tokens)))
-    return Shard(padded, None, offset > 0, example.counts(offset, stop))
+    return Shard(padded, None, offset, example.counts(offset, stop))
 
 
 class ExampleReader(Reader):

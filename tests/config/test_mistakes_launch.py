@@ -113,7 +113,7 @@ def test_packages_that_are_not_installed(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))}
     commands = _commands()
-    assert len(commands) > 14
+    assert len(commands) >= 14
     for command in commands:
         done = subprocess.run(
             [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120

@@ -84,7 +84,7 @@ class RandomTokens:
         for segment in range(segments):
             offset = split.offset(segment)
             ids, labels = (stream[None, start : start + split.length] for start in (offset, offset + 1))
-            batches.append(Batch(ids, labels, None, offset > 0, offset, [step], segment=segment))
+            batches.append(Batch(ids, labels, None, offset, offset, [step], segment=segment))
         return batches
 
 
