@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.one_kernel import Kernel
 from zeco_train.collectives.scan import ScanRequest
+from zeco_train.ops.seam import LaunchedScan
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +19,7 @@ class ScanSpec:
     Attributes:
         name: as settings have it.
         description: for `--help`, a line.
-        launch: starts it: (request, courier), with `blocks=` where states flow in blocks; gives a
-            `zeco_train.ops.seam.LaunchedScan`.
+        launch: starts it: (request, courier), with `blocks=` where states flow in blocks.
         bytes_sent: (load, want_carry) → bytes that the busiest rank sends for one scan.
         seconds: (costs, load, blocks) → what one takes from launch to wait, nothing beside it.
         best_blocks: (costs, load) → the number of blocks that takes least; None where a state is not cut into blocks.
@@ -33,7 +32,7 @@ class ScanSpec:
 
     name: str
     description: str
-    launch: Callable[..., Any]
+    launch: Callable[..., LaunchedScan]
     bytes_sent: Callable[[Load, bool], float]
     seconds: Callable[[Costs, Load, int | None], float]
     best_blocks: Callable[[Costs, Load], int] | None = None
@@ -43,7 +42,7 @@ class ScanSpec:
     automatic: bool = True
     line: str = "-"
 
-    def start(self, request: ScanRequest, courier: Courier, blocks: int | None = None) -> Any:
+    def start(self, request: ScanRequest, courier: Courier, blocks: int | None = None) -> LaunchedScan:
         """Start a scan over messages; `blocks` counts where states flow in blocks. Errors as of `Courier.launch`."""
         if self.best_blocks is None:
             return self.launch(request, courier)

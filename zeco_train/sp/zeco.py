@@ -25,12 +25,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives import Courier, PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives import Courier, ScanRequest, scan_alone
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, request_problem, transport_problem
 from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import LaunchedScan
 from zeco_train.ops.transition import is_matrix
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 
@@ -128,7 +129,7 @@ class AllScan(ScanBackend):
         self._symmetric: dict[Courier, SymmetricScans] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
 
-    def start(self, request: ScanRequest) -> PendingScan:
+    def start(self, request: ScanRequest) -> LaunchedScan:
         """Start the All-Scan: it goes on while the caller computes its intra-chunk scores.
 
         Raises:
@@ -136,14 +137,14 @@ class AllScan(ScanBackend):
         """
         return self._start(request, self._scans)
 
-    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], PendingScan]]:
+    def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
         """`start` for each algorithm that may be chosen; each takes tens of MB of symmetric memory a direction."""
         if len(self._scans) == 1 or self._ranks == 1:
             return [self.start]
         found = eligible(self._scans, MEASURED[self._find_link(device)], self._ranks)
         return [partial(self._start, scans=(scan,)) for scan in found]
 
-    def _start(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> PendingScan:
+    def _start(self, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> LaunchedScan:
         courier = self.courier(request)
         if self._ranks == 1:
             return scan_alone(request)
