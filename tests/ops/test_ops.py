@@ -17,7 +17,6 @@ from torch import Tensor
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
-from zeco_train.ops.registry import OPERATORS
 
 pytestmark = pytest.mark.numeric
 
@@ -395,9 +394,3 @@ def test_documents_of_another_length_are_refused() -> None:
     assert find_pieces(None, 0, 10, torch.device("cpu")) is None
     with pytest.raises(ValueError, match=r"^cu_seqlens: describes 11 tokens, but there are 10"):
         chunked.local_states(case.k, case.v, case.g, pieces)
-
-
-def test_the_cpu_has_the_passes_in_pytorch() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        operands = [torch.zeros(1, dtype=dtype)] * 3
-        assert OPERATORS["gla"].select([*operands, torch.zeros(1)]) is chunked.CHUNKED

@@ -1,0 +1,21 @@
+"""The registry of operators: what is chosen on which device, and mistakes in a line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeco_train.ops.gla.chunked import CHUNKED
+from zeco_train.ops.registry import OPERATORS, operator_of
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_cpu_has_the_passes_in_pytorch(dtype: torch.dtype) -> None:
+    assert OPERATORS["gla"].select([torch.zeros(1, dtype=dtype)] * 3 + [torch.zeros(1)]) is CHUNKED
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"^operator: must be one of gla.*; got 'gala'$"):
+        operator_of("gala", [])
+    with pytest.raises(ValueError, match=r"^operands: gla takes q, k, v, g; got 3 tensors$"):
+        operator_of("gla", [torch.zeros(1)] * 3)
