@@ -115,7 +115,7 @@ def main() -> int:
     ratios = []
     with contenders(options.other, options.case, settings) as both:
         for number in range(1, options.turns + 1):
-            # The one that begins changes, too.
+            # Alternate which version goes first.
             order = both if number % 2 else both[::-1]
             times = {contender: contender.turn(options.seconds) for contender in order}
             other, this = (median(times[contender]) for contender in both)

@@ -22,7 +22,7 @@ def _module(path: Path) -> str:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """By module, all modules of ours that it imports, also inside functions and for types only."""
+    """Imports within this project, by importing module; those in functions and under TYPE_CHECKING count."""
     modules = {_module(path): path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():

@@ -1,8 +1,8 @@
 """Case `checkpoint`: for how long a checkpoint holds training up, asynchronous and synchronous, in turns of one run.
 
-A save's stall is what the loop of steps waits for it: the call, and before the next update of the weights. What the
-steps beside the writing lose, since that takes processor time too, is told apart. It fails if the median stall is not
-below a quarter of the synchronous one.
+A save's stall is the time that the training loop waits for it: in the call, and before the next update of the weights.
+The slowdown of steps that run during the writing, which takes processor time too, is reported separately. The case
+fails unless the median asynchronous stall is below a quarter of the synchronous one.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
 
 
 def _weight_decay(model: nn.Module, run: Config) -> Callable[[nn.Parameter], bool]:
-    """Those of fla's parameters decay whose namesakes of ours do."""
+    """Decay those parameters of fla's model that decay, by name, in this project's model."""
     with torch.device("meta"):
         ours = spec_of(run.model).build()
     names = {name for name, _, rule in parameter_rules(ours) if rule.decays}

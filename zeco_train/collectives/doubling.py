@@ -41,7 +41,7 @@ def launch_doubling(request: ScanRequest, courier: Courier) -> PendingScan:
 
 @dataclass(frozen=True)
 class _Round:
-    """One round of this rank: how far messages go, and the one that it receives, if any."""
+    """One round on this rank: the distance of its messages in ranks, and its receive, if there is one."""
 
     name: str
     tag: int

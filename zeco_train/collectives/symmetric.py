@@ -117,7 +117,7 @@ class SymmetricScans:
 
         Args:
             request: this rank's part.
-            algorithm: one that has a kernel.
+            algorithm: a scan with a one-kernel form (`ScanSpec.kernel`).
             blocks: of `chain`; None makes blocks of 16,384 elements.
 
         Raises:

@@ -239,6 +239,7 @@ def _under_autograd(
     carry_in: Tensor | None,
     want_carry: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """The op's autograd kernel."""
     o, received, carry_out, transition, *saved = _Differentiable.apply(
         operator, scale, scan, pieces, incoming_state, carry_in, want_carry, *operands
     )

@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 _early: list[signal.Signals] = []
 
-# What `catch_in_this_process` has installed, by signal.
+# Handlers installed by `catch_in_this_process`, by signal.
 _caught: dict[int, Callable[[int, FrameType | None], None]] = {}
 _before_fork = threading.local()
 
