@@ -74,7 +74,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if call.when == "call" and report.passed:
         seconds = cpu_seconds() - item.stash[_SECONDS]
-        report.user_properties.append(("cpu", seconds))
+        item.user_properties.append(("cpu", seconds))
         is_limited = seconds > LIMIT and not {"slow", "gpu"} & set(item.keywords)
         if is_limited and seconds > (limit := LIMIT * MARGIN * slowness()):
             report.outcome = "failed"

@@ -133,6 +133,7 @@ def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.slow  # 40 s with an empty cache of Triton, 2 s otherwise
 def test_kernels_fit_gpus_that_are_not_here() -> None:
     """The compiler for GPUs runs anywhere; it refuses what the interpreter takes."""
     found = run_distributed(_compiled, 1, fresh=True)[0]
