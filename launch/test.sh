@@ -8,5 +8,8 @@ cd "$root"
 
 marks="not slow"
 [ "${1:-}" != --all ] || { marks="" && shift; }
-# By file, as fixtures are shared by a file's tests. Each worker runs one test at a time, which may start some ranks.
-exec python -m pytest -m "$marks" --numprocesses auto --maxprocesses 8 --dist loadfile "$@"
+# By file, as fixtures are shared by a file's tests, in the order of tests/conftest.py. Each worker runs one test at a
+# time, which may start some ranks; half of them wait for processes or clocks, so there are two workers a core.
+cores="$(getconf _NPROCESSORS_ONLN)"
+workers=$((cores < 4 ? 2 * cores : 8))
+exec python -m pytest -m "$marks" --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"
