@@ -9,19 +9,18 @@ The model knows nothing of ranks: all that crosses them lies in `zeco_train.ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from models.activations import Activations, Part, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer
 from models.modules import RMSNorm, swiglu
-from models.parameters import parameter_rules
+from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.projections import parallel_linear, unread_linear
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
@@ -166,6 +165,10 @@ class LMHead(nn.Linear):
 
     token_losses: TokenLosses = staticmethod(token_losses)
 
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {"weight": MATRIX}
+
     def forward(  # type: ignore[override]
         self, hidden: Tensor, labels: Tensor | None = None, scores: bool = False
     ) -> Tensor | TokenScores:
@@ -291,8 +294,3 @@ class LanguageModel(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for _, parameter, rule in parameter_rules(self):
             rule.init(parameter, self.config.initializer_range, generator)
-
-    def weight_decay(self) -> Callable[[Parameter], bool]:
-        """Which of the parameters, as they are now, decay. Sharding makes others of them."""
-        decaying = {parameter for _, parameter, rule in parameter_rules(self) if rule.decays}
-        return decaying.__contains__

@@ -1,4 +1,4 @@
-"""How parameters begin and whether they decay: each module has a rule for each parameter of its own."""
+"""How parameters begin and how optimizers treat them: each module has a rule for each parameter of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ class ParameterRule(NamedTuple):
             `initializer_range`. Random values are drawn whole, in fp32, on the CPU: then they depend on the seed and
             the shape only, not on device, dtype (but for rounding) or number of ranks.
         decays: whether weight decay applies.
+        is_projection: a matrix [N, K] that maps activations to activations, as the embedding, the head, norms and
+            biases do not. Optimizers of matrices (Muon) apply to these.
+        rows: heights of the matrices that are stacked along the first dimension of a projection; () for a single one.
     """
 
     init: Callable[[Tensor, float, torch.Generator], object]
     decays: bool
+    is_projection: bool = False
+    rows: tuple[int, ...] = ()
 
 
 def _normal(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
@@ -30,12 +35,13 @@ def _normal(parameter: Tensor, deviation: float, generator: torch.Generator) -> 
 
 
 MATRIX = ParameterRule(_normal, decays=True)
+PROJECTION = MATRIX._replace(is_projection=True)
 SCALE = ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False)
 BIAS = ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False)
 
 # Of torch's own modules, which cannot have rules themselves.
 _OF_TORCH: tuple[tuple[type[nn.Module], Mapping[str, ParameterRule]], ...] = (
-    (nn.Linear, {"weight": MATRIX, "bias": BIAS}),
+    (nn.Linear, {"weight": PROJECTION, "bias": BIAS}),
     (nn.Embedding, {"weight": MATRIX}),
 )
 

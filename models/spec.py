@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +20,21 @@ from models.activations import Activations, Part
 from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
+from models.parameters import ParameterRule, parameter_rules
 from models.registry import MIXERS
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Boundary, Place
 
 Shape = tuple[int, ...]
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter without its values."""
+
+    shape: Shape
+    rule: ParameterRule
+
+
 # Input width and output width of a linear layer, y [T, N] = x [T, K] Wᵀ: (K, N).
 Product = tuple[int, int]
 
@@ -111,14 +121,15 @@ class ModelSpec:
         return {name: parameter.shape for name, parameter in self._whole.named_parameters()}
 
     @cached_property
-    def units(self) -> Sequence[Sequence[Shape]]:
-        """The parameters' shapes by FSDP unit: those of `LanguageModel.sharding_units`, in the order of the forward
+    def units(self) -> Sequence[Sequence[ParameterSpec]]:
+        """The parameters by FSDP unit: those of `LanguageModel.sharding_units`, in the order of the forward
         pass, then the rest, which the root holds."""
+        rules = {parameter: rule for _, parameter, rule in parameter_rules(self._whole)}
         units, taken = [], set()
         for module in (*self._whole.sharding_units(), self._whole):
             parameters = [parameter for parameter in module.parameters() if parameter not in taken]
             taken.update(parameters)
-            units.append([tuple(parameter.shape) for parameter in parameters])
+            units.append([ParameterSpec(tuple(p.shape), rules[p]) for p in parameters])
         return units
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.language_model import LanguageModel
+from models.parameters import parameter_rules
 from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
@@ -96,7 +97,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
 def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dict[str, Tensor]]:
     """Loss and update of a step of plain PyTorch on a rank alone."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(model, run.optim, model.weight_decay())
+    optimizer = build_optimizer(parameter_rules(model), run.optim)
     shard = SequenceShard(LocalScan(), 0, ids.shape[1] - 1)
     logits = model(ids[:, :-1], shard)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data.loader import Batch
 from models.language_model import LanguageModel
+from models.parameters import parameter_rules
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.ops.recompute import Recompute
@@ -64,7 +65,7 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
     step = TrainingStep(
         model,
-        build_optimizer(model, config.optim, model.weight_decay()),
+        build_optimizer(parameter_rules(model), config.optim),
         scan := LocalScan(),
         mesh,
         strategy=config.parallel.strategy,

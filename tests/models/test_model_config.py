@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from models.mixers.gla import GLAConfig
+from models.parameters import parameter_rules
 from models.spec import ModelSpec, spec_of
 from tests.support.fla_reference import use_references
 from zeco_train.errors import ConfigError
@@ -179,8 +180,7 @@ def test_impossible_shapes_are_refused_in_one_line(change: dict[str, Any], messa
 
 def test_only_matrices_decay() -> None:
     model = ModelSpec(GLAConfig()).build()
-    decays = model.weight_decay()
-    decayed = {name: decays(p) for name, p in model.named_parameters()}
+    decayed = {name: rule.decays for name, _, rule in parameter_rules(model)}
     assert decayed["model.embeddings.weight"]
     assert decayed["lm_head.weight"]
     assert decayed["model.layers.0.attn.gk_proj.1.weight"]

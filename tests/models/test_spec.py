@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.mixers.base import OperatorFLOPs
 from models.mixers.gla import GatedLinearAttention, GLAConfig
-from models.parameters import ParameterRule
+from models.parameters import ParameterRule, parameter_rules
 from models.registry import MIXERS
 from models.spec import ModelSpec, spec_of
 from tests.models.test_model import SMALL, tokens_and_labels, whole
@@ -73,7 +73,7 @@ def test_a_layer_pattern(hybrid: _HybridConfig) -> None:
     model.init_weights(0)
     scale = dict(model.named_parameters())["model.layers.1.attn.scale"]
     assert 0 < scale.min() < scale.max() < 1
-    assert not model.weight_decay()(scale)
+    assert not next(rule for name, _, rule in parameter_rules(model) if name.endswith("1.attn.scale")).decays
     ids, labels = tokens_and_labels(tokens=20)
     assert model(ids, whole(20), labels).isfinite()
     assert [state.shape[1:] for state in model.zero_states(2, ids.device)] == [spec.state_shape] * 5
@@ -85,8 +85,8 @@ def test_each_parameter_lies_in_one_unit(hybrid: _HybridConfig, tied: bool) -> N
     embedding, norm = (hybrid.vocab_size, hybrid.hidden_size), (hybrid.hidden_size,)
     layers = [14, 15, 14, 15, 14]
     assert [len(unit) for unit in spec.units] == ([*layers, 2] if tied else [1, *layers, 1, 1])
-    assert spec.units[-1] == ([embedding, norm] if tied else [norm])
-    assert sum(math.prod(shape) for unit in spec.units for shape in unit) == spec.num_parameters
+    assert [shape for shape, _ in spec.units[-1]] == ([embedding, norm] if tied else [norm])
+    assert sum(math.prod(shape) for unit in spec.units for shape, _ in unit) == spec.num_parameters
     assert sum(map(len, spec.units)) == len(spec.parameter_shapes)
     assert ("lm_head.weight" in spec.parameter_shapes) is not tied
 

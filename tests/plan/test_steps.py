@@ -18,6 +18,7 @@ from torch import Tensor
 from data.loader import Batch
 from models.language_model import Block
 from models.mixers.gla import GatedLinearAttention, GLAConfig
+from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case
 from zeco_train.collectives import Courier, ScanRequest
@@ -102,7 +103,7 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         case = make_case(*_overrides(*setting))
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
         model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, seed=0)
-        optimizer = build_optimizer(model, OptimConfig(), model.weight_decay())
+        optimizer = build_optimizer(parameter_rules(model), OptimConfig())
         scan = _CountingScan(build_scan(SPConfig(), mesh.scan_groups, mesh.timeout))
         step = TrainingStep(
             model,

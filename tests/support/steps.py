@@ -20,6 +20,7 @@ from data.store import TokenStore
 from data.store_writer import StoreWriter
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
+from models.parameters import parameter_rules
 from tests.support.sp_reference import RecordingScan
 from tests.support.training import full
 from zeco_train.config.schema import Dtype, TrainConfig
@@ -71,6 +72,7 @@ class Case:
     steps: int = 3
     compiler: Any = None
     num_layers: int = TINY.num_layers
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2))
 
 
 @dataclass
@@ -118,7 +120,7 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
         model.compile_parts(backend=case.compiler)
     step = TrainingStep(
         model,
-        build_optimizer(model, OptimConfig(lr=1e-2), model.weight_decay()),
+        build_optimizer(parameter_rules(model), case.optim),
         scan,
         mesh,
         strategy=case.strategy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.mixers.gla import GLAConfig
+from models.parameters import PROJECTION, SCALE, parameter_rules
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.steps import Case, make_mesh, make_step
@@ -22,7 +24,7 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.dp import LocalScan
-from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, build_optimizer
+from zeco_train.training.optim.registry import OPTIMIZERS, OptimConfig, OptimizerName, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
 from zeco_train.training.step import TrainingStep
 
@@ -84,7 +86,7 @@ def test_values_out_of_range(config: OptimConfig | ScheduleConfig, field: str) -
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = ModelSpec(GLAConfig(num_layers=1)).build()
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3), model.weight_decay())
+    optimizer = build_optimizer(parameter_rules(model), OptimConfig(weight_decay=0.3))
     decay, rest = optimizer.param_groups
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {p.ndim for p in decay["params"]} == {2}
@@ -96,13 +98,14 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 def test_state_bytes_are_those_of_the_state(name: str) -> None:
     """What the planner counts, for whatever is registered, of a matrix and a vector that have had an update."""
     parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((8, 5), (7,))]
-    optimizer = OPTIMIZERS[name].build([{"params": parameters, "weight_decay": 0.1}], OptimConfig())
+    rules = dict(zip(parameters, (PROJECTION, SCALE), strict=True))
+    optimizer = OPTIMIZERS[name].build(list(rules.items()), OptimConfig())
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for parameter in parameters:
         kept = sum(tensor.nbytes for tensor in optimizer.state[parameter].values())
-        assert OPTIMIZERS[name].state_bytes(parameter.numel(), parameter.itemsize) == kept
+        assert OPTIMIZERS[name].state_bytes(parameter.numel(), parameter.itemsize, rules[parameter]) == kept
 
 
 @pytest.fixture
@@ -191,10 +194,11 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         (Strategy.zero3, "gradient"),
         (Strategy.ddp, "loss"),
     ]
-    for strategy, what in cases:
-        where = f"{what} {value}, {strategy}"
-        _, step = make_step(Case(strategy), LocalScan(), mesh)
-        _, twin = make_step(Case(strategy), LocalScan(), mesh)
+    for (strategy, what), name in itertools.product(cases, OptimizerName):
+        where = f"{what} {value}, {strategy}, {name}"
+        case = Case(strategy, optim=OptimConfig(name=name, lr=1e-2))
+        _, step = make_step(case, LocalScan(), mesh)
+        _, twin = make_step(case, LocalScan(), mesh)
         for number in range(3):
             before = _everything(step)
             set_gradients(step.model, number)

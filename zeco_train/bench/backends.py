@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch, DataSplit
+from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
@@ -94,7 +95,7 @@ class Backends:
     def __init__(self, run: Config, session: Session) -> None:
         self._run, self._session = run, session
         self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
-        self._optimizer = build_optimizer(self.model, run.optim, self.model.weight_decay())
+        self._optimizer = build_optimizer(parameter_rules(self.model), run.optim)
         set_learning_rate(self._optimizer, LEARNING_RATE)
         self._scan = SwitchedScan()
         self._alone = _alone(session.mesh)

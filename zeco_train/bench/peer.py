@@ -12,7 +12,7 @@ step; labels are the tokens, which the model shifts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models.config import LanguageModelConfig
-from models.parameters import parameter_rules
+from models.parameters import ParameterRule, parameter_rules
 from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.bench.session import Session
@@ -95,7 +95,7 @@ class Peer:
             self.model.to(run.train.dtype.compute)
         else:
             _shard(self.model, run, mesh)
-            self._optimizer = build_optimizer(self.model, run.optim, _weight_decay(self.model, run))
+            self._optimizer = build_optimizer(_rules(self.model, run), run.optim)
         self.model.train()
 
     def step(self, ids: Tensor) -> Tensor:
@@ -149,14 +149,14 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     return model
 
 
-def _weight_decay(model: nn.Module, run: Config) -> Callable[[nn.Parameter], bool]:
-    """Decay those parameters of fla's model that decay, by name, in this project's model."""
+def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
+    """The parameters of fla's model with the rules that those of this project's model have by the same names."""
     with torch.device("meta"):
-        ours = spec_of(run.model).build()
-    names = {name for name, _, rule in parameter_rules(ours) if rule.decays}
-    # A compiled block adds to the names of its own.
-    named = ((name.replace("_orig_mod.", ""), parameter) for name, parameter in model.named_parameters())
-    return {parameter for name, parameter in named if name in names}.__contains__
+        ours = {name: rule for name, _, rule in parameter_rules(spec_of(run.model).build())}
+    for name, parameter in model.named_parameters():
+        # A compiled block adds to the names of its own.
+        name = name.replace("_orig_mod.", "")
+        yield name, parameter, ours[name]
 
 
 def _shard(model: Any, run: Config, mesh: ProcessMesh) -> None:

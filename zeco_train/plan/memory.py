@@ -133,14 +133,14 @@ def _heap_share(case: Case) -> float:
 def parameter_bytes(case: Case, itemsize: int) -> float:
     """One number for each of this rank's parameters; the first ranks have the most of a parameter that does not
     divide."""
-    return float(itemsize * sum(_local(shape, case.shards) for unit in case.spec.units for shape in unit))
+    return float(itemsize * sum(_local(shape, case.shards) for unit in case.spec.units for shape, _ in unit))
 
 
 def optimizer_bytes(case: Case) -> float:
     """What the optimizer keeps of this rank's parameters."""
     state_bytes = case.config.optim.spec.state_bytes
-    shards = (_local(shape, case.shards) for unit in case.spec.units for shape in unit)
-    return float(sum(state_bytes(elements, case.master_bytes) for elements in shards))
+    parameters = (parameter for unit in case.spec.units for parameter in unit)
+    return float(sum(state_bytes(_local(shape, case.shards), case.master_bytes, rule) for shape, rule in parameters))
 
 
 def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:
@@ -229,7 +229,7 @@ def _buffer_bytes(case: Case) -> float:
 def unit_bytes(case: Case, itemsize: int) -> list[float]:
     """Whole parameters of each FSDP unit, in the order of `ModelSpec.units`, padded so that they divide."""
     return [
-        float(itemsize * case.shards * sum(_local(shape, case.shards) for shape in unit)) for unit in case.spec.units
+        float(itemsize * case.shards * sum(_local(shape, case.shards) for shape, _ in unit)) for unit in case.spec.units
     ]
 
 

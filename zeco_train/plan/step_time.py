@@ -23,6 +23,7 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
 from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, scan_choice
 from zeco_train.sp.backend import BackendSpec
+from zeco_train.training.optim.spec import Precision
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,16 @@ def _compute_seconds(case: Case) -> dict[str, float]:
         "products": tokens * (own.linear + again.linear + own.head) / machine.flops[case.config.train.dtype],
         "operator": operators,
         "elementwise": tokens * traffic / machine.bandwidth,
-        "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS),
+        "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS) + _optimizer_products(case),
     }
+
+
+def _optimizer_products(case: Case) -> float:
+    """Seconds of the optimizer's matrix products on the rank that has most of them."""
+    optim, parameters = case.config.optim, [parameter for unit in case.spec.units for parameter in unit]
+    master = Dtype.fp64 if case.config.train.dtype is Dtype.fp64 else Dtype.fp32
+    dtype = Dtype.bf16 if optim.ns_dtype is Precision.bf16 else master
+    return optim.spec.products(parameters, case.world_size, optim) / case.machine.flops[dtype]
 
 
 def _traffic_per_token(case: Case, block: BlockSpec) -> float:

@@ -19,6 +19,7 @@ from data.opening import open_data
 from data.reader import OpenedData
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
+from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
@@ -244,7 +245,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     latest = checkpointer.latest_sound()
 
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
-    optimizer = build_optimizer(model, config.optim, model.weight_decay())
+    optimizer = build_optimizer(parameter_rules(model), config.optim)
 
     progress = Progress()
     if latest is not None:

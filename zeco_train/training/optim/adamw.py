@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.nn import Parameter
 
-from zeco_train.training.optim.spec import Group, OptimizerSettings, OptimizerSpec
+from models.parameters import ParameterRule
+from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, decay_groups
 
 
-def _build(groups: list[Group], settings: OptimizerSettings) -> torch.optim.AdamW:
+def _build(parameters: Sequence[tuple[Parameter, ParameterRule]], settings: OptimizerSettings) -> torch.optim.AdamW:
+    groups = decay_groups(parameters, settings.weight_decay)
     # One pass over weights, gradient and moments; and the only kind that can leave a step out on the device.
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def moments_bytes(elements: int, itemsize: int) -> int:
+    """Two moments, and a step count in fp32."""
+    return 2 * elements * itemsize + 4
 
 
 ADAMW = OptimizerSpec(
     name="adamw",
     build=_build,
-    # Two moments, and a step count in fp32.
-    state_bytes=lambda elements, itemsize: 2 * elements * itemsize + 4,
+    state_bytes=lambda elements, itemsize, rule: moments_bytes(elements, itemsize),
     settings=("betas", "eps"),
 )

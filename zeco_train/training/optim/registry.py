@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import nn
+from torch.nn import Parameter
 
+from models.parameters import ParameterRule
 from zeco_train.training.optim.adamw import ADAMW
-from zeco_train.training.optim.spec import Group, OptimizerSettings, OptimizerSpec
+from zeco_train.training.optim.muon import MUON
+from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec
 
-_SPECS = (ADAMW,)
+_SPECS = (ADAMW, MUON)
 OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in _SPECS}
 # The settings that not all of them read, and the optimizers that do.
 SETTINGS = {key: [spec.name for spec in _SPECS if key in spec.settings] for spec in _SPECS for key in spec.settings}
@@ -44,12 +46,8 @@ class OptimConfig(OptimizerSettings):
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, decays: Callable[[nn.Parameter], bool]
+    rules: Iterable[tuple[str, Parameter, ParameterRule]], config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters in two groups: those that `decays(parameter)` picks, and the rest."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups[decays(parameter)].append(parameter)
-    decayed: Group = {"params": groups[True], "weight_decay": config.weight_decay}
-    return config.spec.build([decayed, {"params": groups[False], "weight_decay": 0.0}], config)
+    """The optimizer over a model's trainable parameters, as `models.parameters.parameter_rules` lists them."""
+    trainable = [(parameter, rule) for _, parameter, rule in rules if parameter.requires_grad]
+    return config.spec.build(trainable, config)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from models.parameters import ParameterRule
+from models.spec import ParameterSpec
 from zeco_train.errors import ConfigError
 
 # Parameters and what holds for them, as `torch.optim` takes it: {"params": […], "weight_decay": …}.
 Group = dict[str, Any]
+
+
+class AdjustLR(Enum):
+    """How Muon's learning rate depends on a matrix [N, K], as in `torch.optim.Muon`.
+
+    original: times √max(1, N/K). match_rms_adamw: times 0.2 √max(N, K), so that AdamW's rate and decay serve both.
+    """
+
+    original = "original"
+    match_rms_adamw = "match_rms_adamw"
+
+
+class Precision(Enum):
+    """In which dtype Muon orthogonalises: the weights' own, or bf16 as `torch.optim.Muon` does."""
+
+    master = "master"
+    bf16 = "bf16"
 
 
 @dataclass
@@ -22,6 +43,9 @@ class OptimizerSettings:
         lr: peak learning rate.
         betas, eps, weight_decay: as in `torch.optim.AdamW`; the decay applies to matrices only.
         grad_clip: largest global gradient norm; 0 clips nothing.
+        momentum, nesterov, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
+        ns_dtype: dtype of Muon's matrix products.
+        adamw_lr: peak learning rate of what Muon leaves to AdamW; None: `lr`.
     """
 
     lr: float = 3e-4
@@ -29,6 +53,12 @@ class OptimizerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.1
     grad_clip: float = 1.0
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: AdjustLR = AdjustLR.match_rms_adamw
+    ns_dtype: Precision = Precision.master
+    adamw_lr: float | None = None
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
@@ -39,9 +69,16 @@ class OptimizerSettings:
             ("grad_clip", self.grad_clip >= 0, "must be ≥ 0"),
             ("eps", self.eps > 0, "must be > 0"),
             ("betas", all(0 <= beta < 1 for beta in self.betas), "each must be in [0, 1)"),
+            ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
+            ("ns_steps", 1 <= self.ns_steps < 100, "must be from 1 to 99"),
+            ("adamw_lr", self.adamw_lr is None or 0 < self.adamw_lr <= 1e30, "must be > 0 and ≤ 1e30"),
         ):
             if not is_right:
                 raise ConfigError(f"optim.{name}", getattr(self, name), allowed)
+
+
+def _no_products(parameters: Sequence[ParameterSpec], ranks: int, settings: OptimizerSettings) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +87,22 @@ class OptimizerSpec:
 
     Attributes:
         name: as `optim=` has it.
-        build: (groups, settings) → the optimizer over these parameters.
-        state_bytes: (elements, itemsize) → bytes that it keeps for a parameter of so many elements of that size.
+        build: (parameters with their rules, settings) → the optimizer over them. Its groups may have an `lr_ratio`:
+            their learning rate over that of the schedule.
+        state_bytes: (elements, itemsize, rule) → bytes that it keeps for so many elements of a parameter, of that size.
         settings: those that it reads beside lr, weight_decay and grad_clip; of another optimizer they are refused.
+        products: (parameters, ranks, settings) → FLOPs of matrix products of the rank that has most of them in a step.
     """
 
     name: str
-    build: Callable[[list[Group], OptimizerSettings], torch.optim.Optimizer]
-    state_bytes: Callable[[int, int], int]
+    build: Callable[[Sequence[tuple[Parameter, ParameterRule]], OptimizerSettings], torch.optim.Optimizer]
+    state_bytes: Callable[[int, int, ParameterRule], int]
     settings: tuple[str, ...] = ()
+    products: Callable[[Sequence[ParameterSpec], int, OptimizerSettings], float] = _no_products
+
+
+def decay_groups(parameters: Sequence[tuple[Parameter, ParameterRule]], weight_decay: float) -> list[Group]:
+    """The parameters in two groups: those that decay, and the rest."""
+    decaying = [parameter for parameter, rule in parameters if rule.decays]
+    rest = [parameter for parameter, rule in parameters if not rule.decays]
+    return [{"params": decaying, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

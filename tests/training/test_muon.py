@@ -1,0 +1,211 @@
+"""Muon: against torch's, over strategies and ranks, and what is left out or stacked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+
+from models.parameters import BIAS, MATRIX, PROJECTION
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import build_scans
+from tests.support.steps import Case, Result, check, make_mesh, make_step, run_steps, write_documents
+from tests.support.training import largest_difference, train
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.whole import WholeMatrices, assign
+from zeco_train.errors import ConfigError
+from zeco_train.sp.dp import LocalScan
+from zeco_train.training.optim.muon import Muon, orthogonalise
+from zeco_train.training.optim.registry import OptimConfig, OptimizerName
+from zeco_train.training.optim.spec import AdjustLR, OptimizerSettings, Precision
+from zeco_train.training.schedule import set_learning_rate
+
+pytestmark = pytest.mark.numeric
+SETTINGS = OptimConfig(name=OptimizerName["muon"], lr=1e-2)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (5, 12), (12, 5), (1, 4), (4, 1)])
+def test_singular_values_end_near_one_with_the_same_directions(shape: tuple[int, int]) -> None:
+    matrix = _random(*shape)
+    found, (u, _, v) = orthogonalise(matrix, 12), torch.linalg.svd(matrix, full_matrices=False)
+    rotated = u.T @ found @ v.T
+    assert (rotated - rotated.diag().diag()).abs().max() < 1e-12
+    assert rotated.diag().min() > 0.6
+    assert rotated.diag().max() < 1.3
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert not orthogonalise(torch.zeros(3, 4), 5).any()
+
+
+@pytest.mark.parametrize("adjust", AdjustLR)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_equals_that_of_torch(adjust: AdjustLR, nesterov: bool) -> None:
+    """In bf16, torch's precision, to fp32's rounding; in fp32 as far from torch's as bf16 rounds."""
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 5}
+    start = [_random(*shape, seed=number).float() for number, shape in enumerate([(24, 40), (40, 24), (16, 16)])]
+    theirs = [nn.Parameter(x.clone()) for x in start]
+    torchs = torch.optim.Muon(theirs, **options, adjust_lr_fn=adjust.value)
+    found = {}
+    for precision in Precision:
+        parameters = [nn.Parameter(x.clone()) for x in start]
+        settings = OptimizerSettings(**options, adjust_lr_fn=adjust, ns_dtype=precision)
+        found[precision] = parameters, Muon([(p, PROJECTION) for p in parameters], settings)
+    for number in range(4):
+        for index, p in enumerate(theirs):
+            grad = _random(*p.shape, seed=10 * number + index).float()
+            for parameters in (theirs, *(own for own, _ in found.values())):
+                parameters[index].grad = grad.clone()
+        for optimizer in (torchs, *(optimizer for _, optimizer in found.values())):
+            optimizer.step()
+    for index, p in enumerate(theirs):
+        moved = (p - start[index]).norm()
+        assert (found[Precision.bf16][0][index] - p).norm() < 1e-6 * moved
+        assert 1e-5 * moved < (found[Precision.master][0][index] - p).norm() < 2e-2 * moved
+
+
+def test_everything_but_projections_is_updated_by_adamw() -> None:
+    parameters = [nn.Parameter(_random(*shape)) for shape in ((6, 4), (6, 4), (5,))]
+    rules = [PROJECTION, MATRIX, BIAS]
+    settings = dataclasses.replace(SETTINGS, adamw_lr=3e-2, weight_decay=0.2)
+    muon = Muon(list(zip(parameters, rules, strict=True)), settings)
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters[1:]]
+    groups = [{"params": copies[:1], "weight_decay": 0.2}, {"params": copies[1:], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    for number in range(3):
+        set_learning_rate(muon, 1e-2 / (1 + number))
+        set_learning_rate(adamw, 3e-2 / (1 + number))
+        for index, p in enumerate(parameters):
+            p.grad = _random(*p.shape, seed=10 * number + index)
+        for own, copy in zip(parameters[1:], copies, strict=True):
+            copy.grad = own.grad
+        muon.step()
+        adamw.step()
+    for own, copy in zip(parameters[1:], copies, strict=True):
+        assert torch.allclose(own, copy, rtol=1e-14, atol=0)
+    assert "exp_avg" not in muon.state[parameters[0]]
+
+
+def test_stacked_matrices_are_orthogonalised_one_by_one() -> None:
+    whole = nn.Parameter(_random(9, 6))
+    apart = [nn.Parameter(x.clone()) for x in whole.detach().split([4, 5])]
+    stacked = Muon([(whole, PROJECTION._replace(rows=(4, 5)))], SETTINGS)
+    single = Muon([(x, PROJECTION) for x in apart], SETTINGS)
+    whole.grad = _random(9, 6, seed=1)
+    for x, grad in zip(apart, whole.grad.split([4, 5]), strict=True):
+        x.grad = grad.clone()
+    stacked.step()
+    single.step()
+    assert torch.allclose(whole, torch.cat(apart), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(("costs", "ranks"), [([5.0, 4.0, 3.0, 3.0, 3.0], 2), ([1.0], 3), ([], 2), ([1.0] * 7, 3)])
+def test_work_is_spread(costs: list[float], ranks: int) -> None:
+    owned = assign(costs, ranks)
+    assert sorted(index for indices in owned for index in indices) == list(range(len(costs)))
+    loads = [sum(costs[index] for index in indices) for indices in owned]
+    # Graham's bound.
+    assert max(loads) <= 4 / 3 * max(max(costs, default=0), sum(costs) / ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"momentum": 1.0}, "momentum"), ({"ns_steps": 0}, "ns_steps"), ({"adamw_lr": 0.0}, "adamw_lr")],
+)
+def test_values_out_of_range(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^optim.{field}="):
+        dataclasses.replace(SETTINGS, **change).validate()
+
+
+def _round_trip(rank: int, world_size: int) -> None:
+    """Every rank gets back its rows of twice every matrix; heights that do not divide, fewer rows than ranks."""
+    mesh = make_mesh(rank, world_size, world_size // 2 if world_size % 2 == 0 else world_size)
+    shapes = [(7, 3), (1, 5), (world_size, 2), (12, 4), (2, 2), (9, 1)]
+    for strategy in Strategy:
+        _, step = make_step(Case(strategy), LocalScan(), mesh)
+        like = next(step.model.parameters())
+        wholes = [_random(*shape, seed=number) for number, shape in enumerate(shapes)]
+        sharded = [distribute_tensor(x, like.device_mesh, like.placements) for x in wholes]
+        matrices, owned = WholeMatrices(sharded, [math.prod(shape) for shape in shapes]), 0
+        for owners in matrices.rounds:
+            indices = [index for index in owners if index is not None]
+            shards = [sharded[index].to_local() for index in indices]
+            whole = matrices.gather(owners, shards)
+            mine = matrices.owned(owners)
+            assert (whole is None) == (mine is None)
+            if whole is not None:
+                assert torch.equal(whole, wholes[mine])
+                whole, owned = 2 * whole, owned + 1
+            for shard, back in zip(shards, matrices.scatter(owners, whole, shards[0]), strict=True):
+                assert torch.equal(back, 2 * shard), strategy
+        counts = torch.tensor(owned)
+        dist.all_reduce(counts)
+        assert counts == len(shapes), strategy
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_each_matrix_is_whole_on_one_rank_and_comes_back(world_size: int) -> None:
+    run_distributed(_round_trip, world_size)
+
+
+def _case(strategy: Strategy, documents: bool = False) -> Case:
+    return Case(strategy, documents=documents, micro_batch=1, steps=10, optim=SETTINGS)
+
+
+def _reference(rank: int, world_size: int, store: str) -> Result:
+    return run_steps(_case(Strategy.ddp), build_scans((0,))["dp"], make_mesh(rank, world_size, 1), store)
+
+
+def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, backends: list[str], reference: bytes) -> None:
+    expected: Result = pickle.loads(reference)
+    mesh = make_mesh(rank, world_size, sp_size)
+    first = rank - rank % sp_size
+    scans = build_scans(tuple(range(first, first + sp_size)))
+    for number, strategy in enumerate(Strategy):
+        for backend in backends if world_size > 2 else [backends[number % len(backends)]]:
+            # The contract. Measured 2e-13 at most.
+            check(run_steps(_case(strategy), scans[backend], mesh, store), expected, 1e-9, f"{strategy}, {backend}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sp_size"),
+    [(2, 2), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_ten_steps_are_those_of_one_rank(world_size: int, sp_size: int, tmp_path: Path) -> None:
+    """Losses, norms, gradients and parameters: every strategy, with every backend on four ranks."""
+    store = str(write_documents(tmp_path / "store"))
+    reference = pickle.dumps(run_distributed(_reference, 1, store)[0])
+    backends = ["lasp1", "lasp2", "chain/3", "two_shot"]
+    run_distributed(_on_ranks, world_size, store, sp_size, backends, reference)
+
+
+def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str, Any]:
+    arguments = ["optim=muon", "train.dtype=fp64", "train.steps=4", "train.eval_sequences=0", "checkpoint.every=2"]
+    return train(rank, world_size, folder, *arguments, *overrides)
+
+
+def test_a_resume_on_another_split_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    whole = run_distributed(_train, 1, str(tmp_path / "whole"))[0]
+    half = ("train.steps=2", "sched=constant")
+    run_dir, rest = str(tmp_path / "run"), "sched=constant"
+    expected = run_distributed(_train, 1, str(tmp_path / "constant"), rest)[0]
+    run_distributed(_train, 2, run_dir, *half, "parallel=zero3")
+    resumed = run_distributed(_train, 2, run_dir, rest, "parallel=hsdp", "sp=lasp2")[0]
+    assert len(resumed["sequence_ids"]) == 2
+    assert whole["rows"] != expected["rows"]
+    for key in ("loss", "grad_norm"):
+        assert largest_difference(resumed["rows"], expected["rows"], key) <= 1e-9, key
+    for name, parameter in expected["parameters"].items():
+        assert (resumed["parameters"][name] - parameter).norm() <= 1e-9 * parameter.norm(), name

@@ -1,0 +1,143 @@
+"""Whole matrices out of sharded parameters, each on one rank at a time, so that work on them is spread over the ranks.
+
+Every matrix has an owner. In each round a rank owns at most one: `gather` sends the shards of a round's matrices to
+their owners, `scatter` sends what the owners made of them back. Both are one all-to-all, whatever the strategy: only
+which rows a rank has differs, and copies of a shard (`ddp`, `hsdp`) are sent by one rank and received by all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Spread work over ranks: the most costly first, each to the rank that has least so far (Graham, 1969).
+
+    Returns:
+        By rank, the indices of its pieces of work, most costly first.
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(loads)
+        owned[rank].append(index)
+        heapq.heappush(loads, (load + costs[index], rank))
+    return owned
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WholeMatrices:
+    """The owners of a list of matrices, and the rounds in which they have them.
+
+    Args:
+        parameters: matrices [N, K], all cut alike: over rows or not at all, on a mesh of all ranks or of this one.
+        costs: the owner's work for each.
+
+    Attributes:
+        rounds: the matrices of each round, by owner: an index, or None for one that has no matrix left.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._rank, table = 0, torch.zeros(1, 1, dtype=torch.int)
+        first = parameters[0] if parameters else None
+        if isinstance(first, DTensor) and first.device_mesh.size() > 1:
+            mesh, placements = first.device_mesh, first.placements
+            assert mesh.size() == dist.get_world_size(), "a mesh of some of the ranks"
+            assert all(isinstance(p, DTensor) and p.placements == placements for p in parameters)
+            self._rank, table = dist.get_rank(), _table(mesh.mesh, placements)
+        # By copy and part: the rank that has these rows.
+        self._ranks: list[list[int]] = table.tolist()
+        self._parts = {rank: part for row in self._ranks for part, rank in enumerate(row)}
+        # The ranks that together have a matrix once, this one among them.
+        self._copy = next(row for row in self._ranks if self._rank in row)
+        owned = assign(costs, table.numel())
+        self.rounds = [
+            [indices[number] if number < len(indices) else None for indices in owned]
+            for number in range(max(map(len, owned)))
+        ]
+
+    def owned(self, owners: Sequence[int | None]) -> int | None:
+        """The matrix that this rank owns in a round, if there is one."""
+        return owners[self._rank]
+
+    def gather(self, owners: Sequence[int | None], shards: Sequence[Tensor]) -> Tensor | None:
+        """The whole matrix that this rank owns in a round; None where it has none.
+
+        Args:
+            owners: the round.
+            shards: this rank's rows of its matrices, in their order.
+        """
+        if len(owners) == 1:
+            return shards[0]
+        mine, flat = owners[self._rank], iter(shards)
+        sent = [next(flat).flatten() if index is not None else shards[0].new_empty(0) for index in owners]
+        # Each copy's ranks send to the owners among themselves.
+        sent = [x if owner in self._copy else x[:0] for owner, x in enumerate(sent)]
+        counts = [self._elements(mine, rank) if rank in self._copy else 0 for rank in range(len(owners))]
+        received = _exchange(sent, counts)
+        if mine is None:
+            return None
+        return torch.cat([received[rank] for rank in self._copy]).view(self._shapes[mine])
+
+    def scatter(self, owners: Sequence[int | None], whole: Tensor | None, like: Tensor) -> list[Tensor]:
+        """This rank's rows of a round's matrices, in their order, as the owners have them now.
+
+        Args:
+            owners: the round.
+            whole: the matrix that this rank owns.
+            like: a tensor of the dtype and device of all of them.
+        """
+        if len(owners) == 1:
+            assert whole is not None
+            return [whole]
+        sent = [like.new_empty(0)] * len(owners)
+        if whole is not None:
+            cut = whole.split([self._rows(owners[self._rank], rank) for rank in self._copy])
+            sent = [cut[self._parts[rank]].flatten() for rank in range(len(owners))]
+        received = _exchange(sent, [self._elements(index, self._rank) for index in owners])
+        owned = [(x, index) for x, index in zip(received, owners, strict=True) if index is not None]
+        return [x.view(-1, self._shapes[index][1]) for x, index in owned]
+
+    def _rows(self, index: int | None, rank: int) -> int:
+        """How many rows of a matrix a rank has: those of `torch.chunk`, as FSDP2 cuts them."""
+        if index is None:
+            return 0
+        total, part = self._shapes[index][0], self._parts[rank]
+        height = -(-total // len(self._copy))
+        return max(0, min(total, (part + 1) * height) - part * height)
+
+    def _elements(self, index: int | None, rank: int) -> int:
+        return 0 if index is None else self._rows(index, rank) * self._shapes[index][1]
+
+
+def _table(ranks: Tensor, placements: Sequence[Placement]) -> Tensor:
+    """[copies, parts] of a matrix over the ranks of a mesh.
+
+    Args:
+        ranks: as the mesh has them.
+        placements: by dimension of the mesh.
+    """
+    cut = [dim for dim, placement in enumerate(placements) if placement == Shard(0)]
+    others = [placement for placement in placements if placement != Shard(0)]
+    assert len(cut) <= 1, placements
+    assert all(placement == Replicate() for placement in others), placements
+    return ranks.movedim(cut[0], -1).reshape(-1, ranks.size(cut[0])) if cut else ranks.view(-1, 1)
+
+
+def _exchange(sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
+    """To each rank its tensor of `sent`, all flat; from each rank so many elements."""
+    flat = torch.cat(list(sent))
+    received = flat.new_empty(sum(counts))
+    dist.all_to_all_single(received, flat, list(counts), [x.numel() for x in sent])
+    return received.split(list(counts))
