@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from launch.slurm_rendezvous import SignedBackend
 from tests.support.commands import REPOSITORY
+from tests.support.waiting import ENOUGH
 
 # Where a rank is told to meet others, what listens there, and what it inherits.
 RANK = """
@@ -94,7 +95,7 @@ def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
             while process.poll() is None and not target.exists() and time.monotonic() < deadline:
                 store.set(names[0], forged.decode())
                 time.sleep(0.1)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=ENOUGH)
     assert not target.exists()
     assert process.returncode == 70
     assert "the rendezvous' state is not signed by this job: somebody else writes there" in errors
@@ -132,7 +133,7 @@ def test_a_state_is_opened_by_the_key_that_signed_it() -> None:
 def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path: Path) -> None:
     port = free_port()
     with node(tmp_path, port, CLUSTER_INTERFACE=interface) as process:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=ENOUGH)
     assert process.returncode == 0, output + errors
     *stores, last = output.splitlines()
     for line in stores:
@@ -147,6 +148,6 @@ def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path:
 
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
     with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=ENOUGH)
     line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on n0 (No such device)\n"
     assert (process.returncode, errors) == (102, line)

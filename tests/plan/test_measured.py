@@ -22,7 +22,7 @@ def _h200(world_size: int, kilotokens: int, sp: str, *more: str) -> list[str]:
 
 # Without a number of ranks of their own, or a length.
 MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
-    # README: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.
+    # docs/benchmarks.md: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.
     (["gpu=cpu", "world_size=2", "data.seq_len=262144", "data.global_batch=1"], 13.1 / 2, None),
     (["gpu=cpu", "sp=dp", "data.seq_len=65536", "data.global_batch=1"], 3.76, None),
     (["gpu=cpu", "sp=dp", "data.seq_len=16384", "data.global_batch=1"], 1.39, None),

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.waiting import ENOUGH
 from zeco_train.system.signals import die_with_launcher
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
@@ -103,7 +104,7 @@ class SlurmCluster:
                 os.kill(process, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def run(self, *command: str, cwd: Path | None = None, timeout: float = 60.0) -> str:
+    def run(self, *command: str, cwd: Path | None = None, timeout: float = ENOUGH) -> str:
         """Run a client of Slurm's; returns its stdout.
 
         Raises:
@@ -236,10 +237,10 @@ class SlurmCluster:
 
     def _end_jobs(self) -> None:
         if (self.folder / "slurm.conf").exists() and "slurmctld" in self._daemons:
-            self.run("scancel", "--state=PENDING", f"--user={os.getuid()}", timeout=10)
-            self.run("scancel", "--signal=KILL", "--full", f"--user={os.getuid()}", timeout=10)
+            self.run("scancel", "--state=PENDING", f"--user={os.getuid()}")
+            self.run("scancel", "--signal=KILL", "--full", f"--user={os.getuid()}")
             deadline = time.monotonic() + 10
-            while self.run("squeue", "--noheader", timeout=10) and time.monotonic() < deadline:
+            while self.run("squeue", "--noheader") and time.monotonic() < deadline:
                 time.sleep(0.2)
 
     def _end(self, name: str) -> None:

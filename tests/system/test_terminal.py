@@ -26,8 +26,9 @@ def test_poor_encodings_end_no_command(encoding: str, monkeypatch: pytest.Monkey
 
 
 def test_every_command_shows_any_text() -> None:
-    """All that README names."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    """All that README and docs/ name."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     paths = {REPOSITORY / name for name in re.findall(r"(?:python|torchrun)[^|\n]* ((?:launch/)?\w+\.py)\b", text)}
     for name in re.findall(r" -m ((?:zeco_train|data)\.[\w.]+\w)", text):
         path = REPOSITORY / name.replace(".", "/")

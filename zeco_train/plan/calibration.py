@@ -38,7 +38,8 @@ MANY_TENSORS = 0.75
 IN_STEP = 0.86
 
 # The operator alone on an H200: seconds a token and head, forward + backward, at K 64, V 128 (1.051 ms for 16,384
-# tokens and 16 heads, 0.326 of them forward; README), and the forward pass's share. Other heads in proportion to K + V.
+# tokens and 16 heads, 0.326 of them forward; docs/benchmarks.md), and the forward pass's share. Other heads in
+# proportion to K + V.
 OPERATOR_SECONDS = 4.01e-9
 OPERATOR_FORWARD = 0.31
 OPERATOR_KEY_DIM, OPERATOR_VALUE_DIM = 64, 128
@@ -73,8 +74,8 @@ HOST_STEP = 2.0e-3
 MATMUL_EFFICIENCY = 0.79
 BANDWIDTH_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.7
-# One core a rank of the two that the README's figures are from: FLOP/s in bf16, fp32, fp64; bytes/s of memory, and of
-# gloo between processes.
+# One core a rank of the two that the figures of docs/benchmarks.md are from: FLOP/s in bf16, fp32, fp64; bytes/s of
+# memory, and of gloo between processes.
 CPU_FLOPS = (5e9, 70e9, 35e9)
 CPU_BANDWIDTH = 10e9
 CPU_LINK = 1e9

@@ -1,0 +1,177 @@
+"""Markdown files: every relative link and anchor resolves, and every module, script and path in their code exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+
+_FENCE = re.compile(r"^ *(```+|~~~+)")
+_LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]+)\"")
+_CODE_SPAN = re.compile(r"(`+).+?\1", re.S)
+_EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
+_MODULE = re.compile(r"(?<!\S)-m ((?:zeco_train|data|models|tests)(?:\.\w+)*)(?![\w.…])")
+# Names that end before a blank, a quote or punctuation.
+_FOLDERS = "configs|data|docs|launch|models|tests|zeco_train"
+_PATH = re.compile(rf"(?<![\w/.*{{-])(?:\./)?((?:{_FOLDERS})/[\w./-]*[\w/]|train\.py)(?![\w*{{])")
+_EXPERIMENT = re.compile(r"(?<!\S)\+experiment=(\w+)")
+
+
+def parts(text: str) -> tuple[str, str]:
+    """The prose of a Markdown text, without its code, and its code: fenced blocks and spans."""
+    prose, code, fence = [], [], ""
+    for line in text.splitlines():
+        mark = _FENCE.match(line)
+        if fence:
+            if mark and mark[1].startswith(fence):
+                fence = ""
+            else:
+                code.append(line)
+        elif mark:
+            fence = mark[1]
+        else:
+            prose.append(line)
+    without_blocks = "\n".join(prose)
+    code += [found[0].strip("`") for found in _CODE_SPAN.finditer(without_blocks)]
+    return _CODE_SPAN.sub("`…`", without_blocks), "\n".join(code)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading: lower case, punctuation dropped, a hyphen for each blank."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    text = re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)", "", text)
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """All anchors of a Markdown file; equal headings are numbered."""
+    seen: Counter[str] = Counter()
+    found, in_block = set(), ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if mark := _FENCE.match(line):
+            in_block = "" if in_block and mark[1].startswith(in_block) else in_block or mark[1]
+        elif not in_block and (heading := re.match(r" {0,3}#{1,6}\s+(.+?)\s*#*$", line)):
+            name = slug(heading[1])
+            found.add(f"{name}-{seen[name]}" if seen[name] else name)
+            seen[name] += 1
+        elif not in_block:
+            found.update(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", line))
+    return frozenset(found)
+
+
+def broken_links(path: Path, root: Path) -> Iterator[str]:
+    """Links of a Markdown file to files or headings of the repository that are not there."""
+    prose, _ = parts(path.read_text(encoding="utf-8"))
+    for link in [*_LINK.findall(prose), *_HTML_LINK.findall(prose)]:
+        if _EXTERNAL.match(link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.is_relative_to(root) or not target.exists():
+            yield f"{path.relative_to(root)}: {link}: no such file"
+        elif anchor and (target.suffix != ".md" or anchor not in anchors(target)):
+            yield f"{path.relative_to(root)}: {link}: no such heading"
+
+
+def missing_commands(path: Path, root: Path) -> Iterator[str]:
+    """Modules, scripts and configurations that the code of a Markdown file names and that are not there."""
+    _, code = parts(path.read_text(encoding="utf-8"))
+    for module in _MODULE.findall(code):
+        folder = root.joinpath(*module.split("."))
+        if not (folder.with_suffix(".py").is_file() or (folder / "__main__.py").is_file()):
+            yield f"{path.relative_to(root)}: python -m {module}: no such module"
+    for name in _PATH.findall(code):
+        if "NAME" not in name and not ((root / name).exists() or (path.parent / name).exists()):
+            yield f"{path.relative_to(root)}: {name}: no such file"
+    for name in _EXPERIMENT.findall(code):
+        if not (root / "configs" / "experiment" / f"{name}.yaml").is_file():
+            yield f"{path.relative_to(root)}: +experiment={name}: no such file"
+
+
+def problems(path: Path, root: Path) -> list[str]:
+    """All of one file. A change log may name commands and files of earlier versions."""
+    is_history = path.name == "CHANGELOG.md"
+    return [*broken_links(path, root), *([] if is_history else missing_commands(path, root))]
+
+
+def documents() -> list[Path]:
+    """The tracked Markdown files; without git, as in a copy of the sources, all but those of hidden folders."""
+    listed = subprocess.run(["git", "-C", str(REPOSITORY), "ls-files", "*.md"], capture_output=True, text=True)
+    found = [REPOSITORY / name for name in listed.stdout.splitlines()] if listed.returncode == 0 else []
+    return found or [
+        path
+        for path in REPOSITORY.rglob("*.md")
+        if not any(part.startswith(".") or part == "runs" for part in path.relative_to(REPOSITORY).parts)
+    ]
+
+
+def test_links_and_commands_resolve() -> None:
+    paths = documents()
+    assert {"README.md", "CONTRIBUTING.md"} <= {path.name for path in paths}
+    assert not [problem for path in paths for problem in problems(path, REPOSITORY)]
+
+
+def test_readme_links_every_page() -> None:
+    links = _LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    assert {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")} <= set(links)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository of one page and the files that it may name."""
+    for name in ("launch/test.sh", "configs/experiment/small.yaml", "zeco_train/bench/__main__.py", "tests/ends.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "other.md").write_text("# A `title`, here\n\n## Same\n\n## Same\n\n```\n# none\n```\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[page](docs/other.md) [heading](docs/other.md#a-title-here) [second](docs/other.md#same-1)",
+        "# One & two\n\n[here](#one--two) [web](https://example.org/none.md#x)",
+        "`[no](link.md)`\n\n```\n[no](link.md)\n```\n",
+        "```bash\n./launch/test.sh --all\npython -m zeco_train.bench x\npython -m tests.ends\n```\n",
+        "`configs/experiment/` `configs/model/NAME.yaml` `zeco_train/bench/*.json` `-m zeco_train.…` +experiment=none",
+    ],
+)
+def test_sound_pages_have_no_problems(text: str, tree: Path) -> None:
+    page = tree / "page.md"
+    page.write_text(text)
+    assert not problems(page, tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[x](docs/none.md)", "page.md: docs/none.md: no such file"),
+        ("![x](none.png)", "page.md: none.png: no such file"),
+        ('<img src="none.png">', "page.md: none.png: no such file"),
+        ("[x](../outside.md)", "page.md: ../outside.md: no such file"),
+        ("[x](docs/other.md#none)", "page.md: docs/other.md#none: no such heading"),
+        ("[x](docs/other.md#same-2)", "page.md: docs/other.md#same-2: no such heading"),
+        ("[x](#none)", "page.md: #none: no such heading"),
+        ("```\npython -m zeco_train.none\n```", "page.md: python -m zeco_train.none: no such module"),
+        ("`torchrun --standalone -m tests.none`", "page.md: python -m tests.none: no such module"),
+        ("```\n./launch/none.sh\n```", "page.md: launch/none.sh: no such file"),
+        ("```\npython train.py\n```", "page.md: train.py: no such file"),
+        ("`configs/none.yaml`", "page.md: configs/none.yaml: no such file"),
+        ("`zeco_train/bench/none.py`", "page.md: zeco_train/bench/none.py: no such file"),
+        ("```\npython x +experiment=none\n```", "page.md: +experiment=none: no such file"),
+    ],
+)
+def test_broken_links_and_commands_are_named(text: str, problem: str, tree: Path) -> None:
+    page = tree / "page.md"
+    page.write_text(text)
+    assert problems(page, tree) == [problem]
