@@ -5,8 +5,8 @@
     python -m tests.under_load --processors                      tests marked `numeric`, under each of `PROCESSORS`
 
 Everything that is no option of this script goes to pytest. Prints the end of pytest's output of each run with a
-failure, then for each test its passes, its failures, its slowest time and the most CPU time that it took. Exits with 1 if a test has failed, or if
-pytest could not run at all.
+failure, then for each test its passes, its failures, its slowest time and the most CPU time that it took. Exits with 1
+if a test has failed, or if pytest could not run at all.
 """
 
 from __future__ import annotations
