@@ -5,8 +5,8 @@
     python -m tests.under_load --processors                      tests marked `numeric`, under each of `PROCESSORS`
 
 Everything that is no option of this script goes to pytest. Prints the end of pytest's output of each run with a
-failure, then for each test its passes, its failures and its slowest time. Exits with 1 if a test has failed, or if
-pytest could not run at all.
+failure, then for each test its passes, its failures, its slowest time and the most CPU time that it took. Exits with 1
+if a test has failed, or if pytest could not run at all.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ class Tally:
 
     Attributes:
         slowest: seconds, set-up included.
+        cpu: seconds of CPU time, the most of a run.
     """
 
     passes: int = 0
     failures: int = 0
     slowest: float = 0.0
+    cpu: float = 0.0
 
 
 @contextmanager
@@ -71,6 +73,8 @@ def read_report(path: Path, tallies: dict[str, Tally]) -> None:
         tally.failures += failed
         tally.passes += not failed
         tally.slowest = max(tally.slowest, float(case.get("time", 0)))
+        seconds = [float(found.get("value", 0)) for found in case.iter("property") if found.get("name") == "cpu"]
+        tally.cpu = max(tally.cpu, *seconds, 0.0)
 
 
 def run_tests(arguments: Sequence[str], environment: dict[str, str], tallies: dict[str, Tally]) -> bool:
@@ -95,8 +99,10 @@ def run_tests(arguments: Sequence[str], environment: dict[str, str], tallies: di
 def table(tallies: dict[str, Tally]) -> str:
     """Failing tests first, then by time."""
     order = sorted(tallies.items(), key=lambda item: (-item[1].failures, -item[1].slowest))
-    lines = [f"{tally.passes:6} {tally.failures:8} {tally.slowest:9.1f}  {name}" for name, tally in order]
-    return "\n".join(["passes failures slowest s  test", *lines])
+    lines = [
+        f"{tally.passes:6} {tally.failures:8} {tally.slowest:9.1f} {tally.cpu:5.1f}  {name}" for name, tally in order
+    ]
+    return "\n".join(["passes failures slowest s CPU s  test", *lines])
 
 
 def main(arguments: Sequence[str]) -> int:
