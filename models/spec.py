@@ -133,6 +133,11 @@ class ModelSpec:
         return units
 
     @property
+    def parameters(self) -> Sequence[ParameterSpec]:
+        """Those of all units."""
+        return [parameter for unit in self.units for parameter in unit]
+
+    @property
     def state_shape(self) -> tuple[int, int, int]:
         """H, K, V of a layer's state; of the largest, where they differ."""
         return max((block.state_shape for block in self.blocks.values()), key=math.prod)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -32,6 +33,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import LaunchedScan, SequenceShard
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
+from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SPConfig, build_scan
@@ -173,6 +175,22 @@ def test_parameters_of_one_rank() -> None:
         case = make_case(f"model={model}", "world_size=1")
         assert parameter_bytes(case, 1) == case.spec.num_parameters
         assert optimizer_bytes(case) == 8 * case.spec.num_parameters + 4 * sum(map(len, case.spec.units))
+
+
+def test_muon_keeps_one_momentum_of_projections_and_spreads_its_products() -> None:
+    adamw, muon = (make_case("model=gla_1b", f"optim={name}", "world_size=8") for name in ("adamw", "muon"))
+    projections = sum(math.prod(shape) for shape, rule in muon.spec.parameters if rule.is_projection)
+    assert optimizer_bytes(adamw) - optimizer_bytes(muon) == pytest.approx(4 * projections / 8, rel=1e-3)
+    one, eight = (muon.config.optim.spec.products(muon.spec.parameters, n, muon.config.optim) for n in (1, 8))
+    assert eight == pytest.approx(one / 8, rel=0.02)
+    # Of a matrix [N, K] with N ≤ K five steps of 4 N² K + 2 N³.
+    assert one == sum(
+        5 * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3)
+        for shape, rule in muon.spec.parameters
+        if rule.is_projection
+    )
+    seconds = [plan_step(case).seconds["optimizer"] for case in (adamw, muon)]
+    assert seconds[1] - seconds[0] == pytest.approx(eight / muon.machine.flops[Dtype.fp32], rel=1e-6)
 
 
 # --- scans on the wire ---

@@ -21,7 +21,7 @@ from tests.support.steps import Case, Result, check, make_mesh, make_step, run_s
 from tests.support.training import largest_difference, train
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.distributed.whole import WholeMatrices, assign
-from zeco_train.errors import ConfigError
+from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.optim.muon import Muon, orthogonalise
 from zeco_train.training.optim.registry import OptimConfig, OptimizerName
@@ -192,20 +192,31 @@ def test_ten_steps_are_those_of_one_rank(world_size: int, sp_size: int, tmp_path
 
 
 def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str, Any]:
-    arguments = ["optim=muon", "train.dtype=fp64", "train.steps=4", "train.eval_sequences=0", "checkpoint.every=2"]
+    own = [] if "optim=adamw" in overrides else ["optim=muon"]
+    arguments = [*own, "train.dtype=fp64", "train.steps=4", "train.eval_sequences=0", "checkpoint.every=2"]
     return train(rank, world_size, folder, *arguments, *overrides)
 
 
 def test_a_resume_on_another_split_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    whole = run_distributed(_train, 1, str(tmp_path / "whole"))[0]
-    half = ("train.steps=2", "sched=constant")
     run_dir, rest = str(tmp_path / "run"), "sched=constant"
-    expected = run_distributed(_train, 1, str(tmp_path / "constant"), rest)[0]
-    run_distributed(_train, 2, run_dir, *half, "parallel=zero3")
+    expected = run_distributed(_train, 1, str(tmp_path / "unbroken"), rest)[0]
+    run_distributed(_train, 2, run_dir, rest, "parallel=zero3", "train.steps=2")
     resumed = run_distributed(_train, 2, run_dir, rest, "parallel=hsdp", "sp=lasp2")[0]
     assert len(resumed["sequence_ids"]) == 2
-    assert whole["rows"] != expected["rows"]
     for key in ("loss", "grad_norm"):
         assert largest_difference(resumed["rows"], expected["rows"], key) <= 1e-9, key
     for name, parameter in expected["parameters"].items():
         assert (resumed["parameters"][name] - parameter).norm() <= 1e-9 * parameter.norm(), name
+
+
+def _train_with_both(rank: int, world_size: int, folder: str) -> str:
+    _train(rank, world_size, folder, "optim=adamw", "train.steps=2", "sched=constant")
+    with pytest.raises(CheckpointError) as error:
+        _train(rank, world_size, folder, "sched=constant")
+    return str(error.value)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    message = run_distributed(_train_with_both, 1, str(tmp_path / "run"))[0]
+    assert "momentum_buffer: saved with another optimizer; take that one (optim=)" in message
+    assert len(message.splitlines()) == 1

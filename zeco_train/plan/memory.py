@@ -113,7 +113,8 @@ def plan_memory(case: Case, headroom: float) -> Memory:
             "weights": parameter_bytes(case, case.master_bytes),
             "gradients": _gradient_bytes(case),
             "optimizer": everywhere["optimizer"],
-            "workspace": everywhere["workspace"],
+            "workspace": everywhere["workspace"]
+            + case.master_bytes * case.config.optim.spec.working(case.spec.parameters),
         },
     }
     ranks = min(case.world_size, case.gpus_per_node) if case.machine.is_cpu else 1
@@ -133,14 +134,14 @@ def _heap_share(case: Case) -> float:
 def parameter_bytes(case: Case, itemsize: int) -> float:
     """One number for each of this rank's parameters; the first ranks have the most of a parameter that does not
     divide."""
-    return float(itemsize * sum(_local(shape, case.shards) for unit in case.spec.units for shape, _ in unit))
+    return float(itemsize * sum(_local(shape, case.shards) for shape, _ in case.spec.parameters))
 
 
 def optimizer_bytes(case: Case) -> float:
     """What the optimizer keeps of this rank's parameters."""
     state_bytes = case.config.optim.spec.state_bytes
-    parameters = (parameter for unit in case.spec.units for parameter in unit)
-    return float(sum(state_bytes(_local(shape, case.shards), case.master_bytes, rule) for shape, rule in parameters))
+    elements = ((_local(shape, case.shards), rule) for shape, rule in case.spec.parameters)
+    return float(sum(state_bytes(count, case.master_bytes, rule) for count, rule in elements))
 
 
 def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:

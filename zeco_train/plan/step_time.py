@@ -125,10 +125,10 @@ def _compute_seconds(case: Case) -> dict[str, float]:
 
 def _optimizer_products(case: Case) -> float:
     """Seconds of the optimizer's matrix products on the rank that has most of them."""
-    optim, parameters = case.config.optim, [parameter for unit in case.spec.units for parameter in unit]
+    optim = case.config.optim
     master = Dtype.fp64 if case.config.train.dtype is Dtype.fp64 else Dtype.fp32
     dtype = Dtype.bf16 if optim.ns_dtype is Precision.bf16 else master
-    return optim.spec.products(parameters, case.world_size, optim) / case.machine.flops[dtype]
+    return optim.spec.products(case.spec.parameters, case.world_size, optim) / case.machine.flops[dtype]
 
 
 def _traffic_per_token(case: Case, block: BlockSpec) -> float:

@@ -170,6 +170,11 @@ def _most_products(parameters: Sequence[ParameterSpec], ranks: int, settings: Op
     return max(sum(costs[index] for index in owned) for owned in assign(costs, ranks))
 
 
+def _working(parameters: Sequence[ParameterSpec]) -> int:
+    """Shards of a round and what is sent and received, the whole matrix, two iterates and two squares: six of them."""
+    return 6 * max((math.prod(shape) for shape, rule in parameters if rule.is_projection), default=0)
+
+
 MUON = OptimizerSpec(
     name="muon",
     build=Muon,
@@ -179,4 +184,5 @@ MUON = OptimizerSpec(
     ),
     settings=(*ADAMW.settings, "momentum", "nesterov", "ns_steps", "adjust_lr_fn", "ns_dtype", "adamw_lr"),
     products=_most_products,
+    working=_working,
 )

@@ -77,10 +77,6 @@ class OptimizerSettings:
                 raise ConfigError(f"optim.{name}", getattr(self, name), allowed)
 
 
-def _no_products(parameters: Sequence[ParameterSpec], ranks: int, settings: OptimizerSettings) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
     """An optimizer.
@@ -92,13 +88,15 @@ class OptimizerSpec:
         state_bytes: (elements, itemsize, rule) → bytes that it keeps for so many elements of a parameter, of that size.
         settings: those that it reads beside lr, weight_decay and grad_clip; of another optimizer they are refused.
         products: (parameters, ranks, settings) → FLOPs of matrix products of the rank that has most of them in a step.
+        working: (parameters) → elements that a step takes for a moment beside its state.
     """
 
     name: str
     build: Callable[[Sequence[tuple[Parameter, ParameterRule]], OptimizerSettings], torch.optim.Optimizer]
     state_bytes: Callable[[int, int, ParameterRule], int]
     settings: tuple[str, ...] = ()
-    products: Callable[[Sequence[ParameterSpec], int, OptimizerSettings], float] = _no_products
+    products: Callable[[Sequence[ParameterSpec], int, OptimizerSettings], float] = lambda *_: 0.0
+    working: Callable[[Sequence[ParameterSpec]], int] = lambda _: 0
 
 
 def decay_groups(parameters: Sequence[tuple[Parameter, ParameterRule]], weight_decay: float) -> list[Group]:
