@@ -96,6 +96,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     whole, passing_back = kept + 16.0 * case.tokens, _passing_back(case, last)
     if case.machine.is_cpu:
         everywhere["workspace"] = calibration.PROCESS_BYTES + _heap_share(case) * (whole + passing_back)
+    updating = case.master_bytes * case.config.optim.spec.working(case.spec.parameters)
     phases = {
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
@@ -113,8 +114,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
             "weights": parameter_bytes(case, case.master_bytes),
             "gradients": _gradient_bytes(case),
             "optimizer": everywhere["optimizer"],
-            "workspace": everywhere["workspace"]
-            + case.master_bytes * case.config.optim.spec.working(case.spec.parameters),
+            "workspace": everywhere["workspace"] + updating,
         },
     }
     ranks = min(case.world_size, case.gpus_per_node) if case.machine.is_cpu else 1

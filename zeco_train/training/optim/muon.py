@@ -62,6 +62,11 @@ def _ratio(shape: Sequence[int], adjust: AdjustLR) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return parameter.grad
+
+
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for projections, AdamW for the other parameters, in one optimizer with one state.
 
@@ -109,8 +114,9 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,
-            [parameter.grad for parameter in parameters],
-            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
+            [_gradient(parameter) for parameter in parameters],
+            exp_avgs=[state["exp_avg"] for state in states],
+            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
             state_steps=[state["step"] for state in states],
             fused=True,
@@ -138,11 +144,10 @@ class Muon(torch.optim.Optimizer):
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """This rank's rows of what is to be orthogonalised; the momentum moves on, if the step counts."""
-        assert parameter.grad is not None, "every projection takes part in every step"
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer, grad = local(state["momentum_buffer"]), local(parameter.grad)
+        buffer, grad = local(state["momentum_buffer"]), local(_gradient(parameter))
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
         if self.found_inf is not None:
