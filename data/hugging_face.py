@@ -137,7 +137,7 @@ class StreamSource:
         """Shards within shards: start is the number of a shard, stop that of a part of it."""
         for shard in range(int(self.total)):
             with _read_errors(self.name):
-                parts = self._parts(shard).num_shards
+                parts = _cut(self, shard).num_shards
             for part in range(parts):
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
@@ -146,16 +146,12 @@ class StreamSource:
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
         with _read_errors(self.name):
-            parts = self._parts(unit.start)
+            parts = _cut(self, unit.start)
             stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
             for table in stream.iter(batch_size=ROWS_AT_ONCE):
                 column = self._column(table)
                 yield from texts_of_column(column.slice(max(0, first - row)), place, max(first, row), self._text_field)
                 row += len(column)
-
-    def _parts(self, shard: int) -> Any:
-        """A shard, cut into smaller ones where the library can (parquet: row groups)."""
-        return _cut(self, shard)
 
     def _column(self, table: Any) -> Any:
         if self._text_field not in table.column_names:
@@ -170,6 +166,7 @@ class StreamSource:
 # Cutting a parquet file opens it; the units of one file come one after another.
 @functools.lru_cache(maxsize=64)
 def _cut(source: StreamSource, shard: int) -> Any:
+    """A shard, cut into smaller ones where the library can (parquet: row groups)."""
     return source._stream.shard(source._stream.num_shards, shard).reshard()
 
 

@@ -97,8 +97,8 @@ class SequenceReader(Reader):
         self._streams: dict[int, DocumentStream] = {}
 
     def find(self, index: int) -> tuple[int, int]:
-        """Epoch and sequence of the `index`-th of the endless stream of this store's sequences."""
-        epoch, place = divmod(index, self.num_sequences)
+        """See `Reader`."""
+        epoch, place = super().find(index)
         if self._shuffle is Shuffle.none:
             return epoch, place
         return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)

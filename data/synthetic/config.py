@@ -39,20 +39,14 @@ FIRST_SYMBOL, NUM_SYMBOLS = 3, 256
 LARGEST_ALPHABET = (NUM_SYMBOLS - 1) // 2
 LARGEST_COUNT = 9
 
-_DEFAULT_FACTS = {
-    Task.recall: 8,
-    Task.needle: 1,
-    Task.needle_multikey: 4,
-    Task.needle_multivalue: 4,
-    Task.variables: 4,
-    Task.counting: LARGEST_COUNT,
-}
+# How many facts there are by default, and what they are.
 _FACTS = {
-    Task.recall: "pairs of a key and a value",
-    Task.needle_multikey: "names with a number",
-    Task.needle_multivalue: "numbers of the name",
-    Task.variables: "boxes that hold the number",
-    Task.counting: "rings at most",
+    Task.recall: (8, "pairs of a key and a value"),
+    Task.needle: (1, "numbers"),
+    Task.needle_multikey: (4, "names with a number"),
+    Task.needle_multivalue: (4, "numbers of the name"),
+    Task.variables: (4, "boxes that hold the number"),
+    Task.counting: (LARGEST_COUNT, "rings at most"),
 }
 
 
@@ -82,7 +76,7 @@ class SyntheticConfig:
     @property
     def num_facts(self) -> int:
         """`facts`, or the default."""
-        return _DEFAULT_FACTS[self.task] if self.facts is None else self.facts
+        return _FACTS[self.task][0] if self.facts is None else self.facts
 
     @property
     def num_queries(self) -> int:
@@ -120,7 +114,7 @@ class SyntheticConfig:
         }
         for name, (value, most) in limits.items():
             if not 1 <= value <= most:
-                what = f" ({_FACTS[self.task]})" if name == "facts" else ""
+                what = f" ({_FACTS[self.task][1]})" if name == "facts" else ""
                 raise ConfigError(f"{prefix}.{name}", value, f"must be from 1 to {most}{what}")
 
     @property

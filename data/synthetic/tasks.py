@@ -29,7 +29,6 @@ class ExampleMaker(Protocol):
 
     def check(self, length: int, field: str) -> None:
         """Raise `ConfigError`, which names `field`, for sequences that are too short for the task."""
-        ...
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
         """An example.
@@ -40,7 +39,6 @@ class ExampleMaker(Protocol):
             depth: from 0 to 1: where in what comes before the questions stands what is asked for, or the first thing of
                 it; None for a random place.
         """
-        ...
 
 
 def make_task(config: SyntheticConfig, tokenizer: Tokenizer) -> ExampleMaker:

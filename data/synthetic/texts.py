@@ -198,7 +198,6 @@ class _Longest(Draws):
 
     def pick(self, count: int, n: int, of: str) -> list[int]:
         """The last one, always."""
-        del of
         return [n - 1] * count
 
 
