@@ -37,10 +37,8 @@ class Display:
         if sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
 
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.readers import ROWS_AT_ONCE, SourceProblem, is_text, listed, texts_of_column
+from data.readers import ROWS_AT_ONCE, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
 from zeco_train.errors import DataError
 
@@ -154,13 +154,11 @@ class StreamSource:
                 row += len(column)
 
     def _column(self, table: Any) -> Any:
-        if self._text_field not in table.column_names:
-            problem = f"no column {self._text_field!r}; columns there: {listed(table.column_names)}"
-            raise SourceProblem(self.name, problem, "choose one with --text-field")
-        column = table.column(self._text_field)
-        if not is_text(column.type) and not column.null_count == len(column):
-            raise SourceProblem(self.name, f"column {self._text_field!r} holds {column.type}, not text", "")
-        return column
+        name = self._text_field
+        # Where no row has text, nothing says that it would be text.
+        if name not in table.column_names or table.column(name).null_count < len(table):
+            check_column(self.name, table.schema, name)
+        return table.column(name)
 
 
 # Cutting a parquet file opens it; the units of one file come one after another.

@@ -187,7 +187,7 @@ class _Preparation:
         try:
             parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
             display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
-            with closing(parts), display:
+            with closing(parts), closing(display):
                 for part in parts:
                     is_full = self._take(writer, part)
                     display.advance(part.amount, writer.num_tokens)

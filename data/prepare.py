@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import argparse
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -68,7 +67,7 @@ def _notes(error: BaseException) -> list[str]:
 def _report(options: PrepareOptions, prepared: Prepared) -> None:
     meta, validation = prepared.meta, prepared.validation
     if prepared.skipped_files.total():
-        kinds = visible(_listed(prepared.skipped_files))
+        kinds = visible(", ".join(f"{kind} {count}" for kind, count in prepared.skipped_files.most_common(8) if count))
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {kinds}")
     if prepared.short_documents:
         print(f"left out {prepared.short_documents} documents {too_short(options)}")
@@ -164,10 +163,6 @@ def _parse(arguments: Sequence[str] | None) -> PrepareOptions:
         name, value = next(iter(chosen.items()))
         raise ConfigError(f"--{name.replace('_', '-')}", value, "goes with --dataset or --recipe only")
     return PrepareOptions(sources, split=split, **given)
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common(8) if count)
 
 
 def _counts(meta: StoreMeta) -> str:

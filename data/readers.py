@@ -130,7 +130,7 @@ def open_parquet(path: Path) -> Any:
 def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
     """Yield the documents of a row group of a .parquet file."""
     with open_parquet(path) as file:
-        _check_column(path, file.schema_arrow, text_field)
+        check_column(path, file.schema_arrow, text_field)
         row = sum(file.metadata.row_group(index).num_rows for index in range(row_group))
         with _arrow_errors(f"{path}, row group {row_group}", "cannot be read"):
             for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=[text_field]):
@@ -146,7 +146,7 @@ def read_arrow(path: Path, text_field: str) -> Iterator[str]:
         magic = mapped.read(6)
         mapped.seek(0)
         reader = pyarrow.ipc.open_file(mapped) if magic == b"ARROW1" else pyarrow.ipc.open_stream(mapped)
-        _check_column(path, reader.schema, text_field)
+        check_column(path, reader.schema, text_field)
         is_file = isinstance(reader, pyarrow.ipc.RecordBatchFileReader)
         row = 0
         for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
@@ -154,15 +154,16 @@ def read_arrow(path: Path, text_field: str) -> Iterator[str]:
             row += len(batch)
 
 
-def _check_column(path: Path, schema: Any, text_field: str) -> None:
+def check_column(source: object, schema: Any, text_field: str) -> None:
+    """Raise SourceProblem, which names `source`, unless an Arrow schema has a column of text by this name."""
     if text_field not in schema.names:
         problem = f"no column {text_field!r}; columns there: {listed(schema.names)}"
-        raise SourceProblem(str(path), problem, "choose one with --text-field")
-    if not is_text(schema.field(text_field).type):
-        raise SourceProblem(str(path), f"column {text_field!r} holds {schema.field(text_field).type}, not text", "")
+        raise SourceProblem(str(source), problem, "choose one with --text-field")
+    if not _is_text(schema.field(text_field).type):
+        raise SourceProblem(str(source), f"column {text_field!r} holds {schema.field(text_field).type}, not text", "")
 
 
-def is_text(kind: Any) -> bool:
+def _is_text(kind: Any) -> bool:
     """Whether an Arrow type is text, dictionaries of it included."""
     import pyarrow
 

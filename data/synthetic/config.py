@@ -105,8 +105,10 @@ class SyntheticConfig:
                 needed = ", ".join(task.value for task in tasks)
                 allowed = f"would be ignored by {prefix}.task={self.task.value}; it is for {needed}"
                 raise ConfigError(f"{prefix}.{name}", value, allowed)
+        # Keys of recall differ, and so do names and boxes; a count has one digit.
+        most_facts = {Task.recall: self.num_keys, Task.counting: LARGEST_COUNT}.get(self.task, 64)
         limits = {
-            "facts": (self.num_facts, self._most_facts),
+            "facts": (self.num_facts, most_facts),
             "queries": (self.num_queries, 1 << 20),
             "alphabet": (self.alphabet, LARGEST_ALPHABET),
             "keys": (self.num_keys, self.alphabet),
@@ -116,14 +118,3 @@ class SyntheticConfig:
             if not 1 <= value <= most:
                 what = f" ({_FACTS[self.task][1]})" if name == "facts" else ""
                 raise ConfigError(f"{prefix}.{name}", value, f"must be from 1 to {most}{what}")
-
-    @property
-    def _most_facts(self) -> int:
-        """Keys of recall differ, and so do names and boxes; a count has one digit."""
-        match self.task:
-            case Task.recall:
-                return self.num_keys
-            case Task.counting:
-                return LARGEST_COUNT
-            case _:
-                return 64

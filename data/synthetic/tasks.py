@@ -21,11 +21,8 @@ class ExampleMaker(Protocol):
         chance: how often a guess among all answers of the right form is right.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def chance(self) -> float: ...
+    vocab_size: int
+    chance: float
 
     def check(self, length: int, field: str) -> None:
         """Raise `ConfigError`, which names `field`, for sequences that are too short for the task."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from data.config import DataKind, check_seq_len
 from data.synthetic.config import SyntheticConfig, Task
 from data.synthetic.example import Example
-from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
+from data.synthetic.tasks import check_task_vocabulary, draws_for, make_task
 from data.tokenizer import ByteTokenizer
 from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
@@ -111,11 +112,14 @@ class SyntheticTask:
         """Scores by length; the examples of a length come depth by depth. Collective."""
         table = {}
         for length in self._lengths:
-            make = partial(_example, self._maker, self._asked, self.seed, length)
-            examples = [partial(make, depth, index) for depth in self._depths for index in range(self.examples)]
+            examples = [partial(self._example, length, *place) for place in product(self._depths, range(self.examples))]
             answers = len(examples[0]().answers)
             table[length] = score(examples, answers, forward, self._cut(length, evaluation), evaluation.enter)
         return table
+
+    def _example(self, length: int, depth: float | None, index: int) -> Example:
+        draws = draws_for(self._asked, f"evaluation, length {length}, depth {depth}", self.seed, index)
+        return self._maker.example(length, draws, depth)
 
     def _result(self, evaluation: Evaluation, tables: Mapping[str, Table]) -> TaskResult:
         metrics: dict[str, float] = {}
@@ -252,12 +256,6 @@ class Counting(SyntheticTask):
 
     task: ClassVar[Task] = Task.counting
     facts: int | None = None
-
-
-def _example(
-    maker: ExampleMaker, config: SyntheticConfig, seed: int, length: int, depth: float | None, index: int
-) -> Example:
-    return maker.example(length, draws_for(config, f"evaluation, length {length}, depth {depth}", seed, index), depth)
 
 
 def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:
