@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,6 @@ def _result(found: Mapping[str, Any], limit: int | None) -> TaskResult:
         of = f" ({count} documents, {found['n-shot'].get(task, 0)}-shot)" if count else ""
         lines.append(f"  {task:<20} {', '.join(shown)}{of}")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "configs", "lm_eval_version")
-    return TaskResult(metrics, lines, {name: _plain(found[name]) for name in kept if name in found})
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold; functions of a task's configuration by their names."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    # What JSON can hold; functions of a task's configuration by their names.
+    details = {name: json.loads(json.dumps(found[name], default=str)) for name in kept if name in found}
+    return TaskResult(metrics, lines, details)
