@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import logging
 import os
 import secrets
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeco_train.errors import DataError
-from zeco_train.system.files import sync_folder, write_errors
+from zeco_train.system.files import sync_folder, take_lock, write_errors
 
 logger = logging.getLogger(__name__)
 
@@ -73,39 +74,27 @@ def lock_path(temporary: Path) -> Path:
 
 def remove_leftovers(out: Path) -> None:
     """Delete the temporary folders that interrupted runs left for `out`; those of live processes stay."""
-    for lock_file in sorted(out.parent.glob(_glob_escape(f".{out.name}.tmp-") + "*" + LOCK_SUFFIX)):
+    for lock_file in sorted(out.parent.glob(glob.escape(f".{out.name}.tmp-") + "*" + LOCK_SUFFIX)):
         # A folder of another user's, or a file system without locks: not ours to judge, and it loads nowhere.
-        with contextlib.suppress(OSError):
-            lock = os.open(lock_file, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                temporary = lock_file.with_name(lock_file.name.removesuffix(LOCK_SUFFIX))
-                old = temporary.with_name(temporary.name + OLD_SUFFIX)
-                if old.exists() and not out.exists():
-                    old.rename(out)  # killed between the two renames of a replacement: the old store is the valid one
-                shutil.rmtree(old, ignore_errors=True)
-                shutil.rmtree(temporary, ignore_errors=True)
-                lock_file.unlink()
-            finally:
-                os.close(lock)
-
-
-def _glob_escape(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+        with contextlib.suppress(OSError), lock_file.open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary = lock_file.with_name(lock_file.name.removesuffix(LOCK_SUFFIX))
+            old = temporary.with_name(temporary.name + OLD_SUFFIX)
+            if old.exists() and not out.exists():
+                old.rename(out)  # killed between the two renames of a replacement: the old store is the valid one
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock_file.unlink()
 
 
 def _claim(out: Path) -> tuple[Path, int]:
     """Choose a temporary name and lock it. Returns the (not yet existing) folder and the lock's descriptor."""
     while True:
         temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-        lock = os.open(lock_path(temporary), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         # Without locks (some network file systems) leftovers stay until the user deletes them; nothing else changes.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        # Between our open and our lock another process may have taken the file for a leftover and deleted it.
-        if lock_path(temporary).exists():
-            return temporary, lock
-        os.close(lock)
+        # Between our open and our lock another process may have taken the file for a leftover: then another name is.
+        with contextlib.suppress(BlockingIOError):
+            return temporary, take_lock(lock_path(temporary))[0]
 
 
 def move_into_place(temporary: Path, out: Path, replace: bool) -> None:

@@ -99,18 +99,15 @@ class DataConfig:
     verify_changed: bool = True
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
-    @property
-    def needs_index(self) -> bool:
-        """Whether documents are read in another order than the stored one, or not all of them."""
-        shortest = [store.min_document_tokens or 0 for store in self.stores]
-        return self.shuffle is Shuffle.documents or max(self.min_document_tokens, *shortest, 0) > 1
-
     def needs(self) -> Iterator[tuple[str, str, bool]]:
         """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
         is_embedded, is_synthetic = self.kind is DataKind.embedded, self.kind is DataKind.synthetic
         yield "validation_fraction", "data=embedded", is_embedded
+        # Documents that are read in another order than the stored one, or not all of them, have an index.
+        shortest = [self.min_document_tokens, *(store.min_document_tokens or 0 for store in self.stores)]
+        has_index = self.shuffle is Shuffle.documents or max(shortest) > 1
         index = "data=embedded, data.shuffle=documents or data.min_document_tokens"
-        yield "cache_dir", index, is_embedded or self.needs_index
+        yield "cache_dir", index, is_embedded or has_index
         yield "synthetic", "data=synthetic", is_synthetic
         of_documents = ("shuffle", "min_document_tokens", "reset_state_at_document")
         for name in (*of_documents, "verify", "verify_changed", "cache_dir"):

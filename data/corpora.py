@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data.atomic import atomic_folder
 from data.store import VALIDATION_FOLDER, VERSION, TokenStore
-from data.store_writer import StoreWriter
+from data.store_writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
 from zeco_train.system.files import read_errors
@@ -140,7 +140,7 @@ def _write(folder: Path, corpus: Corpus, validation_fraction: float) -> None:
     # The main part is written last: its meta.json makes the folder a store.
     for part, validation in reversed(parts):
         part.mkdir(exist_ok=True)
-        with StoreWriter.for_tokenizer(part, tokenizer) as writer:
+        with StoreWriter(part, **ids_of(tokenizer)) as writer:
             for name, text in corpus.documents:
                 if _is_held_out(name, validation_fraction) == validation:
                     writer.append_document(tokenizer.encode([text])[0])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from tqdm import tqdm
+
+from zeco_train.system.amounts import clock
 
 _LINE_SECONDS = 10.0
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -20,12 +21,6 @@ def short_number(value: float, unit: str = "") -> str:
     return f"{value:.3g}{unit}"
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: "1:02:03"."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
 class Display:
     """Shows progress on stderr.
 
@@ -35,20 +30,15 @@ class Display:
     """
 
     def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
-        self._total, self._amount, self._done = total, amount, done
+        self._total, self._done, self._unit = total, done, "B" if amount == "bytes" else f" {amount}"
         self._first_done, self._first_tokens = done, tokens
         self._start = self._last = time.monotonic()
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
-            unit = {"bytes": "B"}.get(amount, f" {amount}")
-            self._bar = tqdm(total=total, initial=done, unit=unit, unit_scale=True, desc="prepare")
+            self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
 
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 
@@ -68,8 +58,7 @@ class Display:
     def _share(self, seconds: float) -> str:
         """How much is done, and when the rest will be."""
         done, total = (short_number(value) for value in (self._done, self._total))
-        unit = "B" if self._amount == "bytes" else f" {self._amount}"
-        share = f"{done} of {total}{unit} ({self._done / max(self._total, 1e-9):.1%})"
+        share = f"{done} of {total}{self._unit} ({self._done / max(self._total, 1e-9):.1%})"
         if self._done > self._first_done:
             left = (self._total - self._done) * seconds / (self._done - self._first_done)
             share += f", {clock(max(0.0, left))} left"

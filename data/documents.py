@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.corpora import default_cache_dir
-from data.index import DocumentIndex, block_sums, cached, long_documents
+from data.index import DocumentIndex, block_sums, cached, long_documents, touched
 from data.permutation import Permutation
 from data.store import TokenStore
 
@@ -54,13 +54,13 @@ class DocumentStream:
         assert 0 <= start < stop <= self.num_tokens, (start, stop, self.num_tokens)
         borders = self.store.doc_offsets
         if self._index is None:
-            first, beyond = _touched(borders, start, stop)
+            first, beyond = touched(borders, start, stop)
             offsets = np.asarray(borders[first : beyond + 1])
             return Pieces(np.arange(first, beyond), offsets, offsets[:-1])
         documents, before = self._index.around(start, stop)
         starts = borders[documents]
         offsets = before + np.concatenate(([0], np.cumsum(borders[documents + 1] - starts)))
-        first, beyond = _touched(offsets, start, stop)
+        first, beyond = touched(offsets, start, stop)
         return Pieces(documents[first:beyond], offsets[first : beyond + 1], starts[first:beyond])
 
     def read(self, pieces: Pieces, start: int, stop: int) -> NDArray[np.int64]:
@@ -145,12 +145,6 @@ class Documents:
         return cached(path, make, f"index of {self.store.path} ({name})")
 
 
-def _touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
-    """First and one past the last of the documents, bordered by `offsets`, that [start, stop) touches."""
-    first = int(np.searchsorted(offsets, start, side="right")) - 1
-    return first, int(np.searchsorted(offsets, stop, side="left"))
-
-
 def shard_cu_seqlens(
     doc_offsets: NDArray[np.int64], sequence_start: int, seq_len: int, offset: int, length: int
 ) -> tuple[Tensor, int]:
@@ -173,8 +167,7 @@ def shard_cu_seqlens(
     """
     assert 0 <= offset < offset + length <= seq_len, (offset, length, seq_len)
     start = sequence_start + offset
-    first_inside = int(np.searchsorted(doc_offsets, start, side="right"))
-    first_beyond = int(np.searchsorted(doc_offsets, start + length, side="left"))
-    inside = doc_offsets[first_inside:first_beyond] - start
-    before = min(start - int(doc_offsets[first_inside - 1]), offset)
+    first, beyond = touched(doc_offsets, start, start + length)
+    inside = doc_offsets[first + 1 : beyond] - start
+    before = min(start - int(doc_offsets[first]), offset)
     return torch.from_numpy(np.concatenate(([0], inside, [length])).astype(np.int64)), before

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.readers import ROWS_AT_ONCE, SourceProblem, is_text, listed, texts_of_column
+from data.readers import ROWS_AT_ONCE, SourceProblem, check_column, listed, texts_of_column
 from data.sources import UNIT_BYTES, Source, Unit
 from zeco_train.errors import DataError
 
@@ -137,7 +137,7 @@ class StreamSource:
         """Shards within shards: start is the number of a shard, stop that of a part of it."""
         for shard in range(int(self.total)):
             with _read_errors(self.name):
-                parts = self._parts(shard).num_shards
+                parts = _cut(self, shard).num_shards
             for part in range(parts):
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
 
@@ -146,30 +146,25 @@ class StreamSource:
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
         with _read_errors(self.name):
-            parts = self._parts(unit.start)
+            parts = _cut(self, unit.start)
             stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
             for table in stream.iter(batch_size=ROWS_AT_ONCE):
                 column = self._column(table)
                 yield from texts_of_column(column.slice(max(0, first - row)), place, max(first, row), self._text_field)
                 row += len(column)
 
-    def _parts(self, shard: int) -> Any:
-        """A shard, cut into smaller ones where the library can (parquet: row groups)."""
-        return _cut(self, shard)
-
     def _column(self, table: Any) -> Any:
-        if self._text_field not in table.column_names:
-            problem = f"no column {self._text_field!r}; columns there: {listed(table.column_names)}"
-            raise SourceProblem(self.name, problem, "choose one with --text-field")
-        column = table.column(self._text_field)
-        if not is_text(column.type) and not column.null_count == len(column):
-            raise SourceProblem(self.name, f"column {self._text_field!r} holds {column.type}, not text", "")
-        return column
+        name = self._text_field
+        # Where no row has text, nothing says that it would be text.
+        if name not in table.column_names or table.column(name).null_count < len(table):
+            check_column(self.name, table.schema, name)
+        return table.column(name)
 
 
 # Cutting a parquet file opens it; the units of one file come one after another.
 @functools.lru_cache(maxsize=64)
 def _cut(source: StreamSource, shard: int) -> Any:
+    """A shard, cut into smaller ones where the library can (parquet: row groups)."""
     return source._stream.shard(source._stream.num_shards, shard).reshard()
 
 

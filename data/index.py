@@ -67,9 +67,14 @@ class DocumentIndex:
 
     def around(self, start: int, stop: int) -> tuple[NDArray[np.int64], int]:
         """Documents whose part of the stream includes tokens [start, stop), and how many tokens are before them."""
-        first = int(np.searchsorted(self.sums, start, side="right")) - 1
-        beyond = int(np.searchsorted(self.sums, stop, side="left"))
+        first, beyond = touched(self.sums, start, stop)
         return self.documents(first * BLOCK, min(beyond * BLOCK, self.num_documents)), int(self.sums[first])
+
+
+def touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
+    """First and one past the last of the parts of a stream, bordered by `offsets`, that [start, stop) touches."""
+    first = int(np.searchsorted(offsets, start, side="right")) - 1
+    return first, int(np.searchsorted(offsets, stop, side="left"))
 
 
 def long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.integer]:
@@ -145,11 +150,8 @@ def _write(path: Path, array: NDArray) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with path.open("ab") as file:
         # Without locks (some network file systems) several processes make the same file; the last one's stays.
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)

@@ -17,16 +17,16 @@ import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.digests import COPY_AGAIN
-from data.display import clock, short_number
+from data.display import short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.system.amounts import clock, length_name
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
 from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure
 from zeco_train.system.files import read_errors
@@ -34,7 +34,6 @@ from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
 
 _BLOCK_BYTES = 1 << 24
-_REMEDY = "copy the store again or prepare it again"
 _READ_SECONDS = 1.0
 _READ_TOKENS = 1 << 16
 _QUANTILES = (0.5, 0.9, 0.99)
@@ -80,7 +79,7 @@ def check_shard(store: TokenStore, index: int) -> int:
     if digest.hexdigest() != shard.sha256:
         mistakes.insert(0, "its contents differ from what was prepared")
     if mistakes:
-        raise DataError(path, mistakes[0], _REMEDY)
+        raise DataError(path, mistakes[0], COPY_AGAIN)
     return shard.num_tokens * dtype.itemsize
 
 
@@ -180,8 +179,7 @@ def _print_reads(store: TokenStore, seed: int) -> None:
         first = int(generator.integers(store.num_tokens - size + 1))
         store.read(first, first + size)
         count += 1
-    rate = short_number(count * size / seconds)
-    _show(f"reads        {rate} tokens/s, {size:,} at a time from random places")
+    _show(f"reads        {short_number(count * size / seconds)} tokens/s, {size:,} at a time from random places")
 
 
 def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
@@ -200,6 +198,8 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens (median {median:,.0f}, mean {mean:,.0f})"
     shown = title if len(title) < 70 else f"…{title[-69:]}"
     figure = new_figure(f"{shown}\n{counts}", (8, 5.5), dpi=130, title_size=10)
+    from matplotlib.ticker import FuncFormatter
+
     documents, tokens = figure.subplots(2, 1, sharex=True)
     documents.hist(lengths, bins=bins, color=BLUE)
     documents.set_ylabel("documents")
@@ -210,24 +210,10 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     tokens.set_xscale("log", base=2)
     tokens.set_xlim(bins[0], bins[-1])
     for axes in (documents, tokens):
-        _finish(axes)
+        finish_axes(axes, "y")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
     try:
         figure.savefig(png, format=png.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(png, f"cannot be written ({error})", "choose another --png") from error
-
-
-def _finish(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    finish_axes(axes, "y")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary(value)))
-
-
-def _binary(value: float) -> str:
-    """A power of two in the words of sequence lengths: 16384 → "16k"."""
-    for factor, name in ((1 << 20, "M"), (1 << 10, "k")):
-        if value >= factor:
-            return f"{value / factor:g}{name}"
-    return f"{value:g}"

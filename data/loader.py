@@ -97,8 +97,8 @@ class SequenceReader(Reader):
         self._streams: dict[int, DocumentStream] = {}
 
     def find(self, index: int) -> tuple[int, int]:
-        """Epoch and sequence of the `index`-th of the endless stream of this store's sequences."""
-        epoch, place = divmod(index, self.num_sequences)
+        """See `Reader`."""
+        epoch, place = super().find(index)
         if self._shuffle is Shuffle.none:
             return epoch, place
         return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)
@@ -184,13 +184,9 @@ class SequenceLoader:
         source, index = self.mixture.place(position)
         return Place(source, *self.readers[source].find(index))
 
-    def sequence_id(self, position: int) -> int:
-        """The sequence at a place of the endless stream: one number over all stores, without its epoch."""
-        return self._id(self.place(position))
-
-    def sequence_ids(self, consumed: int, micro_step: int) -> list[int]:
-        """The sequences of this rank's micro-batch."""
-        return [self._id(place) for place in self._places(consumed, micro_step)]
+    def sequence_id(self, place: Place) -> int:
+        """The sequence at a place: one number over all stores, without its epoch."""
+        return self._first_ids[place.source] + place.sequence
 
     def batch(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
         """A segment of this rank's micro-batch `micro_step` of the step that begins after `consumed` sequences.
@@ -198,20 +194,17 @@ class SequenceLoader:
         Raises:
             DataError: a store has changed or cannot be read.
         """
-        places = self._places(consumed, micro_step)
+        assert consumed >= 0, consumed
+        assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
+        start = consumed + self._first + micro_step * self.micro_batch
+        places = [self.place(start + i) for i in range(self.micro_batch)]
         shards = [self.readers[place.source].shard(place.epoch, place.sequence, segment) for place in places]
-        ids = [self._id(place) for place in places]
+        ids = [self.sequence_id(place) for place in places]
         return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
 
     def reader_of(self, sequence_id: int) -> Reader:
         """Which store's sequence that is."""
         return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
-
-    def _places(self, consumed: int, micro_step: int) -> list[Place]:
-        assert consumed >= 0, consumed
-        assert 0 <= micro_step < self.micro_steps, (micro_step, self.micro_steps)
-        start = consumed + self._first + micro_step * self.micro_batch
-        return [self.place(start + i) for i in range(self.micro_batch)]
 
     def _count_step_labels(self, consumed: int) -> int | None:
         """Labels that count in the step that begins after `consumed` sequences; None where every token has one."""
@@ -219,9 +212,6 @@ class SequenceLoader:
             return None
         places = [self.place(consumed + i) for i in range(self.global_batch)]
         return sum(self.readers[place.source].num_labels(place.epoch, place.sequence) for place in places)
-
-    def _id(self, place: Place) -> int:
-        return self._first_ids[place.source] + place.sequence
 
 
 class PrefetchingLoader:

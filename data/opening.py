@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.config import DataConfig, DataKind, check_seq_len, locate_stores
+from data.config import DataConfig, DataKind, StorePaths, check_seq_len, locate_stores
 from data.documents import Documents
 from data.loader import Source
 from data.mixture import as_integers
@@ -74,17 +74,16 @@ def open_data(
         return open_synthetic(config, vocab_size=vocab_size, validate=validate)
     located = locate_stores(config)
     weights = as_integers([paths.weight for paths in located])
-    cache_dir = Path(config.cache_dir) if config.cache_dir else None
     data = OpenedStores([], [], [])
     for paths, weight in zip(located, weights, strict=True):
-        documents = Documents(_open(paths.train, vocab_size, data), paths.min_document_tokens, cache_dir)
+        documents = _open(paths.train, paths, config, vocab_size, data.train)
         _check_filter(documents)
         check_seq_len(config.seq_len, sp_size, documents.num_tokens, segments, documents.description)
         data.train.append(Source(documents, weight, paths.name))
         if not validate:
             continue
         if paths.validation is not None:
-            held_out = Documents(_open(paths.validation, vocab_size, data), paths.min_document_tokens, cache_dir)
+            held_out = _open(paths.validation, paths, config, vocab_size, data.train)
             if held_out.num_tokens > config.seq_len:
                 data.validation.append(Source(held_out, weight, paths.name))
                 continue
@@ -112,30 +111,26 @@ def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str
         problem = "holds nothing out" if gone is None else f"there is no {gone}"
         remedy = "name a store with data=tokens data.path=STORE data.validation_path=STORE"
         raise ConfigError(key, value, f"{problem}; {remedy}")
-    cache_dir = Path(config.cache_dir) if config.cache_dir else None
     found: list[Source] = []
     for paths, weight in zip(located, as_integers([paths.weight for paths in located]), strict=True):
         assert paths.validation is not None
-        store = TokenStore.open(paths.validation)
-        check_vocabulary(store, vocab_size)
-        own, expected = comparable(store.meta.tokenizer), comparable(dict(tokenizer))
+        documents = _open(paths.validation, paths, config, vocab_size, found)
+        own, expected = comparable(documents.store.meta.tokenizer), comparable(dict(tokenizer))
         if tokenizer and own != expected:
             problem = f"its tokenizer is {own}, that of the model is {expected}"
-            raise DataError(store.path, problem, "prepare it with the model's tokenizer")
-        if found:
-            _check_same_ids(store, found[0].documents.store)
-        documents = Documents(store, paths.min_document_tokens, cache_dir)
+            raise DataError(paths.validation, problem, "prepare it with the model's tokenizer")
         _check_filter(documents)
         found.append(Source(documents, weight, paths.name))
     return found
 
 
-def _open(path: Path, vocab_size: int, data: OpenedStores) -> TokenStore:
-    store = TokenStore.open(path)
+def _open(folder: Path, paths: StorePaths, config: DataConfig, vocab_size: int, others: Sequence[Source]) -> Documents:
+    """The documents of a store, whose ids have to be the model's and those of the other stores."""
+    store = TokenStore.open(folder)
     check_vocabulary(store, vocab_size)
-    if data.train:
-        _check_same_ids(store, data.train[0].documents.store)
-    return store
+    if others:
+        _check_same_ids(store, others[0].documents.store)
+    return Documents(store, paths.min_document_tokens, Path(config.cache_dir) if config.cache_dir else None)
 
 
 def _check_filter(documents: Documents) -> None:

@@ -27,9 +27,9 @@ from data.pipeline import PART_CHARACTERS, Job, Part, cached_tokenizer, tokenize
 from data.readers import SourceProblem
 from data.sources import UNIT_BYTES, FileSource, Source, Unit
 from data.store import TOKENIZER_FOLDER, VALIDATION_FOLDER, StoreMeta, is_store, read_meta
-from data.store_writer import SHARD_TOKENS, StoreWriter
+from data.store_writer import SHARD_TOKENS, StoreWriter, ids_of
 from data.tokenizer import BYTES, Tokenizer
-from data.work_folder import MOVING, READ, READING, SPLIT, State, WorkFolder, meta_sha256, start_anew, work_folder
+from data.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, start_anew, work_folder
 from zeco_train.errors import ConfigError, DataError, ZecoError
 from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_path
@@ -155,9 +155,8 @@ class _Preparation:
         """Go from whatever phase the state says to the whole store."""
         work = self._work
         self.earlier_tokens = work.state.writer.num_tokens
-        with StoreWriter.for_tokenizer(
-            work.store, self._tokenizer, self._options.shard_tokens, work.state.writer
-        ) as writer:
+        shard_tokens, state = self._options.shard_tokens, work.state.writer
+        with StoreWriter(work.store, **ids_of(self._tokenizer), shard_tokens=shard_tokens, state=state) as writer:
             if work.state.phase == READING:
                 self._read_all(writer)
             if work.state.phase == READ:
@@ -182,14 +181,13 @@ class _Preparation:
         options, source, state = self._options, self.source, self._work.state
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else _available_cpus())
-        self._made = {part.name: part for part in state.waiting}
-        self._position, self._short, self._amount = (state.unit, state.first), state.short_documents, state.amount
+        self._made, self._state = {part.name: part for part in state.waiting}, state
         job = Job(source, options.tokenizer, options.min_tokens, self._work.parts, options.part_characters)
         start = saved = time.monotonic()
         try:
             parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
             display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
-            with closing(parts), display:
+            with closing(parts), closing(display):
                 for part in parts:
                     is_full = self._take(writer, part)
                     display.advance(part.amount, writer.num_tokens)
@@ -202,7 +200,8 @@ class _Preparation:
             raise DataError(*problem.args) from problem
         if writer.num_documents == 0:
             where = f"no text in {source.num_files} files" if isinstance(source, FileSource) else "no text"
-            remedy = f"left out {self._short} documents {too_short(options)}" if self._short else ""
+            short = self._state.short_documents
+            remedy = f"left out {short} documents {too_short(options)}" if short else ""
             raise DataError(source.name, where, remedy)
         self.tokens, self.seconds = writer.num_tokens - self.earlier_tokens, time.monotonic() - start
         if options.validation_fraction > 0:
@@ -225,9 +224,9 @@ class _Preparation:
         if most is not None:
             lengths = lengths[: int(np.searchsorted(writer.num_tokens + np.cumsum(lengths), most)) + 1]
         writer.append_blocks(_blocks(tokens_path, int(lengths.sum()) * writer.dtype.itemsize), lengths)
-        self._short += part.short_documents
-        self._amount += part.amount
-        self._position = (part.unit + 1, 0) if part.ended else (part.unit, part.first + part.documents)
+        unit, first = (part.unit + 1, 0) if part.ended else (part.unit, part.first + part.documents)
+        short, amount = self._state.short_documents + part.short_documents, self._state.amount + part.amount
+        self._state = replace(self._state, unit=unit, first=first, short_documents=short, amount=amount)
         del self._made[part.name]
         if part not in self._work.state.waiting:  # those the saved state still counts on
             tokens_path.unlink()
@@ -235,23 +234,12 @@ class _Preparation:
         return most is not None and writer.num_tokens >= most
 
     def _save(self, writer: StoreWriter, phase: str = READING) -> None:
-        unit, first = self._position
-        before = self._work.state.waiting
-        self._work.save(
-            State(
-                phase=phase,
-                writer=writer.checkpoint(),
-                unit=unit,
-                first=first,
-                stamps=self._stamps[unit if first else unit - 1],
-                waiting=tuple(self._made.values()),
-                short_documents=self._short,
-                amount=self._amount,
-                commit=getattr(self.source, "revision", None),
-            )
-        )
-        for index in [index for index in self._stamps if index < unit - 1]:
-            del self._stamps[index]
+        state, before = self._state, self._work.state.waiting
+        stamps = self._stamps[state.unit if state.first else state.unit - 1]
+        waiting, commit = tuple(self._made.values()), getattr(self.source, "revision", None)
+        state = replace(state, phase=phase, writer=writer.checkpoint(), stamps=stamps, waiting=waiting, commit=commit)
+        self._work.save(state)
+        self._stamps = {index: stamp for index, stamp in self._stamps.items() if index >= state.unit - 1}
         for part in before:
             if part.name not in self._made:
                 for path in part.paths(self._work.parts):

@@ -16,16 +16,16 @@ if __name__ == "__main__":
 import argparse
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 
 from data.display import short_number
 from data.hugging_face import DatasetSpec
 from data.preparation import Prepared, PrepareOptions, prepare_store, too_short
-from data.recipes import Recipe, dataset_of, load_recipe, recipe_names
+from data.recipes import load_recipe, recipe_names
 from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
@@ -35,9 +35,8 @@ from zeco_train.system.terminal import visible
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 
-# Options that a recipe gives too, and those of them that say which data set.
+# Those that say which data set.
 _DATASET_OPTIONS = ("config", "split", "data_dir", "data_files", "revision", "streaming")
-_RECIPE_OPTIONS = ("tokenizer", "text_field", "min_tokens", "validation_fraction")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,14 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _notes(error: BaseException) -> list[str]:
     """What was noted on the error, or on the system's error that it stands for."""
-    own = list(getattr(error, "__notes__", []))
-    return own or (list(getattr(error.__cause__, "__notes__", [])))
+    return getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
 
 
 def _report(options: PrepareOptions, prepared: Prepared) -> None:
     meta, validation = prepared.meta, prepared.validation
     if prepared.skipped_files.total():
-        kinds = visible(_listed(prepared.skipped_files))
+        kinds = visible(", ".join(f"{kind} {count}" for kind, count in prepared.skipped_files.most_common(8) if count))
         print(f"skipped {prepared.skipped_files.total()} files of other kinds: {kinds}")
     if prepared.short_documents:
         print(f"left out {prepared.short_documents} documents {too_short(options)}")
@@ -151,15 +149,13 @@ def _parser() -> argparse.ArgumentParser:
 def _parse(arguments: Sequence[str] | None) -> PrepareOptions:
     given: dict[str, Any] = vars(_parser().parse_args(arguments))
     sources = tuple(given.pop("sources", ()))
-    recipe_name, dataset = given.pop("recipe", None), given.pop("dataset", None)
+    if (recipe := given.pop("recipe", None)) is not None:
+        values = asdict(load_recipe(recipe))
+        about = (("recipe", recipe), ("licence", values.pop("licence")), ("homepage", values.pop("homepage")))
+        del values["description"], values["size"]
+        given = {**values, "about": about, **given}
+    dataset = given.pop("dataset", None)
     chosen = {name: given.pop(name) for name in _DATASET_OPTIONS if name in given}
-    if recipe_name is not None:
-        recipe = load_recipe(recipe_name)
-        changes = chosen | ({"name": dataset} if dataset is not None else {})
-        own = {name: getattr(recipe, name) for name in _RECIPE_OPTIONS}
-        return PrepareOptions(
-            sources, dataset=dataset_of(recipe, changes), about=_about(recipe_name, recipe), **{**own, **given}
-        )
     if dataset is not None:
         return PrepareOptions(sources, dataset=DatasetSpec(dataset, **chosen), **given)
     split = chosen.pop("split", "train")
@@ -167,14 +163,6 @@ def _parse(arguments: Sequence[str] | None) -> PrepareOptions:
         name, value = next(iter(chosen.items()))
         raise ConfigError(f"--{name.replace('_', '-')}", value, "goes with --dataset or --recipe only")
     return PrepareOptions(sources, split=split, **given)
-
-
-def _about(name: str, recipe: Recipe) -> tuple[tuple[str, str], ...]:
-    return (("recipe", name), ("licence", recipe.licence), ("homepage", recipe.homepage))
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common(8) if count)
 
 
 def _counts(meta: StoreMeta) -> str:

@@ -126,9 +126,9 @@ class Reader(ABC):
     is_endless = False
     tokens_behind = 0
 
-    @abstractmethod
     def find(self, index: int) -> tuple[int, int]:
         """Epoch and sequence of the `index`-th of the endless stream of this source's sequences."""
+        return divmod(index, self.num_sequences)
 
     @abstractmethod
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
@@ -140,7 +140,6 @@ class Reader(ABC):
 
     def num_labels(self, epoch: int, sequence: int) -> int:
         """How many labels of a whole sequence count."""
-        del epoch, sequence
         return self.split.seq_len
 
     def read(self, sequence_ids: list[int], segment: int = 0) -> Batch:
@@ -186,11 +185,9 @@ class SequenceSource(Protocol):
 
     def reader(self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0) -> Reader:
         """Reads it, see `data.loader.SequenceReader`."""
-        ...
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
         """What a run that takes `num_sequences` sequences reads of it, in a line."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,58 +42,64 @@ def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[s
                 continue
             text = decode(line, path, position)
             try:
-                yield field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
-            except LineProblem as error:
-                subject = f"{path}, line {_line_number(path, position)}"
-                raise SourceProblem(subject, error.problem, error.remedy) from error
+                yield _field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
+            except _LineProblem as error:
+                raise SourceProblem(f"{path}, line {_line_number(path, position)}", *error.args) from error
 
 
 def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
     """Yield the documents of all lines of a compressed file."""
     import pyarrow
 
-    position = 0
+    position, compression = 0, _COMPRESSIONS[path.suffix.lower()]
+    with (
+        _arrow_errors(path, "cannot be decompressed", OSError),
+        pyarrow.input_stream(str(path), compression=compression) as stream,
+    ):
+        for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), 1):
+            if not line.isspace():
+                text = decode(line, path, position)
+                try:
+                    yield _field_of_line(text.removeprefix("\ufeff") if number == 1 else text, text_field)
+                except _LineProblem as error:
+                    raise SourceProblem(f"{path}, line {number}", *error.args) from error
+            position += len(line)
+
+
+@contextmanager
+def _arrow_errors(subject: object, problem: str, *others: type[Exception]) -> Iterator[None]:
+    """Turn what pyarrow raises in the block, and errors of `others`, into a SourceProblem."""
+    import pyarrow
+
     try:
-        with pyarrow.input_stream(str(path), compression=_COMPRESSIONS[path.suffix.lower()]) as stream:
-            for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), 1):
-                if not line.isspace():
-                    text = decode(line, path, position)
-                    try:
-                        yield field_of_line(text.removeprefix("\ufeff") if number == 1 else text, text_field)
-                    except LineProblem as error:
-                        raise SourceProblem(f"{path}, line {number}", error.problem, error.remedy) from error
-                position += len(line)
-    except (OSError, pyarrow.ArrowException) as error:
+        yield
+    except (pyarrow.ArrowException, *others) as error:
         reason = " ".join(str(error).split())[:200]
-        raise SourceProblem(str(path), f"cannot be decompressed ({reason})", "") from error
+        raise SourceProblem(str(subject), f"{problem} ({reason})", "") from error
 
 
-class LineProblem(Exception):
-    """What is wrong with a line of JSON."""
-
-    def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.problem, self.remedy = problem, remedy
+class _LineProblem(Exception):
+    """What is wrong with a line of JSON: (problem, remedy)."""
 
 
-def field_of_line(line: str, text_field: str) -> str:
-    """The text field of a line. Raises LineProblem."""
+def _field_of_line(line: str, text_field: str) -> str:
+    """The text field of a line. Raises _LineProblem."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise LineProblem(f"not JSON ({reason})", "each line must be one JSON object") from error
+        raise _LineProblem(f"not JSON ({reason})", "each line must be one JSON object") from error
     if not isinstance(record, dict):
-        raise LineProblem(f"a JSON {type(record).__name__}, not an object", "each line must be one JSON object")
+        raise _LineProblem(f"a JSON {type(record).__name__}, not an object", "each line must be one JSON object")
     if text_field not in record:
-        raise LineProblem(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
+        raise _LineProblem(f"no field {text_field!r}; fields there: {listed(record)}", "choose one with --text-field")
     text = record[text_field]
     if not isinstance(text, str):
-        raise LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text")
+        raise _LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text", "")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
-        raise LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}") from error
+        raise _LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}", "") from error
     return text
 
 
@@ -114,62 +121,49 @@ def _line_number(path: Path, position: int) -> int:
 
 def open_parquet(path: Path) -> Any:
     """A ParquetFile. Raises SourceProblem."""
-    import pyarrow
     from pyarrow import parquet
 
-    try:
+    with _arrow_errors(path, "cannot be read as parquet", OSError):
         return parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise SourceProblem(str(path), f"cannot be read as parquet ({reason})", "") from error
 
 
 def read_row_group(path: Path, row_group: int, text_field: str) -> Iterator[str]:
     """Yield the documents of a row group of a .parquet file."""
-    import pyarrow
-
     with open_parquet(path) as file:
-        _check_column(path, file.schema_arrow, text_field)
+        check_column(path, file.schema_arrow, text_field)
         row = sum(file.metadata.row_group(index).num_rows for index in range(row_group))
-        try:
+        with _arrow_errors(f"{path}, row group {row_group}", "cannot be read"):
             for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=[text_field]):
                 yield from texts_of_column(batch.column(0), f"{path}, row", row, text_field)
                 row += len(batch)
-        except pyarrow.ArrowException as error:
-            reason = " ".join(str(error).split())[:200]
-            raise SourceProblem(f"{path}, row group {row_group}", f"cannot be read ({reason})", "") from error
 
 
 def read_arrow(path: Path, text_field: str) -> Iterator[str]:
     """Yield the documents of a file of Arrow's streaming or file format."""
     import pyarrow
 
-    try:
-        with pyarrow.memory_map(str(path)) as mapped:
-            magic = mapped.read(6)
-            mapped.seek(0)
-            reader = pyarrow.ipc.open_file(mapped) if magic == b"ARROW1" else pyarrow.ipc.open_stream(mapped)
-            _check_column(path, reader.schema, text_field)
-            is_file = isinstance(reader, pyarrow.ipc.RecordBatchFileReader)
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            row = 0
-            for batch in batches:
-                yield from texts_of_column(batch.column(text_field), f"{path}, row", row, text_field)
-                row += len(batch)
-    except pyarrow.ArrowException as error:
-        reason = " ".join(str(error).split())[:200]
-        raise SourceProblem(str(path), f"cannot be read as arrow ({reason})", "") from error
+    with _arrow_errors(path, "cannot be read as arrow"), pyarrow.memory_map(str(path)) as mapped:
+        magic = mapped.read(6)
+        mapped.seek(0)
+        reader = pyarrow.ipc.open_file(mapped) if magic == b"ARROW1" else pyarrow.ipc.open_stream(mapped)
+        check_column(path, reader.schema, text_field)
+        is_file = isinstance(reader, pyarrow.ipc.RecordBatchFileReader)
+        row = 0
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            yield from texts_of_column(batch.column(text_field), f"{path}, row", row, text_field)
+            row += len(batch)
 
 
-def _check_column(path: Path, schema: Any, text_field: str) -> None:
+def check_column(source: object, schema: Any, text_field: str) -> None:
+    """Raise SourceProblem, which names `source`, unless an Arrow schema has a column of text by this name."""
     if text_field not in schema.names:
         problem = f"no column {text_field!r}; columns there: {listed(schema.names)}"
-        raise SourceProblem(str(path), problem, "choose one with --text-field")
-    if not is_text(schema.field(text_field).type):
-        raise SourceProblem(str(path), f"column {text_field!r} holds {schema.field(text_field).type}, not text", "")
+        raise SourceProblem(str(source), problem, "choose one with --text-field")
+    if not _is_text(schema.field(text_field).type):
+        raise SourceProblem(str(source), f"column {text_field!r} holds {schema.field(text_field).type}, not text", "")
 
 
-def is_text(kind: Any) -> bool:
+def _is_text(kind: Any) -> bool:
     """Whether an Arrow type is text, dictionaries of it included."""
     import pyarrow
 

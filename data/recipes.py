@@ -5,11 +5,10 @@ A recipe is a YAML file of values, in configs/recipes or anywhere; every option 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.hugging_face import DatasetSpec
 from zeco_train.errors import ConfigError
 from zeco_train.system.paths import check_path
 
@@ -75,9 +74,3 @@ def load_recipe(name: str) -> Recipe:
         raise ConfigError("--recipe", name, f"{path}: {reason}") from error
     assert isinstance(values, Recipe)
     return values
-
-
-def dataset_of(recipe: Recipe, changes: dict[str, Any]) -> DatasetSpec:
-    """The data set of a recipe, with some values of another."""
-    own = {entry.name: getattr(recipe, entry.name) for entry in fields(DatasetSpec) if entry.name != "name"}
-    return DatasetSpec(**{"name": recipe.dataset, **own, **changes})

@@ -87,11 +87,9 @@ class Source(Protocol):
 
     def units(self) -> Iterator[Unit]:
         """All units, in order; the same ones as long as the source is the same. Raises SourceProblem."""
-        ...
 
     def read(self, unit: Unit, first: int) -> Iterator[str]:
         """The documents of a unit without its first `first`. Raises SourceProblem."""
-        ...
 
 
 class FileSource:

@@ -119,6 +119,11 @@ class TokenStore:
         meta: what meta.json says.
         doc_offsets: [documents + 1] int64, mapped from the file.
         versions: `file_version` of each shard when the store was opened.
+        num_tokens: tokens in all documents, their end-of-sequence ids included.
+        vocab_size: number of ids of the tokenizer; every id is below it.
+        num_shards: files that the tokens lie in.
+        itemsize: bytes of a token on disk.
+        bytes_requested: bytes of tokens that `read` has asked the system for since the store was opened.
     """
 
     def __init__(
@@ -126,12 +131,14 @@ class TokenStore:
     ) -> None:
         self.path, self.meta, self.doc_offsets = path, meta, doc_offsets
         self.versions = [file_version(stat) for stat in stats]
+        self.num_tokens, self.vocab_size, self.num_shards = meta.num_tokens, meta.vocab_size, len(meta.shards)
         self._dtype = token_dtype(meta.vocab_size)
+        self.itemsize = self._dtype.itemsize
         self._shard_stops = np.cumsum([shard.num_tokens for shard in meta.shards], dtype=np.int64)
         self._descriptors: dict[int, int] = {}
         self._close = weakref.finalize(self, _close_all, self._descriptors)
         self._lock = threading.Lock()
-        self._bytes_requested = 0
+        self.bytes_requested = 0
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
@@ -154,31 +161,6 @@ class TokenStore:
                 problem = f"{'truncated' if size < expected else 'too long'}: {size} bytes, meta.json says {expected}"
                 raise DataError(file, problem, _COPY_AGAIN)
         return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta), stats)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all documents, their end-of-sequence ids included."""
-        return self.meta.num_tokens
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids of the tokenizer; every id is below it."""
-        return self.meta.vocab_size
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a token on disk."""
-        return self._dtype.itemsize
-
-    @property
-    def num_shards(self) -> int:
-        """Files that the tokens lie in."""
-        return len(self.meta.shards)
-
-    @property
-    def bytes_requested(self) -> int:
-        """Bytes of tokens that `read` has asked the system for since the store was opened."""
-        return self._bytes_requested
 
     def shard_range(self, index: int) -> tuple[int, int]:
         """The positions [start, stop) of the stream that shard `index` holds."""
@@ -212,7 +194,7 @@ class TokenStore:
                 problem = f"token {position} is {part[wrong]}, meta.json has ids below {self.vocab_size}"
                 raise DataError(self._where(index, first - shard_start, part), problem, _COPY_AGAIN)
         with self._lock:
-            self._bytes_requested += tokens.nbytes
+            self.bytes_requested += tokens.nbytes
         return tokens.astype(np.int64)
 
     def verify(self) -> None:
@@ -276,17 +258,13 @@ class TokenStore:
         """A descriptor of a shard; the first shards that are used stay open."""
         with self._lock:
             descriptor = self._descriptors.get(index)
-            keep = descriptor is None and len(self._descriptors) < _OPEN_SHARDS
-            if keep:
+            if descriptor is None and len(self._descriptors) < _OPEN_SHARDS:
                 descriptor = self._descriptors[index] = os.open(self.shard_path(index), os.O_RDONLY)
         if descriptor is not None:
             yield descriptor
             return
-        descriptor = os.open(self.shard_path(index), os.O_RDONLY)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with self.shard_path(index).open("rb", buffering=0) as file:
+            yield file.fileno()
 
 
 def check_vocabulary(store: TokenStore, model_vocab_size: int) -> None:

@@ -17,7 +17,7 @@ from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, Stor
 from data.tokenizer import Tokenizer
 from zeco_train import __version__
 from zeco_train.errors import DataError
-from zeco_train.system.files import write_durably
+from zeco_train.system.files import sha256_of, write_durably
 
 SHARD_TOKENS = 1 << 28
 
@@ -38,6 +38,11 @@ class WriterState:
     num_tokens: int = 0
     num_documents: int = 0
     full_shards: tuple[str, ...] = ()
+
+
+def ids_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `StoreWriter` has to know of the tokenizer whose ids it writes."""
+    return {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "tokenizer": tokenizer.info}
 
 
 class StoreWriter:
@@ -66,36 +71,11 @@ class StoreWriter:
     ) -> None:
         assert 0 <= eos_id < vocab_size, (eos_id, vocab_size)
         assert shard_tokens > 0, shard_tokens
-        self.folder = folder
-        self.num_tokens = 0
-        self.num_documents = 0
-        self.shard_tokens = shard_tokens
-        self.dtype = token_dtype(vocab_size)
-        self._vocab_size, self._eos_id, self._tokenizer = vocab_size, eos_id, tokenizer
-        self._full_shards: list[str] = []
+        self.folder, self.shard_tokens, self.dtype = folder, shard_tokens, token_dtype(vocab_size)
+        self._ids: dict[str, Any] = {"vocab_size": vocab_size, "eos_id": eos_id, "tokenizer": tokenizer}
         self._shard: BinaryIO | None = None
-        self._sha256, self._shard_bytes = hashlib.sha256(), 0
         folder.mkdir(exist_ok=True)
-        self._offsets = _open_for_update(folder / OFFSETS_FILE)
         self._resume(state or WriterState())
-
-    @classmethod
-    def for_tokenizer(
-        cls,
-        folder: Path,
-        tokenizer: Tokenizer,
-        shard_tokens: int = SHARD_TOKENS,
-        state: WriterState | None = None,
-    ) -> StoreWriter:
-        """A writer of a store with the ids of `tokenizer`."""
-        return cls(
-            folder,
-            vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id,
-            tokenizer=tokenizer.info,
-            shard_tokens=shard_tokens,
-            state=state,
-        )
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -114,7 +94,7 @@ class StoreWriter:
 
     def append_document(self, ids: NDArray[np.integer]) -> None:
         """Add one document; `ids` [tokens] without the end of sequence, which is added."""
-        self.append(np.append(ids.astype(self.dtype, copy=False), self.dtype.type(self._eos_id)), [len(ids) + 1])
+        self.append(np.append(ids.astype(self.dtype, copy=False), self.dtype.type(self._ids["eos_id"])), [len(ids) + 1])
 
     def append_blocks(self, blocks: Iterable[bytes], lengths: Sequence[int] | NDArray[np.int64]) -> None:
         """As `append`, with the ids as blocks of bytes in the store's dtype."""
@@ -137,9 +117,12 @@ class StoreWriter:
         return WriterState(self.num_tokens, self.num_documents, tuple(self._full_shards))
 
     def resume(self, state: WriterState) -> None:
-        """Go back (or on) to a state of this folder's writing, this process's or an earlier one's."""
+        """Go back (or on) to a state of this folder's writing, this process's or an earlier one's.
+
+        Raises:
+            DataError: less is left than `state` says.
+        """
         self.close()
-        self._offsets = _open_for_update(self.folder / OFFSETS_FILE)
         self._resume(state)
 
     def tail_state(self, fraction: float) -> WriterState:
@@ -161,13 +144,7 @@ class StoreWriter:
 
     def copy_tail(self, state: WriterState, folder: Path) -> StoreWriter:
         """A new writer in `folder` with the documents that come after `state`; they stay here until `resume`."""
-        tail = StoreWriter(
-            folder,
-            vocab_size=self._vocab_size,
-            eos_id=self._eos_id,
-            tokenizer=self._tokenizer,
-            shard_tokens=self.shard_tokens,
-        )
+        tail = StoreWriter(folder, shard_tokens=self.shard_tokens, **self._ids)
         tail.append_blocks(self._blocks_from(state.num_tokens), np.diff(self._mapped_offsets()[state.num_documents :]))
         return tail
 
@@ -180,13 +157,9 @@ class StoreWriter:
         digests = self._full_shards + ([self._sha256.hexdigest()] if self._shard is not None else [])
         self.checkpoint()
         self.close()
-        with (self.folder / OFFSETS_FILE).open("rb") as file:
-            doc_offsets_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         meta = StoreMeta(
             dtype=self.dtype.name,
-            vocab_size=self._vocab_size,
-            tokenizer=self._tokenizer,
-            eos_id=self._eos_id,
+            **self._ids,
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             shards=tuple(
@@ -195,7 +168,7 @@ class StoreWriter:
                 )
                 for index, sha256 in enumerate(digests)
             ),
-            doc_offsets_sha256=doc_offsets_sha256,
+            doc_offsets_sha256=sha256_of(self.folder / OFFSETS_FILE),
             sources_sha256=sources_sha256,
             created_by=f"zeco-train {__version__}",
             preparation=preparation or {},
@@ -210,6 +183,34 @@ class StoreWriter:
             self._shard.close()
             self._shard = None
         self._offsets.close()
+
+    def _resume(self, state: WriterState) -> None:
+        (self.folder / META_FILE).unlink(missing_ok=True)
+        self.num_tokens, self.num_documents = state.num_tokens, state.num_documents
+        self._full_shards = list(state.full_shards)
+        self._sha256, self._shard_bytes = hashlib.sha256(), 0
+        offsets = self.folder / OFFSETS_FILE
+        offsets.touch()
+        self._offsets = offsets.open("r+b")
+        if state.num_documents == 0:
+            self._offsets.truncate(0)
+            self._offsets.write(bytes(_HEADER_BYTES) + np.zeros(1, np.int64).tobytes())
+        self._offsets.truncate(_HEADER_BYTES + 8 * (state.num_documents + 1))
+        self._offsets.seek(0, os.SEEK_END)
+        full, rest = divmod(state.num_tokens, self.shard_tokens)
+        assert full == len(state.full_shards), state
+        for index in range(full + (rest > 0)):
+            self._check_size(index, self.shard_tokens if index < full else rest)
+        if rest:
+            self._shard_bytes = rest * self.dtype.itemsize
+            self._shard = (self.folder / shard_name(full)).open("r+b")
+            self._shard.truncate(self._shard_bytes)
+            for block in _blocks(self._shard):
+                self._sha256.update(block)
+        beyond = full + (rest > 0)
+        while (path := self.folder / shard_name(beyond)).exists():
+            path.unlink()
+            beyond += 1
 
     def _write(self, data: memoryview) -> None:
         """Add bytes to the shards, each up to its full size."""
@@ -233,31 +234,6 @@ class StoreWriter:
     def _bytes_written(self) -> int:
         return len(self._full_shards) * self.shard_tokens * self.dtype.itemsize + self._shard_bytes
 
-    def _resume(self, state: WriterState) -> None:
-        (self.folder / META_FILE).unlink(missing_ok=True)
-        self.num_tokens, self.num_documents = state.num_tokens, state.num_documents
-        self._full_shards = list(state.full_shards)
-        self._sha256, self._shard_bytes = hashlib.sha256(), 0
-        if state.num_documents == 0:
-            self._offsets.truncate(0)
-            self._offsets.write(bytes(_HEADER_BYTES) + np.zeros(1, np.int64).tobytes())
-        self._offsets.truncate(_HEADER_BYTES + 8 * (state.num_documents + 1))
-        self._offsets.seek(0, os.SEEK_END)
-        full, rest = divmod(state.num_tokens, self.shard_tokens)
-        assert full == len(state.full_shards), state
-        for index in range(full + (rest > 0)):
-            self._check_size(index, self.shard_tokens if index < full else rest)
-        if rest:
-            self._shard_bytes = rest * self.dtype.itemsize
-            self._shard = (self.folder / shard_name(full)).open("r+b")
-            self._shard.truncate(self._shard_bytes)
-            for block in _blocks(self._shard):
-                self._sha256.update(block)
-        beyond = full + (rest > 0)
-        while (path := self.folder / shard_name(beyond)).exists():
-            path.unlink()
-            beyond += 1
-
     def _check_size(self, index: int, num_tokens: int) -> None:
         path = self.folder / shard_name(index)
         size = path.stat().st_size if path.exists() else 0
@@ -277,12 +253,6 @@ class StoreWriter:
                 file.seek(first * self.dtype.itemsize)
                 yield from _blocks(file)
             first = 0
-
-
-def _open_for_update(path: Path) -> BinaryIO:
-    """Open for reading and writing what is there, or a new file."""
-    path.touch()
-    return path.open("r+b")
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:

@@ -29,15 +29,12 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens], without an end-of-sequence id or any other addition."""
-        ...
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` needs into `folder`; none for bytes."""
-        ...
 
 
 class ByteTokenizer:

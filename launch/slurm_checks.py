@@ -102,9 +102,7 @@ def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list
         uses_gpus: whether each rank needs one.
     """
     findings = [Finding(node, True, "unreachable: did not report in time") for node in expected if node not in facts]
-    for node, fact in facts.items():
-        if "problem" in fact:
-            findings.append(Finding(node, True, fact["problem"]))
+    findings += [Finding(node, True, fact["problem"]) for node, fact in facts.items() if "problem" in fact]
     sound = {node: fact for node, fact in facts.items() if "problem" not in fact}
     for node, fact in sound.items():
         findings += _judge_disks(node, fact["free_gb"])
@@ -121,8 +119,8 @@ def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list
             findings += _differences(name, {node: fact[section].get(name) for node, fact in sound.items()}, fatal)
     if uses_gpus:
         for name, key, fatal in _COMPARED:
-            values = {node: _value_of_all(fact["gpus"], key) for node, fact in sound.items() if fact["gpus"]}
-            findings += _differences(name, values, fatal)
+            kinds = {node: sorted({gpu[key] for gpu in fact["gpus"]}) for node, fact in sound.items() if fact["gpus"]}
+            findings += _differences(name, {node: "/".join(values) for node, values in kinds.items()}, fatal)
         findings += _slow_gpus(sound)
     return findings
 
@@ -175,10 +173,6 @@ def _slow_gpus(facts: dict[str, Facts]) -> Iterable[Finding]:
 def _describe(gpus: list[dict[str, str]]) -> str:
     counts = Counter(f"{gpu['name']} {gpu['memory.total']} MiB" for gpu in gpus)
     return " + ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
-
-
-def _value_of_all(gpus: list[dict[str, str]], name: str) -> str:
-    return "/".join(sorted({gpu[name] for gpu in gpus}))
 
 
 def _number(gpu: dict[str, str], name: str) -> float:

@@ -76,12 +76,17 @@ class Case:
         """The run's configuration.
 
         Raises:
-            ConfigError: what the run itself would refuse before it starts, as far as that can be known without data.
+            ConfigError: what the run itself would refuse before it starts, as far as that can be known without data;
+                it names the run.
         """
-        config = load_config(self.overrides)
-        world_size = self.nodes * self.ranks
-        sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
-        check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
+        try:
+            config = load_config(self.overrides)
+            world_size = self.nodes * self.ranks
+            sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
+            check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
+        except ConfigError as error:
+            error.args = (f"{self.name}: {error}",)
+            raise
         return config
 
 
@@ -120,11 +125,12 @@ class Sweep:
 
     def run(self) -> int:
         """Check all, then submit or run what is to be done; returns the exit code."""
-        steps = {case.name: _check(case).train.steps for case in self.cases}
+        steps = {case.name: case.check().train.steps for case in self.cases}
         queued = {} if self.options.local or not self.jobs else _queued(self.jobs)
         rows, previous, failed = [], [], False
         for case in self.cases:
-            done = _steps_done(case)
+            logged = read_metrics(case.run_dir / METRICS_FILE)
+            done = logged[-1]["step"] if logged else 0
             if done >= steps[case.name]:
                 state = "finished"
             elif case.name in queued:
@@ -212,15 +218,6 @@ def _read_jobs(path: Path) -> dict[str, str]:
         raise DataError(path, "is not what a sweep has left", "remove it, or take another --folder") from error
 
 
-def _check(case: Case) -> Config:
-    try:
-        return case.check()
-    except ConfigError as error:
-        # The same kind of error, for the one run that it is about.
-        error.args = (f"{case.name}: {error}",)
-        raise
-
-
 def _run_here(command: list[str]) -> int:
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         try:
@@ -229,11 +226,6 @@ def _run_here(command: list[str]) -> int:
             # The run has got it, too, and saves.
             process.wait()
             raise
-
-
-def _steps_done(case: Case) -> int:
-    rows = read_metrics(case.run_dir / METRICS_FILE)
-    return rows[-1]["step"] if rows else 0
 
 
 def _queued(jobs: dict[str, str]) -> dict[str, str]:

@@ -39,20 +39,14 @@ FIRST_SYMBOL, NUM_SYMBOLS = 3, 256
 LARGEST_ALPHABET = (NUM_SYMBOLS - 1) // 2
 LARGEST_COUNT = 9
 
-_DEFAULT_FACTS = {
-    Task.recall: 8,
-    Task.needle: 1,
-    Task.needle_multikey: 4,
-    Task.needle_multivalue: 4,
-    Task.variables: 4,
-    Task.counting: LARGEST_COUNT,
-}
+# How many facts there are by default, and what they are.
 _FACTS = {
-    Task.recall: "pairs of a key and a value",
-    Task.needle_multikey: "names with a number",
-    Task.needle_multivalue: "numbers of the name",
-    Task.variables: "boxes that hold the number",
-    Task.counting: "rings at most",
+    Task.recall: (8, "pairs of a key and a value"),
+    Task.needle: (1, "numbers"),
+    Task.needle_multikey: (4, "names with a number"),
+    Task.needle_multivalue: (4, "numbers of the name"),
+    Task.variables: (4, "boxes that hold the number"),
+    Task.counting: (LARGEST_COUNT, "rings at most"),
 }
 
 
@@ -82,7 +76,7 @@ class SyntheticConfig:
     @property
     def num_facts(self) -> int:
         """`facts`, or the default."""
-        return _DEFAULT_FACTS[self.task] if self.facts is None else self.facts
+        return _FACTS[self.task][0] if self.facts is None else self.facts
 
     @property
     def num_queries(self) -> int:
@@ -111,8 +105,10 @@ class SyntheticConfig:
                 needed = ", ".join(task.value for task in tasks)
                 allowed = f"would be ignored by {prefix}.task={self.task.value}; it is for {needed}"
                 raise ConfigError(f"{prefix}.{name}", value, allowed)
+        # Keys of recall differ, and so do names and boxes; a count has one digit.
+        most_facts = {Task.recall: self.num_keys, Task.counting: LARGEST_COUNT}.get(self.task, 64)
         limits = {
-            "facts": (self.num_facts, self._most_facts),
+            "facts": (self.num_facts, most_facts),
             "queries": (self.num_queries, 1 << 20),
             "alphabet": (self.alphabet, LARGEST_ALPHABET),
             "keys": (self.num_keys, self.alphabet),
@@ -120,16 +116,5 @@ class SyntheticConfig:
         }
         for name, (value, most) in limits.items():
             if not 1 <= value <= most:
-                what = f" ({_FACTS[self.task]})" if name == "facts" else ""
+                what = f" ({_FACTS[self.task][1]})" if name == "facts" else ""
                 raise ConfigError(f"{prefix}.{name}", value, f"must be from 1 to {most}{what}")
-
-    @property
-    def _most_facts(self) -> int:
-        """Keys of recall differ, and so do names and boxes; a count has one digit."""
-        match self.task:
-            case Task.recall:
-                return self.num_keys
-            case Task.counting:
-                return LARGEST_COUNT
-            case _:
-                return 64

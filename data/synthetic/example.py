@@ -19,7 +19,6 @@ class Filler(Protocol):
 
     def read(self, start: int, stop: int) -> Tokens:
         """Tokens [start, stop) of it, [stop − start] int64."""
-        ...
 
 
 class Piece(NamedTuple):

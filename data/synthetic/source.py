@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,71 +21,48 @@ from data.tokenizer import load_tokenizer
 _ENDLESS = 1 << 40
 
 
-def shard_of(example: Example, split: DataSplit, segment: int) -> Shard:
-    """One rank's part of a segment of an example, padded where the split's sequences are longer; tokens outside of it
-    are not made.
-    """
-    offset = split.offset(segment)
-    stop, end = offset + split.length, example.length + 1
-    tokens = example.read(min(offset, end), min(stop + 1, end))
-    padded = np.pad(tokens, (0, split.length + 1 - len(tokens)))
-    return Shard(padded, None, offset, example.counts(offset, stop))
-
-
 class ExampleReader(Reader):
-    """Makes one sequence-parallel rank's slices of some examples."""
+    """Makes one sequence-parallel rank's slices of some examples; only the labels of answers count.
+
+    Args:
+        example: makes an example by its number.
+        count: of the examples.
+    """
 
     has_labels = True
 
-    def __init__(self, examples: Sequence[Example], split: DataSplit) -> None:
-        self._examples, self.split = examples, split
-        self.num_sequences, self.description = len(examples), "examples"
-
-    def find(self, index: int) -> tuple[int, int]:
-        """See `Reader`."""
-        return divmod(index, self.num_sequences)
+    def __init__(
+        self, example: Callable[[int], Example], count: int, split: DataSplit, description: str = "examples"
+    ) -> None:
+        self._example, self.num_sequences, self.split, self.description = example, count, split, description
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """See `Reader`."""
-        del epoch
-        return shard_of(self._examples[sequence], self.split, segment)
+        """See `Reader`. Padded where the split's sequences are longer; tokens outside of the shard are not made."""
+        example, offset = self._example(sequence), self.split.offset(segment)
+        stop, end = offset + self.split.length, example.length + 1
+        tokens = example.read(min(offset, end), min(stop + 1, end))
+        padded = np.pad(tokens, (0, self.split.length + 1 - len(tokens)))
+        return Shard(padded, None, offset, example.counts(offset, stop))
 
     def num_labels(self, epoch: int, sequence: int) -> int:
         """See `Reader`."""
-        del epoch
-        return self._examples[sequence].num_labels
+        return self._example(sequence).num_labels
 
 
-class SyntheticReader(Reader):
-    """Makes one sequence-parallel rank's slices of the examples of a task; only the labels of answers count.
+class SyntheticReader(ExampleReader):
+    """Makes one sequence-parallel rank's slices of the examples of a task, without end.
 
     Raises:
         ConfigError: sequences too short for the task.
     """
 
-    has_labels = True
     is_endless = True
 
     def __init__(self, source: SyntheticSource, split: DataSplit, seed: int) -> None:
         source.task.check(split.seq_len, "data.seq_len")
-        self._source, self.split, self._seed = source, split, seed
-        self.num_sequences, self.tokens_behind, self.description = _ENDLESS, 0, source.description
+        self._source, self._seed = source, seed
         # A step's examples are asked for more than once: for their tokens, and for how many labels they have.
-        self._example = lru_cache(maxsize=64)(self._make)
-
-    def find(self, index: int) -> tuple[int, int]:
-        """See `Reader`."""
-        return divmod(index, self.num_sequences)
-
-    def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """See `Reader`."""
-        del epoch
-        return shard_of(self._example(sequence), self.split, segment)
-
-    def num_labels(self, epoch: int, sequence: int) -> int:
-        """See `Reader`."""
-        del epoch
-        return self._example(sequence).num_labels
+        super().__init__(lru_cache(maxsize=64)(self._make), _ENDLESS, split, source.description)
 
     def _make(self, sequence: int) -> Example:
         draws = draws_for(self._source.config, self._source.purpose, self._seed, sequence)
@@ -117,12 +94,10 @@ class SyntheticSource:
         self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
     ) -> SyntheticReader:
         """See `data.reader.SequenceSource`."""
-        del shuffle, number
         return SyntheticReader(self, split, seed)
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
         """See `data.reader.SequenceSource`."""
-        del shuffle
         return f"{self.description}: {num_sequences:,.0f} different sequences of {seq_len:,} tokens"
 
 
@@ -136,13 +111,15 @@ class OpenedSynthetic(OpenedData):
     def identity(self) -> dict[str, Any]:
         """See `OpenedData`."""
         config = self.train[0].config
-        values = {
-            name: getattr(config, name) for name in ("num_facts", "num_queries", "alphabet", "num_keys", "digits")
+        return {
+            "data.synthetic.task": config.task.value,
+            "data.synthetic.facts": config.num_facts,
+            "data.synthetic.queries": config.num_queries,
+            "data.synthetic.alphabet": config.alphabet,
+            "data.synthetic.keys": config.num_keys,
+            "data.synthetic.digits": config.digits,
+            "data.tokenizer": load_tokenizer(config.tokenizer).info,
         }
-        names = {"num_facts": "facts", "num_queries": "queries", "num_keys": "keys"}
-        settings = {f"data.synthetic.{names.get(name, name)}": value for name, value in values.items()}
-        tokenizer = load_tokenizer(config.tokenizer).info
-        return {"data.synthetic.task": config.task.value, **settings, "data.tokenizer": tokenizer}
 
     def tokenizer_files(self) -> Path | None:
         """See `OpenedData`."""

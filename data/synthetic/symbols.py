@@ -40,11 +40,8 @@ class Recall:
     def __init__(self, config: SyntheticConfig) -> None:
         self._pairs, self._queries = config.num_facts, config.num_queries
         self._keys, self._alphabet = config.num_keys, config.alphabet
-
-    @property
-    def chance(self) -> float:
-        """Of a guess among all values."""
-        return 1 / self._alphabet
+        # Of a guess among all values.
+        self.chance = 1 / config.alphabet
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""

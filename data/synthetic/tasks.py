@@ -21,15 +21,11 @@ class ExampleMaker(Protocol):
         chance: how often a guess among all answers of the right form is right.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def chance(self) -> float: ...
+    vocab_size: int
+    chance: float
 
     def check(self, length: int, field: str) -> None:
         """Raise `ConfigError`, which names `field`, for sequences that are too short for the task."""
-        ...
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
         """An example.
@@ -40,7 +36,6 @@ class ExampleMaker(Protocol):
             depth: from 0 to 1: where in what comes before the questions stands what is asked for, or the first thing of
                 it; None for a random place.
         """
-        ...
 
 
 def make_task(config: SyntheticConfig, tokenizer: Tokenizer) -> ExampleMaker:

@@ -32,6 +32,9 @@ class Sentences:
 
     Args:
         table: the tokens of each sentence that there is.
+
+    Attributes:
+        borders: where a piece may stand: the ends of all sentences, but for those that were cut off whole.
     """
 
     def __init__(self, table: Sequence[Tokens], draws: Draws, length: int) -> None:
@@ -43,11 +46,7 @@ class Sentences:
         self._choices = self._choices[:used]
         # Cut at the front, so that what follows the last sentence follows a full stop.
         self._ends = ends[:used] - (ends[used - 1] - length)
-
-    @property
-    def borders(self) -> list[int]:
-        """Where a piece may stand: the ends of all sentences, but for those that were cut off whole."""
-        return self._ends[self._ends >= 0].tolist()
+        self.borders: list[int] = self._ends[self._ends >= 0].tolist()
 
     def read(self, start: int, stop: int) -> Tokens:
         """See `Filler`."""
@@ -78,11 +77,8 @@ class _Script:
     @property
     def ending(self) -> list[str]:
         """The question, and the answers with commas between them: answers have odd places."""
-        return [text for before, answer in zip(self._before, self.answers, strict=True) for text in (before, answer)]
-
-    @property
-    def _before(self) -> list[str]:
-        return [self.question, *[","] * (len(self.answers) - 1)]
+        before = [self.question, *[","] * (len(self.answers) - 1)]
+        return [text for pair in zip(before, self.answers, strict=True) for text in pair]
 
 
 class Texts:
@@ -91,17 +87,9 @@ class Texts:
     def __init__(self, config: SyntheticConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
         self.vocab_size = tokenizer.vocab_size
-
-    @property
-    def chance(self) -> float:
-        """Of a guess among all answers of the right form; that of the first one where there are several."""
-        match self._config.task:
-            case Task.counting:
-                return 1 / self._config.num_facts
-            case Task.variables:
-                return 1 / _NUM_NAMES
-            case _:
-                return 1 / (9 * 10 ** (self._config.digits - 1))
+        # Of a guess among all answers of the right form; that of the first one where there are several.
+        of_others = 1 / (9 * 10 ** (config.digits - 1))
+        self.chance = {Task.counting: 1 / config.num_facts, Task.variables: 1 / _NUM_NAMES}.get(config.task, of_others)
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""
@@ -198,7 +186,6 @@ class _Longest(Draws):
 
     def pick(self, count: int, n: int, of: str) -> list[int]:
         """The last one, always."""
-        del of
         return [n - 1] * count
 
 

@@ -164,13 +164,14 @@ def test_epochs(store: TokenStore) -> None:
     whole = loader(store, global_batch=6)
     assert whole.num_sequences == 9
     # 6 does not divide 9: the second step crosses into the second epoch, and none is lost or doubled there.
-    stream = [whole.sequence_ids(consumed, step)[0] for consumed in range(0, 36, 6) for step in range(6)]
+    stream = [whole.batch(consumed, step).sequence_ids[0] for consumed in range(0, 36, 6) for step in range(6)]
     epochs = [stream[start : start + 9] for start in range(0, 36, 9)]
     assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
     # `consumed` need not be a multiple of the batch: a resume with another batch goes on in the same stream.
-    assert loader(store, global_batch=3).sequence_ids(7, 1) == [stream[8]]
-    other = [loader(store, seed=8).sequence_id(position) for position in range(9)]
+    assert loader(store, global_batch=3).batch(7, 1).sequence_ids == [stream[8]]
+    seeded = loader(store, seed=8)
+    other = [seeded.sequence_id(seeded.place(position)) for position in range(9)]
     assert sorted(other) == list(range(9))
     assert other != epochs[0]
 

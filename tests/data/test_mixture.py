@@ -204,8 +204,9 @@ def test_ids_tell_stores_apart(stores: list[TokenStore]) -> None:
     assert whole.num_sequences == sum(counts)
     for position in range(100):
         source, _, sequence = whole.place(position)
-        assert whole.sequence_id(position) == sum(counts[:source]) + sequence
-        assert whole.reader_of(whole.sequence_id(position)) is whole.readers[source]
+        number = whole.sequence_id(whole.place(position))
+        assert number == sum(counts[:source]) + sequence
+        assert whole.reader_of(number) is whole.readers[source]
         assert 0 <= sequence < counts[source]
 
 

@@ -151,7 +151,7 @@ def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch
 
 def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store, segments=4)
-    sequence, read = direct.sequence_ids(0, 0)[0], direct.batch
+    sequence, read = direct.batch(0, 0).sequence_ids[0], direct.batch
 
     def batch(consumed: int, micro_step: int, segment: int) -> Batch:
         if segment == 2:

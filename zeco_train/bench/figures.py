@@ -22,8 +22,8 @@ from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import BACKENDS
+from zeco_train.system.amounts import length_name
 from zeco_train.system.drawing import GREY, finish_axes, new_figure, save_figure
-from zeco_train.tracking.starts import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

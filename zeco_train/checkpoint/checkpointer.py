@@ -226,10 +226,8 @@ class Checkpointer:
             damage[path] = problem
         if damage:
             path, problem = next(iter(damage.items()))
-            raise CheckpointError(
-                f"{path}: damaged: {problem}; there is no sound one to go on from: restore the file, or take another "
-                f"name for a new run"
-            )
+            ways = "restore the file, or take another name for a new run"
+            raise CheckpointError(f"{path}: damaged: {problem}; there is no sound one to go on from: {ways}")
         if self._config.missing is Missing.refuse:
             agree(self._mesh, lambda: check_nothing_is_missing(self._run_dir) if self._mesh.is_main else None)
         return None
@@ -343,12 +341,5 @@ class Checkpointer:
                 aside = set_aside(path)
             except OSError as error:
                 raise CheckpointError(f"{path}: damaged: {problem}; and cannot be renamed: {error.strerror}") from error
-            lost = step_of(path) - step_of(sound)
-            logger.warning(
-                "%s: damaged: %s; it is %s now, and the run goes on from %s: %d steps are done again",
-                path,
-                problem,
-                aside.name,
-                sound.name,
-                lost,
-            )
+            again = f"the run goes on from {sound.name}: {step_of(path) - step_of(sound)} steps are done again"
+            logger.warning("%s: damaged: %s; it is %s now, and %s", path, problem, aside.name, again)

@@ -173,11 +173,8 @@ def find_weights(load: str) -> Path:
     # `latest` may be another one a moment later.
     candidates = [path.resolve()] if (path / PROGRESS_FILE).is_file() else complete_checkpoints(path)
     if not candidates:
-        raise ConfigError(
-            "checkpoint.load",
-            load,
-            "holds no complete checkpoint; name a run's folder, a step_… folder, or hf:PATH for a Hugging Face model",
-        )
+        ways = "name a run's folder, a step_… folder, or hf:PATH for a Hugging Face model"
+        raise ConfigError("checkpoint.load", load, f"holds no complete checkpoint; {ways}")
     return candidates[-1]
 
 
@@ -289,10 +286,8 @@ def check_nothing_is_missing(run_dir: Path) -> None:
         if not metrics.exists() or metrics.stat().st_size == 0:
             return
         known = f"{METRICS_FILE} has rows of earlier steps"
-    raise CheckpointError(
-        f"{run_dir / 'checkpoints'}: holds no checkpoint, but {known}; bring them back (is a disk not mounted?), "
-        f"or start from step 0 again with checkpoint.missing=start_anew"
-    )
+    ways = "bring them back (is a disk not mounted?), or start from step 0 again with checkpoint.missing=start_anew"
+    raise CheckpointError(f"{run_dir / CHECKPOINT_FOLDER}: holds no checkpoint, but {known}; {ways}")
 
 
 def set_aside(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -130,9 +130,8 @@ class CheckpointWriter(FileSystemWriter):
         """Write what goes with the tensors: torch's metadata, the run's progress and the checksums of it all."""
         finish()
         written = (r for rank in results for r in rank if isinstance(r, _HashedWrite))
-        sha256 = {r.storage_data.relative_path: r.sha256 for r in written} | {
-            METADATA_FILE: self.fs.sha256[METADATA_FILE]
-        }
+        sha256 = {r.storage_data.relative_path: r.sha256 for r in written}
+        sha256[METADATA_FILE] = self.fs.sha256[METADATA_FILE]
         table = {name: (self.partial.joinpath(name).stat().st_size, digest) for name, digest in sha256.items()}
         progress = self._progress.encode()
         table[PROGRESS_FILE] = len(progress), hashlib.sha256(progress).hexdigest()
@@ -182,8 +181,7 @@ class _HashingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         try:
-            with super().create_stream(path, mode) as file:
-                stream = _HashingStream(cast(IO[bytes], file), self)
+            with _HashingFile(io.FileIO(path, mode), self) as stream:
                 yield stream
             self.sha256[Path(path).name] = stream.sha256.hexdigest()
         except OSError as error:
@@ -195,30 +193,18 @@ class _HashingFileSystem(FileSystem):
         self.sha256[Path(new_path).name] = self.sha256.pop(Path(path).name)
 
 
-class _HashingStream(io.BufferedIOBase):
-    def __init__(self, file: IO[bytes], owner: _HashingFileSystem) -> None:
-        self._file, self._owner, self.sha256 = file, owner, hashlib.sha256()
+class _HashingFile(io.BufferedWriter):
+    def __init__(self, file: io.FileIO, owner: _HashingFileSystem) -> None:
+        super().__init__(file)
+        self._owner, self.sha256 = owner, hashlib.sha256()
 
-    def write(self, data: object) -> int:
-        self.sha256.update(data)  # type: ignore[arg-type]
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
         try:
-            return self._file.write(data)  # type: ignore[call-overload]
+            return super().write(data)
         except OSError as error:
             self._owner.error = error
             raise
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def retried(problem: str, action: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -190,15 +190,11 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     config.validate()
     if (found := find_interpolation(to_plain(config))) is not None:
         raise ConfigError(*found, "must not have ${ in it once it is resolved; config.yaml keeps values only")
-    _check_effect(config, given)
-    return config
-
-
-def _check_effect(config: Config, given: Mapping[str, Any]) -> None:
-    """Refuse what the user sets and nothing would read; what the files of `configs/` set is not judged."""
+    # What the files of `configs/` set, and nothing would read, is not judged.
     for key, value in given.items():
         if (needed := unmet_need(key, config)) is not None:
             raise ConfigError(key, value, f"would be ignored; it needs {needed}")
+    return config
 
 
 def unmet_need(key: str, config: Config) -> str | None:

@@ -47,7 +47,11 @@ def parse(arguments: Sequence[str]) -> Request:
     parsed = parser.parse_intermixed_args(list(arguments))
     names = [name.strip() for name in parsed.tasks.split(",")]
     for name in names:
-        _check_name(name, names)
+        if not re.fullmatch(r"[\w.:+/-]+", name):
+            allowed = "must be names with commas between them, as in validation,piqa"
+            raise ConfigError("--tasks", ",".join(names), allowed)
+        if names.count(name) > 1:
+            raise ConfigError("--tasks", ",".join(names), f"names {name} twice")
     own = [name for name in names if name in TASKS]
     standard = [name for name in names if name not in TASKS]
     used = own + ([LM_EVAL] if standard else [])
@@ -68,14 +72,6 @@ def _section(text: str) -> str:
     return text.partition("=")[0].partition(".")[0]
 
 
-def _check_name(name: str, names: Sequence[str]) -> None:
-    tasks = ",".join(names)
-    if not re.fullmatch(r"[\w.:+/-]+", name):
-        raise ConfigError("--tasks", tasks, "must be names with commas between them, as in validation,piqa")
-    if names.count(name) > 1:
-        raise ConfigError("--tasks", tasks, f"names {name} twice")
-
-
 def _check_override(text: str) -> None:
     """A path in place of an override is likelier a second model than a key."""
     if "=" not in text:
@@ -89,9 +85,8 @@ def _check_override(text: str) -> None:
 def describe() -> str:
     """The text of `--help`."""
     tasks = "\n".join(f"  {name:<12} {kind.summary}" for name, kind in TASKS.items())
-    settings = []
-    for name, kind in [*TASKS.items(), (LM_EVAL, STANDARD)]:
-        settings.append(f"{name}.KEY=VALUE:\n{describe_settings(kind.load())}")
+    kinds = {**TASKS, LM_EVAL: STANDARD}
+    settings = [f"{name}.KEY=VALUE:\n{describe_settings(kind.load())}" for name, kind in kinds.items()]
     return (
         "usage: [torchrun --nproc-per-node N -m | python -m] zeco_train.evaluate RUN [--tasks NAME,…] [--out FOLDER]\n"
         "           [KEY=VALUE …]\n\n"

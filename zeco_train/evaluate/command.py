@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zeco_train.config.schema import Config, to_plain
+from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import Launch, agree, resolve_sp_size
-from zeco_train.evaluate.arguments import Request, describe, parse
+from zeco_train.distributed.mesh import agree, resolve_sp_size
+from zeco_train.evaluate.arguments import describe, parse
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
@@ -43,7 +43,9 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
     config = trained.configure([*request.overrides, *_fitting_batch(request.overrides)])
-    sp_size = _sp_size(config, request, job.launch)
+    # All ranks share a sequence, but for lm_eval's short texts.
+    size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
+    sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
     device = find_device(config.train.device, job.launch, "train.device")
     job.enter("joining the other ranks")
     mesh = join_ranks(config, job.launch, sp_size, device)
@@ -71,18 +73,6 @@ def _fitting_batch(overrides: Sequence[str]) -> list[str]:
     """A batch of training, which nobody reads here, that is a multiple of the data.micro_batch asked for."""
     pairs = [text.partition("=") for text in overrides]
     return [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
-
-
-def _sp_size(config: Config, request: Request, launch: Launch) -> int:
-    """Ranks of a sequence: what was asked for, and else all, but for lm_eval's short texts one.
-
-    Raises:
-        ConfigError: a size that the number of ranks does not allow.
-    """
-    size = config.sp.size
-    if size == -1 and not request.tasks:
-        size = 1
-    return resolve_sp_size(size, launch.world_size, config.sp.backend.value)
 
 
 def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolder | None) -> None:

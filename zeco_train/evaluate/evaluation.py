@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from data.tokenizer import Tokenizer
 from zeco_train.config.overrides import as_override, check_overrides
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
@@ -59,11 +58,6 @@ class Evaluation:
         return SequenceForward(model, self.scan, self.mesh)
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Of the model. Raises DataError where it is nowhere to be found."""
-        return self.trained.tokenizer
-
-    @property
     def title(self) -> str:
         """What pictures call the model."""
         trained = self.trained
@@ -80,13 +74,11 @@ def check_read(overrides: Sequence[str]) -> None:
     """Refuse an override of what no evaluation reads. Raises ConfigError."""
     for text in overrides:
         key, _, value = text.lstrip("+").partition("=")
-        names = [key, *(key[:place] for place, letter in enumerate(key) if letter == ".")]
         if key == "experiment":
             raise ConfigError("+experiment", value, "is of a training; set single keys")
-        if not any(name in READ for name in names) or key in _NOT_READ:
-            raise ConfigError(
-                key, value, f"an evaluation does not read it, but {', '.join(READ)} and a task's own keys"
-            )
+        if key in _NOT_READ or not any(key == name or key.startswith(f"{name}.") for name in READ):
+            allowed = f"an evaluation does not read it, but {', '.join(READ)} and a task's own keys"
+            raise ConfigError(key, value, allowed)
 
 
 def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | None:

@@ -17,9 +17,9 @@ from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.hf.trained import Trained
+from zeco_train.system.amounts import length_name
 from zeco_train.tracking.position_chart import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss
-from zeco_train.tracking.starts import length_name
 from zeco_train.training.validation import Validation
 
 _ALL = 1 << 62

@@ -62,14 +62,12 @@ class LanguageModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, without any of the tokenizer's additions, as in training."""
-        del add_special_tokens, kwargs
         ids: list[int] = self._tokenizer.encode([string])[0].tolist()
         return ids
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        del kwargs
         # A context of blanks alone is left without a token: they belong to the continuation.
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         work = [ScoreRequest(np.array(before + after, dtype=np.int64), len(before)) for before, after in pairs]
@@ -80,16 +78,12 @@ class LanguageModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, each in one pass of its full length."""
-        del disable_tqdm
-        texts = [request.args[0] for request in requests]
-        work = [
-            ScoreRequest(np.array([self.eot_token_id, *self.tok_encode(text)], dtype=np.int64), 1) for text in texts
-        ]
+        texts = ([self.eot_token_id, *self.tok_encode(request.args[0])] for request in requests)
+        work = [ScoreRequest(np.array(ids, dtype=np.int64), 1) for ids in texts]
         return [score.log_likelihood for score in self._service.score(work)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts after prompts, those of like settings together and by length."""
-        del disable_tqdm
         alike: dict[tuple[Sampling, Limits], list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             alike[self._settings(request.args[1])].append(number)

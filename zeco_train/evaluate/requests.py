@@ -13,11 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
-from data.reader import Batch
+from data.synthetic.example import Answer, Example
+from data.synthetic.source import ExampleReader
 from zeco_train.evaluate.cut import Cut
-from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.training.forward import SequenceForward
 
 
@@ -30,6 +29,19 @@ class ScoreRequest:
 
     tokens: NDArray[np.int64]
     first: int
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Filler`: as an example, a request is a filler without pieces."""
+        return self.tokens[start:stop]
+
+    @property
+    def example(self) -> Example:
+        """What an `ExampleReader` makes shards of."""
+        return Example(len(self.tokens) - 1, self, [], [Answer(self.first, len(self.tokens))])
+
+
+# In place of requests, where a rank has none.
+_NOTHING = ScoreRequest(np.zeros(1, dtype=np.int64), 1)
 
 
 @dataclass(frozen=True)
@@ -71,13 +83,14 @@ def score(forward: SequenceForward, requests: Sequence[ScoreRequest], batch_toke
     # Sum of losses, and scored tokens that are not the likeliest.
     found = torch.zeros(len(requests), 2, dtype=torch.float64, device=device)
     for pack in plan[mesh.dp_rank]:
-        rows = [requests[number] for number in pack.numbers]
-        segments = _segments(rows, pack, mesh.sp_rank, mesh.sp_size)
+        rows = [requests[number].example for number in pack.numbers] or [_NOTHING.example]
+        reader = ExampleReader(rows.__getitem__, len(rows), mesh.split(pack.length, len(rows), segments=pack.segments))
+        segments = [reader.read(list(range(len(rows))), segment) for segment in range(pack.segments)]
         for batch, scores in zip(segments, forward.scores(segments, pack.length), strict=True):
             wrong = scores.predictions != batch.labels.to(device)
             both = torch.stack([scores.losses.sum(1, dtype=torch.float64), wrong.sum(1).double()], dim=1)
             # Padding that keeps ranks in step has a row, and no request.
-            found[pack.numbers] += both[: len(rows)]
+            found[pack.numbers] += both[: len(pack.numbers)]
     dist.all_reduce(found)
     return [Score(-loss, wrong == 0) for loss, wrong in found.tolist()]
 
@@ -104,35 +117,3 @@ def _deal(requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_
     for own, done in zip(plan, passes, strict=True):
         own += [_Pack([], sp_size, 1)] * (max(passes) - done)
     return plan
-
-
-def _segments(rows: Sequence[ScoreRequest], pack: _Pack, sp_rank: int, sp_size: int) -> list[Batch]:
-    """This rank's shards of a pack's sequences, padded at their ends: nothing before a token knows of what follows."""
-    tokens = np.zeros((max(len(rows), 1), pack.length), dtype=np.int64)
-    labels = np.full_like(tokens, IGNORE_INDEX)
-    for row, request in enumerate(rows):
-        inputs = request.tokens[:-1]
-        tokens[row, : len(inputs)] = inputs
-        labels[row, request.first - 1 : len(inputs)] = request.tokens[request.first :]
-    length = pack.length // (pack.segments * sp_size)
-    batches = []
-    for segment in range(pack.segments):
-        offset = (segment * sp_size + sp_rank) * length
-        piece = slice(offset, offset + length)
-        batches.append(
-            Batch(
-                input_ids=_tensor(tokens[:, piece]),
-                labels=_tensor(labels[:, piece]),
-                cu_seqlens=None,
-                before=offset,
-                offset=offset,
-                sequence_ids=pack.numbers,
-                is_padding=not rows,
-                segment=segment,
-            )
-        )
-    return batches
-
-
-def _tensor(values: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))

@@ -106,5 +106,5 @@ class Service:
         """On a copy of the model that is whole on every rank, which steps of a token need. Collective at first."""
         evaluation = self._evaluation
         model = load_trained(evaluation.trained, evaluation.mesh, dtype=evaluation.config.train.dtype, strategy=None)
-        tokenizer = evaluation.tokenizer
+        tokenizer = evaluation.trained.tokenizer
         return Generator(model, tokenizer, evaluation.mesh, evaluation.scan, prefill_tokens=self._batch_tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
 from zeco_train.evaluate.registry import LM_EVAL, TASKS, TaskResult
 from zeco_train.system.paths import check_path
+from zeco_train.system.ranges import check_least
 
 
 @dataclass
@@ -34,10 +36,8 @@ class StandardTasks:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name, least in (("num_fewshot", 0), ("limit", 1), ("batch_tokens", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(name, value, f"must be ≥ {least}")
+        least = {"num_fewshot": 0, "limit": 1, "batch_tokens": 1, "seed": 0}
+        check_least(self, **{name: number for name, number in least.items() if getattr(self, name) is not None})
         if self.include_path is not None:
             check_path("include_path", self.include_path)
             if not Path(self.include_path).is_dir():
@@ -46,7 +46,7 @@ class StandardTasks:
     def prepare(self, evaluation: Evaluation) -> None:
         """See `Task.prepare`: checks the tasks' names, and finds the tokenizer."""
         agree(evaluation.mesh, lambda: self._check_names(evaluation) if evaluation.mesh.is_main else None)
-        agree(evaluation.mesh, lambda: evaluation.tokenizer)
+        agree(evaluation.mesh, lambda: evaluation.trained.tokenizer)
 
     def run(self, evaluation: Evaluation) -> TaskResult:
         """See `Task.run`."""
@@ -85,7 +85,7 @@ class StandardTasks:
         from zeco_train.evaluate.language_model import LanguageModel
 
         results = simple_evaluate(
-            LanguageModel(service, evaluation.tokenizer, self.seed),
+            LanguageModel(service, evaluation.trained.tokenizer, self.seed),
             tasks=list(evaluation.standard),
             num_fewshot=self.num_fewshot,
             limit=self.limit,
@@ -107,12 +107,8 @@ def _result(found: Mapping[str, Any], limit: int | None) -> TaskResult:
         shown = []
         for key, value in values.items():
             metric, _, chosen = key.partition(",")
-            if (
-                not isinstance(value, float | int)
-                or isinstance(value, bool)
-                or metric.endswith("_stderr")
-                or not chosen
-            ):
+            is_number = isinstance(value, float | int) and not isinstance(value, bool)
+            if not is_number or metric.endswith("_stderr") or not chosen:
                 continue
             name = f"{task}/{metric}" if chosen == "none" else f"{task}/{metric},{chosen}"
             metrics[name] = float(value)
@@ -122,13 +118,6 @@ def _result(found: Mapping[str, Any], limit: int | None) -> TaskResult:
         of = f" ({count} documents, {found['n-shot'].get(task, 0)}-shot)" if count else ""
         lines.append(f"  {task:<20} {', '.join(shown)}{of}")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "configs", "lm_eval_version")
-    return TaskResult(metrics, lines, {name: _plain(found[name]) for name in kept if name in found})
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold; functions of a task's configuration by their names."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    # What JSON can hold; functions of a task's configuration by their names.
+    details = {name: json.loads(json.dumps(found[name], default=str)) for name in kept if name in found}
+    return TaskResult(metrics, lines, details)

@@ -49,16 +49,12 @@ class Printer:
 
     def finish(self, completions: Sequence[Completion]) -> None:
         """Take all texts, those of other ranks among them, and show what has not been."""
-        for completion in completions:
-            number = completion.prompt * self._samples + completion.sample
-            if number not in self._ended:
-                self._waiting[number] = [completion.text]
-                self._ended.add(number)
+        texts = {completion.prompt * self._samples + completion.sample: completion.text for completion in completions}
         for number in range(self._current, self._total):
             if number not in self._ended:
-                # Never begun, for the command was told to stop.
+                # Those without a completion never began, for the command was told to stop.
+                self._waiting[number] = [texts.get(number, "")]
                 self._ended.add(number)
-                self._waiting.setdefault(number, [])
         self._show()
 
     def _show(self) -> None:

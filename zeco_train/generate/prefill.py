@@ -55,7 +55,8 @@ class Prefill:
         """
         device, lengths = self._mesh.device, [len(prompt) for prompt in prompts]
         states = self._model.zero_states(len(prompts), device) if states is None else [s.clone() for s in states]
-        last = torch.zeros(len(prompts), self._model.config.hidden_size, dtype=self._dtype, device=device)
+        width, dtype = self._model.config.hidden_size, self._model.model.norm.weight.dtype
+        last = torch.zeros(len(prompts), width, dtype=dtype, device=device)
         for start, stop in self._pieces(lengths):
             if not proceed():
                 return None
@@ -68,10 +69,6 @@ class Prefill:
             # Overwritten where the prompt goes on; a piece's last rows are those that its last token belongs to.
             last[index] = hidden
         return self._model.lm_head(last), states
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._model.model.norm.weight.dtype
 
     def _pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Where pieces start and stop: at the ends of prompts, and wherever there are too many tokens."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from data.tokenizer import BYTES
+from data.tokenizer import BYTES, HuggingFaceTokenizer
 from models.config import LanguageModelConfig
 from zeco_train.config.overrides import as_override
 from zeco_train.errors import ConfigError, DataError
@@ -38,17 +38,13 @@ def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
     info = tokenizer_info(folder)
     if info is None:
         return f"{folder} has no tokenizer: whether its tokens are those of the data, nobody has checked"
-    kinds = [BYTES if one.get("kind") == BYTES else "huggingface" for one in (info, of_data)]
+    is_bytes, of_bytes = (one.get("kind") == BYTES for one in (info, of_data))
     try:
-        same = kinds[0] == kinds[1] and (kinds[0] == BYTES or _digest(folder) == of_data.get("sha256"))
+        same = is_bytes == of_bytes
+        if same and not is_bytes:
+            same = HuggingFaceTokenizer(str(folder)).info["sha256"] == of_data.get("sha256")
     except DataError as error:
         return f"whether its tokens are those of the data, nobody can check: {error}"
     if same:
         return None
     return f"the tokenizer in {folder} is not the one that the data was prepared with; the model may not know its ids"
-
-
-def _digest(folder: Path) -> str:
-    from data.tokenizer import HuggingFaceTokenizer
-
-    return HuggingFaceTokenizer(str(folder)).info["sha256"]

@@ -105,7 +105,8 @@ def _fill(
     folder: Path, trained: Trained, config: Config, record: dict[str, Any], dtype: torch.dtype, file_bytes: int
 ) -> Written:
     write_durably(folder / HF_CONFIG_FILE, _json(record))
-    write_durably(folder / "generation_config.json", _json(_generation(record)))
+    ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
+    write_durably(folder / "generation_config.json", _json({**ids, "use_cache": True}))
     write_tokenizer(trained.tokenizer, tokenizer_files(*trained.token_folders), folder)
     progress, run_dir = read_progress(trained.path), trained.path.parent.parent
     origin = {
@@ -133,11 +134,6 @@ def _check_round_trip(folder: Path, trained: Trained) -> None:
     found = dataclasses.replace(checked_fla_model(folder).model, name=trained.model.name)
     wanted = trained.model.canonical()
     assert found == wanted, (found, wanted)
-
-
-def _generation(record: dict[str, Any]) -> dict[str, Any]:
-    ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
-    return {**ids, "use_cache": True}
 
 
 def _name(dtype: torch.dtype) -> str:

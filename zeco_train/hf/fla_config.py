@@ -21,15 +21,19 @@ from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import ConfigError
 
 # fla's defaults, for what a file leaves out.
-_NUMBERS: dict[str, int | float] = {
+_DEFAULTS: dict[str, int | float | bool] = {
     "vocab_size": 32000,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
     "norm_eps": 1e-6,
     "initializer_range": 0.02,
+    "fuse_norm": True,
+    "tie_word_embeddings": False,
 }
 _OPTIONAL = {"intermediate_size": int, "hidden_ratio": int}
-_SWITCHES = {"fuse_norm": True, "tie_word_embeddings": False}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+# What fla calls as we do.
+_SAME = ("hidden_size", "initializer_range", "intermediate_size", "norm_eps", "tie_word_embeddings", "vocab_size")
 # Keys with the only value that our models have, and what another one stands for.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "attn": (None, "layers of softmax attention"),
@@ -79,14 +83,10 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         if value != supported:
             raise _refusal(file, key, value, f"{meaning}: not supported, only {supported}")
     values: dict[str, Any] = dict(fla.fixed)
-    values |= {
-        key: _number(file, key, record.get(key, default), type(default))
-        for key, default in {**_NUMBERS, **fla.numbers}.items()
-    }
+    for key, default in {**_DEFAULTS, **fla.numbers, **fla.switches}.items():
+        values[key] = _checked(file, key, record.get(key, default), type(default))
     for key, kind in {**_OPTIONAL, **fla.optional}.items():
-        values[key] = None if record.get(key) is None else _number(file, key, record[key], kind)
-    for key, switch in {**_SWITCHES, **fla.switches}.items():
-        values[key] = _switch(file, key, record.get(key, switch))
+        values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
     for key, names in fla.choices.items():
         known = {entry.value: entry for entry in names} | dict(fla.aliases)
         values[key] = _choice(file, key, record.get(key), known)
@@ -137,18 +137,12 @@ def to_fla(
         "fuse_swiglu": True,
         "hidden_act": "swish",
         "hidden_ratio": None,
-        "hidden_size": model.hidden_size,
-        "initializer_range": model.initializer_range,
-        "intermediate_size": model.intermediate_size,
         "max_position_embeddings": seq_len,
         "model_type": fla.model_type,
-        "norm_eps": model.norm_eps,
         "num_hidden_layers": model.num_layers,
         "pad_token_id": pad_id,
-        "tie_word_embeddings": model.tie_word_embeddings,
         "use_cache": True,
-        "vocab_size": model.vocab_size,
-        **{key: getattr(model, key) for key in (*fla.numbers, *fla.optional, *fla.switches)},
+        **{key: getattr(model, key) for key in (*_SAME, *fla.numbers, *fla.optional, *fla.switches)},
         **{key: None if choice is None else choice.value for key, choice in choices.items()},
         **fla.written,
     }
@@ -175,17 +169,12 @@ def _choice(file: Path, key: str, name: Any, known: Mapping[str, Enum]) -> Enum 
     return known[name]
 
 
-def _number(file: Path, key: str, value: Any, kind: type) -> Any:
-    """A number of a kind; whole ones are good for both."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and not isinstance(value, int)):
-        raise _refusal(file, key, value, f"must be {'a whole' if kind is int else 'a'} number")
+def _checked(file: Path, key: str, value: Any, kind: type) -> Any:
+    """A value of one of `_KINDS`; a whole number is good for both kinds of numbers, and a truth value for neither."""
+    allowed = int | float if kind is float else kind
+    if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
+        raise _refusal(file, key, value, f"must be {_KINDS[kind]}")
     return kind(value)
-
-
-def _switch(file: Path, key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refusal(file, key, value, "must be true or false")
-    return value
 
 
 def _refusal(file: Path, key: str, value: Any, problem: str) -> ConfigError:

@@ -15,8 +15,8 @@ from zeco_train.report.assets import SCRIPT, STYLE
 from zeco_train.report.comparison import COMPARED, describe
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import Panel, panel_png
+from zeco_train.system.amounts import length_name
 from zeco_train.tracking.progress import compact
-from zeco_train.tracking.starts import length_name
 
 
 @dataclass(frozen=True)

@@ -38,15 +38,11 @@ class ExperimentLogger(Protocol):
 
 def build_logger(config: LoggerConfig, run_dir: str | Path, rank: int) -> ExperimentLogger:
     """The configured tracker on rank 0; one that does nothing on the others."""
-    if rank != 0:
+    if rank != 0 or config.kind is LoggerKind.none:
         return NoLogger()
-    match config.kind:
-        case LoggerKind.wandb:
-            return WandbLogger(config, Path(run_dir))
-        case LoggerKind.tensorboard:
-            return TensorBoardLogger(Path(run_dir))
-        case LoggerKind.none:
-            return NoLogger()
+    if config.kind is LoggerKind.tensorboard:
+        return TensorBoardLogger(Path(run_dir))
+    return WandbLogger(config, Path(run_dir))
 
 
 class NoLogger:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from zeco_train.errors import DataError
@@ -113,7 +112,7 @@ class LineWriter:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = self.path.open("ab+", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from error
         self._pending = b""
@@ -136,18 +135,17 @@ class LineWriter:
 
     def close(self) -> None:
         """Close the file. May be called again."""
-        if self._descriptor is not None:
+        if not self._file.closed:
             if self._try_to_write() is not None:
                 logger.warning("%s: %d bytes of rows are lost", self.path, len(self._pending))
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._file.close()
 
     def _try_to_write(self) -> OSError | None:
-        assert self._descriptor is not None, "write after close"
+        assert not self._file.closed, "write after close"
         try:
             # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
             while self._pending:
-                self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+                self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
             return error
         return None
@@ -155,9 +153,7 @@ class LineWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             if error is None:
                 self.flush()
@@ -166,17 +162,16 @@ class LineWriter:
 
     def _repair(self) -> None:
         """Truncate the file behind its last newline."""
-        assert self._descriptor is not None
-        size = end = os.fstat(self._descriptor).st_size
+        size = end = os.fstat(self._file.fileno()).st_size
         while end > 0:
             start = max(0, end - 65536)
-            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            newline = os.pread(self._file.fileno(), end - start, start).rfind(b"\n")
             if newline >= 0:
                 end = start + newline + 1
                 break
             end = start
         if end < size:
-            os.ftruncate(self._descriptor, end)
+            self._file.truncate(end)
             logger.warning("%s: dropped its last line of %d bytes, which a kill has left torn", self.path, size - end)
 
     def _unwritable(self, error: OSError) -> DataError:

@@ -8,13 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from zeco_train.system.amounts import clock
 from zeco_train.system.terminal import visible
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class ProgressDisplay:
 
     def report(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics (`StepMetrics.as_dict()`)."""
-        step, left = row["step"], timedelta(seconds=round(self._seconds_left(row)))
+        step, left = row["step"], clock(self._seconds_left(row))
         parts = [f"loss {row['loss']:.4f}"]
         if "val_loss" in row:
             parts.append(f"val_loss {row['val_loss']:.4f}")

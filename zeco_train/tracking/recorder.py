@@ -106,7 +106,6 @@ class Recorder:
         self._flops, self._hardware_flops, self._dtype = flops_per_token, hardware_flops_per_token, dtype
         self._writer: MetricsWriter | None = None
         self._validations: LineWriter | None = None
-        self._display: ProgressDisplay | None = None
         self._since_row: list[StepResult] = []
         self.exit_code = 1
 
@@ -130,21 +129,19 @@ class Recorder:
             if (validations := self._run_dir / VALIDATION_FILE).exists():
                 # Opened now, for what a kill has left torn.
                 self._validations = LineWriter(validations)
-            self._display = ProgressDisplay(self._total_steps, progress.step)
+        self._display = ProgressDisplay(self._total_steps, progress.step, enabled=self._mesh.is_main)
         return self._tracker.begin(config, start, progress.logger_run_id)
 
     def note(self, text: str) -> None:
         """Show a line to the user."""
         logger.info(text)
-        if self._display is not None:
-            self._display.note(text)
+        self._display.note(text)
 
     def add(self, result: StepResult, progress: Progress) -> None:
         """Take in a finished step."""
         self._since_row.append(result)
         logger.info("step %d: sequences %s", progress.step, result.sequence_ids)
-        if self._display is not None:
-            self._display.advance(progress.step)
+        self._display.advance(progress.step)
 
     def write(self, progress: Progress, validation: ValidationLoss | None) -> None:
         """Write a row for the last step that was added. Collective, between hosts: it waits for no device."""
@@ -202,7 +199,6 @@ class Recorder:
     def _put(self, row: StepMetrics, validation: ValidationLoss | None) -> None:
         """Write and show a row, on rank 0."""
         assert self._writer is not None
-        assert self._display is not None
         self._writer.write(row)
         if validation is not None:
             self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
@@ -212,8 +208,7 @@ class Recorder:
 
     def close(self) -> None:
         """End the display and the tracker's run, and close the files."""
-        if self._display is not None:
-            self._display.close()
+        self._display.close()
         for writer in (self._writer, self._validations):
             if writer is not None:
                 writer.close()
@@ -229,7 +224,7 @@ class Recorder:
             if writer is not None:
                 writer.flush()
         self.exit_code = 0
-        if self._display is None:
+        if not self._mesh.is_main:
             return None
         self._display.close()
         plot_run(self._run_dir)

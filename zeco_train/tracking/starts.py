@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
+from zeco_train.system.amounts import length_name
 from zeco_train.system.stored_values import read_values
 from zeco_train.tracking.metrics import LARGEST_STEP, LineWriter, read_lines, step_of_row, wrong_value
 
@@ -91,14 +92,6 @@ def layout_of(config: Mapping[str, Any], devices: int, device_name: str = "") ->
         dtype=config["train"]["dtype"],
         device_name=device_name,
     )
-
-
-def length_name(tokens: int) -> str:
-    """A length as people say it, exact: 1048576 → `1M`, 16384 → `16k`, 1000 → `1000`."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "k")):
-        if tokens and tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens)
 
 
 @dataclass(frozen=True)

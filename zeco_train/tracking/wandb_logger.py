@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,13 +57,19 @@ class WandbLogger:
         """
         if self.config.mode is LoggerMode.disabled:
             return run_id
-        run_id = run_id or self._earlier_id()
+        import wandb
+
+        with suppress(OSError, ValueError):
+            run_id = run_id or read_small(self.run_dir / _RUN_ID_FILE).decode().strip() or None
         self._devices = start.layout.devices
-        with self._refusals():
+        try:
             self._run = self._init(self.config.mode, config, start, run_id)
             self._run.define_metric("*", step_metric="step")
             # In the summary too, where charts of several runs find them.
             self._run.summary.update(start.layout.as_dict())
+        except (wandb.Error, OSError, ValueError) as error:
+            mode = self.config.mode.value
+            raise ConfigError("logger.mode", mode, f"W&B cannot start ({_reason(error)}); or logger=none") from error
         with suppress(OSError):
             write_durably(self.run_dir / _RUN_ID_FILE, f"{self._run.id}\n")
         return self._run.id
@@ -95,15 +101,18 @@ class WandbLogger:
             except Exception as error:
                 self._warn("did not finish", error)
 
-    def _earlier_id(self) -> str | None:
-        with suppress(OSError, ValueError):
-            return read_small(self.run_dir / _RUN_ID_FILE).decode().strip() or None
-        return None
-
     def _init(self, mode: LoggerMode, config: Mapping[str, Any], start: Start, run_id: str | None) -> Any:
         import wandb
 
-        settings = self._settings()
+        # No console capture: it would put itself between the progress bar and the terminal.
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            init_timeout=self.config.timeout_seconds,
+            finish_timeout=self.config.timeout_seconds,
+        )
         wandb.setup(settings=settings)
         # Asked here, since `init` would wait at a prompt while all other ranks wait for this one.
         if mode is LoggerMode.online and not wandb.login(prompt=False, verify=False):
@@ -137,29 +146,6 @@ class WandbLogger:
             # Its service process still holds the run's id.
             wandb.teardown()
             return self._init(LoggerMode.offline, config, start, run_id)
-
-    def _settings(self) -> Any:
-        import wandb
-
-        # No console capture: it would put itself between the progress bar and the terminal.
-        return wandb.Settings(
-            silent=True,
-            console="off",
-            disable_git=True,
-            save_code=False,
-            init_timeout=self.config.timeout_seconds,
-            finish_timeout=self.config.timeout_seconds,
-        )
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        import wandb
-
-        try:
-            yield
-        except (wandb.Error, OSError, ValueError) as error:
-            mode = self.config.mode.value
-            raise ConfigError("logger.mode", mode, f"W&B cannot start ({_reason(error)}); or logger=none") from error
 
     def _derived(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """What charts of several runs compare, from a row."""

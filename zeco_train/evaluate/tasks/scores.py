@@ -56,7 +56,7 @@ def score(
         own = range(start + mesh.dp_rank * batch, min(start + (mesh.dp_rank + 1) * batch, len(examples)))
         # A rank without an example of its own takes part in the collectives all the same.
         made = [examples[number]() for number in own] or [examples[0]()]
-        reader = ExampleReader(made, split)
+        reader = ExampleReader(made.__getitem__, len(made), split)
         segments = [reader.read(list(range(len(made))), segment) for segment in range(cut.segments)]
         for part, scores in zip(segments, forward.scores(segments, cut.length), strict=True):
             is_wrong = scores.predictions.cpu() != part.labels

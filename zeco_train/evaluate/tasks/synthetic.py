@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from data.config import DataKind, check_seq_len
 from data.synthetic.config import SyntheticConfig, Task
 from data.synthetic.example import Example
-from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
+from data.synthetic.tasks import check_task_vocabulary, draws_for, make_task
 from data.tokenizer import ByteTokenizer
 from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
@@ -22,7 +23,8 @@ from zeco_train.evaluate.registry import TaskResult
 from zeco_train.evaluate.tasks.heat_map import heat_map
 from zeco_train.evaluate.tasks.scores import Scores, score
 from zeco_train.evaluate.tasks.zeroed import ZeroedScan
-from zeco_train.tracking.starts import length_name
+from zeco_train.system.amounts import length_name
+from zeco_train.system.ranges import check_least
 from zeco_train.training.forward import SequenceForward
 
 Table = dict[int, Scores]
@@ -51,11 +53,14 @@ class SyntheticTask:
     tokens: int = 16384
     zeroed: bool = False
 
+    def __init_subclass__(cls) -> None:
+        """The docstring of a task, of which `--help` shows the attributes, has those of the class before it, too."""
+        own = (cls.__doc__ or "").partition("Attributes:\n")[2]
+        cls.__doc__ = f"{(cls.__mro__[1].__doc__ or '').rstrip()}\n{own}"
+
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for name, least in (("depths", 0), ("examples", 1), ("seed", 0), ("tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(name, getattr(self, name), f"must be ≥ {least}")
+        check_least(self, depths=0, examples=1, seed=0, tokens=1)
         if len(set(self.lengths)) < len(self.lengths):
             raise ConfigError("lengths", self.lengths, "names one twice")
 
@@ -107,11 +112,14 @@ class SyntheticTask:
         """Scores by length; the examples of a length come depth by depth. Collective."""
         table = {}
         for length in self._lengths:
-            make = partial(_example, self._maker, self._asked, self.seed, length)
-            examples = [partial(make, depth, index) for depth in self._depths for index in range(self.examples)]
+            examples = [partial(self._example, length, *place) for place in product(self._depths, range(self.examples))]
             answers = len(examples[0]().answers)
             table[length] = score(examples, answers, forward, self._cut(length, evaluation), evaluation.enter)
         return table
+
+    def _example(self, length: int, depth: float | None, index: int) -> Example:
+        draws = draws_for(self._asked, f"evaluation, length {length}, depth {depth}", self.seed, index)
+        return self._maker.example(length, draws, depth)
 
     def _result(self, evaluation: Evaluation, tables: Mapping[str, Table]) -> TaskResult:
         metrics: dict[str, float] = {}
@@ -168,12 +176,20 @@ class SyntheticTask:
 
 @dataclass
 class _Numbers(SyntheticTask):
+    """What the tasks whose answers are numbers, or have to do with them, have besides.
+
+    Attributes:
+        digits: of a number; null: as trained on, else 4.
+    """
+
     digits: int | None = None
 
 
 @dataclass
 class Recall(SyntheticTask):
-    __doc__ = f"""{SyntheticTask.__doc__}
+    """Settings of `recall`.
+
+    Attributes:
         facts: pairs of a key and a value; null: as trained on, else 8.
         queries: how often a value is asked for; null: once for each pair.
         alphabet: how many symbols may be keys, and how many values; null: as trained on, else 64.
@@ -189,17 +205,16 @@ class Recall(SyntheticTask):
 
 @dataclass
 class Needle(_Numbers):
-    __doc__ = f"""{SyntheticTask.__doc__}
-        digits: of the number; null: as trained on, else 4.
-    """
+    """Settings of `needle`."""
 
     task: ClassVar[Task] = Task.needle
 
 
 @dataclass
 class MultiKey(_Numbers):
-    __doc__ = f"""{SyntheticTask.__doc__}
-        digits: of the numbers; null: as trained on, else 4.
+    """Settings of `needle_multikey`.
+
+    Attributes:
         facts: names with a number; null: as trained on, else 4.
     """
 
@@ -209,8 +224,9 @@ class MultiKey(_Numbers):
 
 @dataclass
 class MultiValue(_Numbers):
-    __doc__ = f"""{SyntheticTask.__doc__}
-        digits: of the numbers; null: as trained on, else 4.
+    """Settings of `needle_multivalue`.
+
+    Attributes:
         facts: numbers of the name; null: as trained on, else 4.
     """
 
@@ -220,8 +236,9 @@ class MultiValue(_Numbers):
 
 @dataclass
 class Variables(_Numbers):
-    __doc__ = f"""{SyntheticTask.__doc__}
-        digits: of the numbers; null: as trained on, else 4.
+    """Settings of `variables`.
+
+    Attributes:
         facts: boxes that hold the number; null: as trained on, else 4.
     """
 
@@ -231,18 +248,14 @@ class Variables(_Numbers):
 
 @dataclass
 class Counting(SyntheticTask):
-    __doc__ = f"""{SyntheticTask.__doc__}
+    """Settings of `counting`.
+
+    Attributes:
         facts: rings at most; null: as trained on, else 9.
     """
 
     task: ClassVar[Task] = Task.counting
     facts: int | None = None
-
-
-def _example(
-    maker: ExampleMaker, config: SyntheticConfig, seed: int, length: int, depth: float | None, index: int
-) -> Example:
-    return maker.example(length, draws_for(config, f"evaluation, length {length}, depth {depth}", seed, index), depth)
 
 
 def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,15 +35,6 @@ class ZeroedScan:
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
 
-    def launch(
-        self,
-        state: Tensor,
-        log_decay: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> LaunchedScan:
+    def launch(self, state: Tensor, transition: Tensor, **options: Any) -> LaunchedScan:
         """See `StateScan`."""
-        pending = self._scan.launch(state, log_decay, reverse=reverse, carry_in=carry_in, want_carry=want_carry)
-        return _Zeroed(pending)
+        return _Zeroed(self._scan.launch(state, transition, **options))
