@@ -21,7 +21,7 @@ from zeco_train.bench import figures, steps
 from zeco_train.bench.backends import RandomTokens, SwitchedScan
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import ModelConfig
-from zeco_train.bench.model import _Measurement, _Pace
+from zeco_train.bench.model import _Measurement
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
@@ -133,7 +133,7 @@ def test_a_switched_scan_is_the_current_one() -> None:
 
 
 def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
-    assert [list(steps._rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
+    assert [list(steps.in_rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
     session = mock.Mock(spec=Session, on_cuda=False, world_size=1)
     session.within_budget.side_effect = [True, True, False]
     issued: list[tuple[str, int]] = []
@@ -227,7 +227,7 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
         with mock.patch.object(session, "agree", lambda action: action()):
             peers = [name for name in names if name.startswith("fla")]
             ours = [name for name in names if name not in peers]
-            _Measurement(config.run_config(2), config, session, report, _Pace()).measure(ours, peers)
+            _Measurement(config.run_config(2), config, session, report).measure(ours, peers)
     return timed
 
 
@@ -277,7 +277,7 @@ def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
 def test_first_losses_are_compared() -> None:
     config = ModelConfig.load([*QUICK, "dtype=fp32"])
     session = mock.Mock(spec=Session, rank=0)
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
     guess = math.log(259)
     measurement._check_losses({"dp": guess + 0.1, "lasp1": guess, "zeco": guess + 1e-6})
     for losses, says in (

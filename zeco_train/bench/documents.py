@@ -24,6 +24,7 @@ from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, Stor
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.session import Session
+from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least
 
 COLUMNS = {
@@ -120,6 +121,5 @@ def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortes
     record["batch_ms"] = 1e3 * statistics.median(times)
     record["batch_cpu_ms"] = 1e3 * (time.process_time() - cpu) / _READS
     record["index_mb"] = sum(file.stat().st_size for file in (cache_dir / "indices").glob("*.npy")) / 1e6
-    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    record["anonymous_mb"] = int(next(line for line in status if line.startswith("RssAnon")).split()[1]) / 1e3
+    record["anonymous_mb"] = (process_memory("RssAnon") or 0) / 1e6
     return record, store.bytes_requested - before - _READS * (seq_len + 1) * store.itemsize

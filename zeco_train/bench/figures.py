@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.bench.report import Row
+from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError

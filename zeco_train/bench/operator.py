@@ -23,8 +23,9 @@ from torch.nn.functional import logsigmoid
 from zeco_train.bench import trace
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import OperatorConfig
-from zeco_train.bench.report import Report, Row, timing_fields
-from zeco_train.bench.runner import Runner, Subject, capture
+from zeco_train.bench.report import Report
+from zeco_train.bench.runner import Runner, Subject, capture_all
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan
 from zeco_train.config.schema import Dtype
@@ -175,7 +176,8 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
         ConfigError: this machine has not what it takes.
     """
     if variant == "fla":
-        return _fla(session)
+        chunk_gla = session.import_fla("fla.ops.gla").chunk_gla
+        return lambda *operands: chunk_gla(*operands)[0]
     if variant == "dp":
         scan: StateScan = LocalScan()
     elif variant == "copy":
@@ -186,20 +188,6 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
     offset = 0 if alone else session.rank * shape.tokens
     shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
     return lambda *operands: mix("gla", operands, shard)[0]
-
-
-def _fla(session: Session) -> Attention:
-    if not session.on_cuda:
-        raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
-    try:
-        from fla.ops.gla import chunk_gla
-    except ImportError as error:
-        raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        return chunk_gla(q, k, v, g)[0]
-
-    return attention
 
 
 def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
@@ -256,21 +244,14 @@ def _measure_shape(
             peaks[name] = _peak_gb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            for name in names:
-                step = _step(name, kind, _attention(name, shape, session, "graph"), inputs)
-                graph, problem = capture(step, 1, session, TOLERANCE[config.dtype])
-                if graph is None:
-                    failed.append({"variant": name, "mode": "graph", "note": f"not captured: {problem}"})
-                    session.forget("graph")
-                else:
-                    subjects.append(graph)
-        timings = runner.measure(subjects)
-        medians = {(s.name, s.mode): t.summary.median for s, t in zip(subjects, timings, strict=True)}
-        found: list[Row] = []
-        for subject, timing in zip(subjects, timings, strict=True):
-            row = {"variant": subject.name, "mode": subject.mode, **timing_fields(timing)}
-            row |= _compared(subject, timing.summary.median, medians, shape)
-            found.append({**row, "peak_gb": peaks[subject.name], **checked.get(subject.name, {})})
+            steps = (_step(name, kind, _attention(name, shape, session, "graph"), inputs) for name in names)
+            graphs, failed = capture_all(steps, 1, session, TOLERANCE[config.dtype])
+            subjects += graphs
+        found = runner.rows(subjects)
+        medians = {(row["variant"], row["mode"]): row["median_ms"] for row in found}
+        for row in found:
+            name = row["variant"]
+            row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], **checked.get(name, {})}
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     return rows, {name: (attention, inputs) for name, attention in attentions.items()}
 
@@ -287,10 +268,11 @@ def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject
     return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
 
 
-def _compared(subject: Subject, median: float, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
+def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
     """What follows from other variants' medians of the same run."""
-    dp, copy = (medians.get((name, subject.mode)) for name in ("dp", "copy"))
-    exposed = copy is not None and subject.name not in ("dp", "copy", "fla")
+    median = row["median_ms"]
+    dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
+    exposed = copy is not None and row["variant"] not in ("dp", "copy", "fla")
     return {
         "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,
         "ratio": median / dp if dp else None,

@@ -10,14 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zeco_train.bench.runner import Timing
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import to_plain
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 
-Row = dict[str, Any]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 
@@ -60,9 +59,10 @@ class Report:
         self._session.say(text)
 
     def fail(self, text: str) -> None:
-        """Note that what was measured is not as it has to be."""
+        """Note that what was measured is not as it has to be; said on stderr."""
         self.failures.append(text)
-        self.note(f"FAILED: {text}")
+        self.notes.append(f"FAILED: {text}")
+        self._session.say(self.notes[-1], sys.stderr)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add the rows of a configuration, print them, and write what there is so far.
@@ -124,13 +124,6 @@ class LogLines(logging.Handler):
         if text not in self.texts:
             self.texts.append(text)
             self._session.say(text)
-
-
-def timing_fields(timing: Timing) -> Row:
-    """A timing by the names that results.json has."""
-    rest = {"host_ms": timing.host_ms, "cover_ms": timing.cover_ms, "samples_ms_by_rank": timing.by_rank}
-    note = {"note": "bound by the host"} if 0 < timing.cover_ms < timing.host_ms else {}
-    return {**timing.summary.as_row(), **rest, **note}
 
 
 def format_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], heading: bool = True) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TextIO, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zeco_train.bench.config import CaseConfig
@@ -68,10 +70,10 @@ class Session:
         if self.world_size > 1:
             raise ConfigError("ranks", self.world_size, "this case is of one; start it without torchrun")
 
-    def say(self, text: str) -> None:
-        """Print a line, once."""
+    def say(self, text: str, file: TextIO | None = None) -> None:
+        """Print a line, once; on stdout by default."""
         if self.mesh.is_main:
-            print(text, flush=True)
+            print(text, file=file, flush=True)
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` on all ranks; the first rank's user error is raised on all. See `mesh.agree`."""
@@ -114,12 +116,31 @@ class Session:
         found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
         return found[-1] if found else None
 
-    def within_budget(self, seconds: float | None = None) -> bool:
-        """Whether something of so many seconds, or a configuration as long as the longest one, would end in time;
-        rank 0 decides. Collective."""
-        seconds = self._longest if seconds is None else seconds
+    def settle(self) -> None:
+        """Return when the device has done what was issued, and all scans are received and sent."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        self.drain()
+
+    def within_budget(self, seconds: float | None = None, *, times: int = 1) -> bool:
+        """Whether something of so many seconds, or `times` what took longest so far (`spent`), would end in time; rank
+        0 decides. Collective."""
+        seconds = times * self._longest if seconds is None else seconds
         return self.gather(time.monotonic() + seconds < self._deadline)[0]
 
     def spent(self, seconds: float) -> None:
         """Take note of how long a configuration took."""
         self._longest = max(self._longest, seconds)
+
+    def import_fla(self, module: str) -> Any:
+        """A module of flash-linear-attention, the peer.
+
+        Raises:
+            ConfigError: it is not installed, or this is no GPU.
+        """
+        if not self.on_cuda:
+            raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
+        try:
+            return import_module(module)
+        except ImportError as error:
+            raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
