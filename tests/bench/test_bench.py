@@ -32,6 +32,7 @@ from zeco_train.bench.variants import LocalCopyScan, sp_config
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 from zeco_train.system.numbers import relative_error
@@ -375,7 +376,7 @@ def test_what_is_logged_is_kept_once() -> None:
 
 def test_the_local_copy_communicates_nothing() -> None:
     state = torch.randn(1, 2, 3, 4)
-    pending = LocalCopyScan().launch(state, torch.zeros(1, 2, 3), want_carry=True)
+    pending = LocalCopyScan().launch(ScanRequest(state, torch.zeros(1, 2, 3), want_carry=True))
     received: Tensor = pending.wait()
     pending.finish()
     assert torch.equal(received, state)

@@ -28,6 +28,7 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import GatheredScan, LocalCopyScan
 from zeco_train.distributed.mesh import Launch
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
 
@@ -111,7 +112,7 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     for reverse in (False, True):
         results = []
         for scan in (GatheredScan(), session.scan("lasp1", 24)):
-            pending = scan.launch(state, log_decay, reverse=reverse, carry_in=carry_in, want_carry=True)
+            pending = scan.launch(ScanRequest(state, log_decay, reverse, carry_in, want_carry=True))
             received = pending.wait()
             pending.finish()
             results.append((received, pending.carry_out()))
@@ -127,9 +128,9 @@ def test_what_backends_are_checked_against_is_right() -> None:
 def test_a_switched_scan_is_the_current_one() -> None:
     scan, state = SwitchedScan(), torch.randn(1, 2, 3, 4)
     log_decay, carry_in = torch.zeros(1, 2, 3), torch.randn(1, 2, 3, 4)
-    assert torch.equal(scan.launch(state, log_decay, carry_in=carry_in).wait(), carry_in)
+    assert torch.equal(scan.launch(ScanRequest(state, log_decay, carry_in=carry_in)).wait(), carry_in)
     scan.current = LocalCopyScan()
-    assert torch.equal(scan.launch(state, log_decay, want_carry=True).carry_out(), state)
+    assert torch.equal(scan.launch(ScanRequest(state, log_decay, want_carry=True)).carry_out(), state)
 
 
 def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:

@@ -24,7 +24,7 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.variants import ANCHORS
 from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import StateScan
+from zeco_train.ops.seam import ScanRequest, StateScan
 
 # fp32 folds of a few ranks against the same in fp64: some 2^-24 each.
 TOLERANCE = 1e-5
@@ -161,7 +161,7 @@ class _Inputs:
         return Subject(variant, lambda: self._once(scan, False))
 
     def _once(self, scan: StateScan, reverse: bool) -> Tensor:
-        pending = scan.launch(self.state, self.log_decay, reverse=reverse)
+        pending = scan.launch(ScanRequest(self.state, self.log_decay, reverse))
         incoming = pending.wait()
         pending.finish()
         return incoming

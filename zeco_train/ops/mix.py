@@ -23,7 +23,7 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.registry import operator_of
-from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard, scan_of
+from zeco_train.ops.seam import Boundary, Crossing, Place, ScanRequest, SequenceShard, scan_of
 from zeco_train.ops.transition import adjoint
 
 
@@ -100,7 +100,8 @@ def _mix(
         local = operator_of(operator, operands).select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
-            pending = scan_of(scan).launch(local.state, local.transition, carry_in=carry_in, want_carry=want_carry)
+            request = ScanRequest(local.state, local.transition, carry_in=carry_in, want_carry=want_carry)
+            pending = scan_of(scan).launch(request)
             local.overlap()
             received = pending.wait()
             o = local.outputs(received)
@@ -153,9 +154,8 @@ def _mix_backward(
     with _alone(do):
         passes = operator_of(operator, operands).select(operands)
         local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
-        pending = scan_of(scan).launch(
-            local.state_grad, adjoint(transition), reverse=True, carry_in=dcarry_out, want_carry=want_dcarry
-        )
+        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, want_dcarry)
+        pending = scan_of(scan).launch(request)
         local.overlap()
         grads = [grad.contiguous() for grad in local.operand_grads(pending.wait())]
         pending.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.seam import LaunchedScan, StateScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan
 
 
 class _Zeroed:
@@ -33,15 +33,6 @@ class ZeroedScan:
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
 
-    def launch(
-        self,
-        state: Tensor,
-        log_decay: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> LaunchedScan:
+    def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan`."""
-        pending = self._scan.launch(state, log_decay, reverse=reverse, carry_in=carry_in, want_carry=want_carry)
-        return _Zeroed(pending)
+        return _Zeroed(self._scan.launch(request))
