@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import CollectivesConfig
-from zeco_train.bench.report import Report
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
@@ -32,11 +32,7 @@ COLUMNS = {
     "size_mb": ("MiB", ">7:g"),
     "variant": ("variant", "<28"),
     "mode": ("mode", "<6"),
-    "median_us": ("median µs", ">10:.1f"),
-    "p10_us": ("p10", ">8:.1f"),
-    "p90_us": ("p90", ">8:.1f"),
-    "min_us": ("min", ">8:.1f"),
-    "max_us": ("max", ">9:.1f"),
+    **time_columns("us", 1),
     "ratio": ("/ all-gather", ">12:.3f"),
     "relative_error": ("error", ">8:.1e"),
     "choice": ("all-scan", "<"),

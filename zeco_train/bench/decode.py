@@ -30,7 +30,7 @@ from models.spec import ModelSpec
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
-from zeco_train.bench.report import Report
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
@@ -50,9 +50,7 @@ COLUMNS = {
     "batch": ("batch", ">5"),
     "variant": ("variant", "<7"),
     "tokens_per_second": ("tokens/s", ">10:.1f"),
-    "median_ms": ("median ms", ">9:.3f"),
-    "p10_ms": ("p10", ">9:.3f"),
-    "p90_ms": ("p90", ">9:.3f"),
+    **time_columns("ms", 3, ("median", "p10", "p90")),
     "memory_gb": ("GB", ">8:.3f"),
     "state_mb": ("states MB", ">9:.3f"),
     "prefill_tokens_per_second": ("prefill tokens/s", ">16:.0f"),

@@ -33,8 +33,8 @@ from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
-from zeco_train.bench.products import ProductsContender, product_flops, products_contender
-from zeco_train.bench.report import Report
+from zeco_train.bench.products import product_flops, products_contender
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
@@ -61,9 +61,7 @@ COLUMNS = {
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.0f"),
     "ratio": ("of dp", ">6:.3f"),
     "wall_ms": ("wall ms", ">9:.2f"),
-    "median_ms": ("median", ">9:.2f"),
-    "p10_ms": ("p10", ">9:.2f"),
-    "p90_ms": ("p90", ">9:.2f"),
+    **time_columns("ms", 2, ("median", "p10", "p90")),
     "runs": ("steps", ">5"),
     "mfu": ("MFU", ">6:.3f"),
     "hfu": ("HFU", ">6:.3f"),
@@ -238,7 +236,7 @@ class _Measurement:
             names = ", ".join(contender.name for contender in contenders)
             text = f"{names}, {count:,} tokens: {steps} of {config.steps} steps"
             self._report.note(f"{text}: budget_seconds={config.budget_seconds:g}")
-        held_gb = sum(each.held_gb for each in contenders if isinstance(each, ProductsContender))
+        held_gb = sum(each.held_gb for each in contenders)
         return [self._row(contender, count, held_gb) for contender in contenders]
 
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
@@ -250,7 +248,7 @@ class _Measurement:
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
         peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb
-        if isinstance(contender, ProductsContender):
+        if contender.name == PRODUCTS:
             flops = all_flops = product_flops(model)
             row |= {"loss": None}
             peak_gb = row["peak_gb"] and held_gb

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from zeco_train.bench import trace
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import OperatorConfig
-from zeco_train.bench.report import Report
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
@@ -50,11 +50,7 @@ COLUMNS = {
     "pass": ("pass", "<16"),
     "variant": ("variant", "<22"),
     "mode": ("mode", "<6"),
-    "median_ms": ("median ms", ">10:.4f"),
-    "p10_ms": ("p10", ">9:.4f"),
-    "p90_ms": ("p90", ">9:.4f"),
-    "min_ms": ("min", ">9:.4f"),
-    "max_ms": ("max", ">9:.4f"),
+    **time_columns("ms", 4),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.4g"),
     "ratio": ("/ dp", ">7:.3f"),
     "exposed_us": ("exposed µs", ">10:.1f"),
@@ -161,10 +157,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
         dims = (heads, key_dim, value_dim)
         if dims not in checked:
             checked[dims] = _check(shape, config, session, report)
-        rows, attentions = _measure_shape(shape, config, session, runner, checked[dims])
-        report.add(rows)
-        if config.trace and session.on_cuda:
-            _trace(shape, attentions, config, session, report)
+        _measure_shape(shape, config, session, runner, report, checked[dims])
         session.spent(time.monotonic() - started)
     return report
 
@@ -231,8 +224,8 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
 
 
 def _measure_shape(
-    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, checked: dict[str, Row]
-) -> tuple[list[Row], dict[str, tuple[Attention, Inputs]]]:
+    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, report: Report, checked: dict[str, Row]
+) -> None:
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
     names = [name for name in config.variants if name in checked or name == "copy"]
     attentions = {name: _attention(name, shape, session) for name in names}
@@ -253,7 +246,13 @@ def _measure_shape(
             name = row["variant"]
             row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], **checked.get(name, {})}
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
-    return rows, {name: (attention, inputs) for name, attention in attentions.items()}
+    report.add(rows)
+    for name, attention in attentions.items() if config.trace and session.on_cuda else ():
+        size = f"h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
+        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
+        overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
+        if overlap is not None and name not in ("dp", "copy", "fla"):
+            report.note(f"trace of {name}, {shape}, rank 0: {overlap}")
 
 
 def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
@@ -297,18 +296,3 @@ def _peak_gb(subject: Subject, session: Session) -> float | None:
     peak = torch.cuda.max_memory_allocated() - before
     subject.prepare()
     return max(session.gather(peak / 1e9))
-
-
-def _trace(
-    shape: Shape,
-    attentions: dict[str, tuple[Attention, Inputs]],
-    config: OperatorConfig,
-    session: Session,
-    report: Report,
-) -> None:
-    for name, (attention, inputs) in attentions.items():
-        size = f"h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
-        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
-        overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
-        if overlap is not None and name not in ("dp", "copy", "fla"):
-            report.note(f"trace of {name}, {shape}, rank 0: {overlap}")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
-from zeco_train.bench.report import Report
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
@@ -45,9 +45,7 @@ COLUMNS = {
     "variant": ("variant", "<54"),
     "tokens": ("tokens", ">6"),
     "relative_error": ("error", ">8:.1e"),
-    "median_ms": ("median ms", ">10:.1f"),
-    "min_ms": ("min", ">9:.1f"),
-    "max_ms": ("max", ">9:.1f"),
+    **time_columns("ms", 1, ("median", "min", "max")),
     "ratio": ("/ chunked", ">9:.1f"),
     "peak_mib": ("peak MiB", ">9:.1f"),
 }

@@ -17,6 +17,8 @@ from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 
+# The table's, by field of a row: heading and format.
+Columns = Mapping[str, tuple[str, str]]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 
@@ -27,7 +29,7 @@ class Report:
         case: `collectives`, `operator` or `model`.
         config: of the case.
         session: its ranks.
-        columns: of the table: `{field of a row: (heading, format)}`.
+        columns: of the table.
 
     Attributes:
         folder: where the results lie.
@@ -36,7 +38,7 @@ class Report:
         failures: what was measured and is not as it has to be; the command ends with exit code 1 then.
     """
 
-    def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, case: str, config: Any, session: Session, columns: Columns) -> None:
         self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
         self.rows: list[Row] = []
         self.notes: list[str] = []
@@ -126,7 +128,13 @@ class LogLines(logging.Handler):
             self._session.say(text)
 
 
-def format_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], heading: bool = True) -> str:
+def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10", "p90", "min", "max")) -> Columns:
+    """Columns for times of rows; `unit` as their names have it, `ms` or `us`."""
+    headings = {kind: f"median {unit.replace('u', 'µ')}" if kind == "median" else kind for kind in kinds}
+    return {f"{kind}_{unit}": (heading, f">10:.{digits}f") for kind, heading in headings.items()}
+
+
+def format_table(rows: Sequence[Row], columns: Columns, heading: bool = True) -> str:
     """Rows under headings; what a row has not is left open, its note comes last."""
     lines = ["  ".join(_cell(title, style) for title, style in columns.values())] if heading else []
     for row in rows:

@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather_values
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.sp.backend import ScanBackend
@@ -81,9 +80,7 @@ class Session:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; must pickle. Collective."""
-        values: list[T] = [value] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return gather_values(value, self.world_size)
 
     def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
         """The scan of a variant over all ranks; made once for each configuration and purpose: a failed capture leaves

@@ -43,6 +43,7 @@ class Contender:
         exposed: seconds for which compute waited for scans in all timed steps on this rank.
         loss: of the last step.
         peak_gb: of device memory.
+        held_gb: of device memory, by buffers of its own, for as long as it is there.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Contender:
     exposed: float | None = None
     loss: float | Tensor = math.nan
     peak_gb: float | None = None
+    held_gb: float = 0.0
 
     def as_row(self, session: Session) -> Row:
         """By the names that results.json has, the slowest rank counting. Collective.
