@@ -139,13 +139,10 @@ def run(config: OperatorConfig, session: Session) -> Report:
     """
     report = Report("operator", config, session, COLUMNS)
     runner = Runner(config, session)
-    if not session.on_cuda:
-        for wanted, text in (
-            (config.graph, "no CUDA graphs on a CPU: eager only"),
-            (config.trace, "no trace on a CPU: it is of what runs under what on a GPU"),
-        ):
-            if wanted:
-                report.note(text)
+    if config.graph and not session.on_cuda:
+        report.note("no CUDA graphs on a CPU: eager only")
+    if config.trace and not session.on_cuda:
+        report.note("no trace on a CPU: it is of what runs under what on a GPU")
     checked: dict[tuple[int, int, int], dict[str, Row]] = {}
     for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
         shape = Shape(heads, key_dim, value_dim, tokens)
@@ -271,11 +268,12 @@ def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> 
     """What follows from other variants' medians of the same run."""
     median = row["median_ms"]
     dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
-    exposed = copy is not None and row["variant"] not in ("dp", "copy", "fla")
+    if row["variant"] in ("dp", "copy", "fla"):
+        copy = None
     return {
         "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,
         "ratio": median / dp if dp else None,
-        "exposed_us": 1e3 * (median - copy) if exposed and copy is not None else None,
+        "exposed_us": 1e3 * (median - copy) if copy is not None else None,
     }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather_values
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.sp.backend import ScanBackend
@@ -80,7 +80,7 @@ class Session:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; must pickle. Collective."""
-        return gather_values(value, self.world_size)
+        return gather(value, self.world_size)
 
     def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
         """The scan of a variant over all ranks; made once for each configuration and purpose: a failed capture leaves

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zeco_train.distributed.mesh import gather_values
+from zeco_train.distributed.mesh import gather
 from zeco_train.errors import ConfigError
 from zeco_train.system.environment import version
 
@@ -50,9 +50,9 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
         ConfigError: on every rank; names the first value that differs, and the ranks that are not with the majority.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    if len(set(gather_values(digest, world_size))) == 1:
+    if len(set(gather(digest, world_size))) == 1:
         return
-    everyone = gather_values(dict(values), world_size)
+    everyone = gather(dict(values), world_size)
     differing = [key for key in sorted(set().union(*everyone)) if len({_text(other, key) for other in everyone}) > 1]
     raise _difference(differing, [_text(other, differing[0]) for other in everyone], remedy)
 

@@ -266,7 +266,7 @@ def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=max(mesh.timeout, timedelta(hours=1)))
 
 
-def gather_values(value: T, world_size: int) -> list[T]:
+def gather(value: T, world_size: int) -> list[T]:
     """Every rank's value, by rank; it must pickle. Collective over all ranks."""
     values = [value] * world_size
     dist.all_gather_object(values, value)
@@ -284,7 +284,7 @@ def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
         result = action()
     except ZecoError as caught:
         error = caught
-    first = next((e for e in gather_values(error, mesh.world_size) if e is not None), None)
+    first = next((e for e in gather(error, mesh.world_size) if e is not None), None)
     if first is not None:
         raise first
     return result  # type: ignore[return-value]
