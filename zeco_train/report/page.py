@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.report.assets import SCRIPT, STYLE
 from zeco_train.report.comparison import COMPARED, describe, show_difference
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import Panel, panel_png
@@ -98,10 +98,15 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         # Even a mistake of ours in a name's escaping could not load or run anything else.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_text('page.css')}</style>\n</head>\n<body>\n"
         f"<header><h1>{escape(title)}</h1><p>{escape(_overview(comparison))} Made {made}.</p></header>\n"
-        f"<main>\n{''.join(sections)}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<main>\n{''.join(sections)}</main>\n<script>\n{_text('page.js')}</script>\n</body>\n</html>\n"
     )
+
+
+def _text(file: str) -> str:
+    """A file beside this one. Without the script the tables are in the order in which the runs were given."""
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 def _overview(comparison: Comparison) -> str:
