@@ -19,8 +19,8 @@ from models.parameters import SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019).
+class _Norm(nn.Module):
+    """A norm over the last dimension, with a weight.
 
     Args:
         size: length of the last dimension.
@@ -36,6 +36,10 @@ class RMSNorm(nn.Module):
         """See `models.parameters`."""
         return {"weight": SCALE}
 
+
+class RMSNorm(_Norm):
+    """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019)."""
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] → [..., size], in the dtype of x."""
         if torch.compiler.is_compiling():
@@ -43,20 +47,11 @@ class RMSNorm(nn.Module):
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(_Norm):
     """RMS norm of x times a gate: y = w ⊙ x / sqrt(mean(x²) + eps) ⊙ swish(gate).
 
     The GLA layer's output gate (Yang et al., 2023, arXiv 2312.06635, section 4.4); `size` is a head's value dim.
     """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
-        return {"weight": SCALE}
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., size] → [..., size], in the dtype of x."""

@@ -23,7 +23,8 @@ from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures
 from zeco_train.bench.check import WrongResultError, check_results
 from zeco_train.bench.config import CollectivesConfig, OperatorConfig
-from zeco_train.bench.report import LogLines
+from zeco_train.bench.loader import LoaderConfig
+from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.runner import Runner
 from zeco_train.bench.samples import Summary, slowest_rank
 from zeco_train.bench.session import Session
@@ -32,6 +33,7 @@ from zeco_train.bench.variants import LocalCopyScan, sp_config
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.registry import Backend
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 from zeco_train.system.numbers import relative_error
@@ -373,9 +375,21 @@ def test_what_is_logged_is_kept_once() -> None:
     session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
 
 
+def test_what_is_found_wrong_is_said_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = mock.Mock(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
+    session = Session(mesh, 60, lambda activity: None)
+    with mock.patch.object(session, "agree", lambda action: action()):
+        report = Report("loader", LoaderConfig(out=str(tmp_path)), session, {})
+        report.note("two ranks")
+        report.fail("rank 1 read other tokens than its own")
+    wrong = "FAILED: rank 1 read other tokens than its own"
+    assert tuple(capsys.readouterr()) == ("two ranks\n", f"{wrong}\n")
+    assert (report.failures, report.notes) == ([wrong.removeprefix("FAILED: ")], ["two ranks", wrong])
+
+
 def test_the_local_copy_communicates_nothing() -> None:
     state = torch.randn(1, 2, 3, 4)
-    pending = LocalCopyScan().launch(state, torch.zeros(1, 2, 3), want_carry=True)
+    pending = LocalCopyScan().launch(ScanRequest(state, torch.zeros(1, 2, 3), want_carry=True))
     received: Tensor = pending.wait()
     pending.finish()
     assert torch.equal(received, state)

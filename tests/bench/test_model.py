@@ -21,13 +21,14 @@ from zeco_train.bench import figures, steps
 from zeco_train.bench.backends import RandomTokens, SwitchedScan
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.config import ModelConfig
-from zeco_train.bench.model import _Measurement, _Pace
+from zeco_train.bench.model import _Measurement
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import GatheredScan, LocalCopyScan
 from zeco_train.distributed.mesh import Launch
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
 
@@ -111,7 +112,7 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     for reverse in (False, True):
         results = []
         for scan in (GatheredScan(), session.scan("lasp1", 24)):
-            pending = scan.launch(state, log_decay, reverse=reverse, carry_in=carry_in, want_carry=True)
+            pending = scan.launch(ScanRequest(state, log_decay, reverse, carry_in, want_carry=True))
             received = pending.wait()
             pending.finish()
             results.append((received, pending.carry_out()))
@@ -127,13 +128,13 @@ def test_what_backends_are_checked_against_is_right() -> None:
 def test_a_switched_scan_is_the_current_one() -> None:
     scan, state = SwitchedScan(), torch.randn(1, 2, 3, 4)
     log_decay, carry_in = torch.zeros(1, 2, 3), torch.randn(1, 2, 3, 4)
-    assert torch.equal(scan.launch(state, log_decay, carry_in=carry_in).wait(), carry_in)
+    assert torch.equal(scan.launch(ScanRequest(state, log_decay, carry_in=carry_in)).wait(), carry_in)
     scan.current = LocalCopyScan()
-    assert torch.equal(scan.launch(state, log_decay, want_carry=True).carry_out(), state)
+    assert torch.equal(scan.launch(ScanRequest(state, log_decay, want_carry=True)).carry_out(), state)
 
 
 def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
-    assert [list(steps._rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
+    assert [list(steps.in_rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
     session = mock.Mock(spec=Session, on_cuda=False, world_size=1)
     session.within_budget.side_effect = [True, True, False]
     issued: list[tuple[str, int]] = []
@@ -227,7 +228,7 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
         with mock.patch.object(session, "agree", lambda action: action()):
             peers = [name for name in names if name.startswith("fla")]
             ours = [name for name in names if name not in peers]
-            _Measurement(config.run_config(2), config, session, report, _Pace()).measure(ours, peers)
+            _Measurement(config.run_config(2), config, session, report).measure(ours, peers)
     return timed
 
 
@@ -277,7 +278,7 @@ def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
 def test_first_losses_are_compared() -> None:
     config = ModelConfig.load([*QUICK, "dtype=fp32"])
     session = mock.Mock(spec=Session, rank=0)
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
     guess = math.log(259)
     measurement._check_losses({"dp": guess + 0.1, "lasp1": guess, "zeco": guess + 1e-6})
     for losses, says in (

@@ -20,7 +20,7 @@ from tests.models.test_model import SCAN, SMALL, plain_products
 from tests.support.bench_settings import QUICK
 from zeco_train.bench import products
 from zeco_train.bench.config import ModelConfig
-from zeco_train.bench.model import _Measurement, _Pace
+from zeco_train.bench.model import _Measurement
 from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
@@ -91,7 +91,7 @@ def test_products_are_of_random_numbers_and_take_little_memory() -> None:
 def test_memory_of_the_products_is_not_that_of_others() -> None:
     config = ModelConfig.load(QUICK)
     session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock(), _Pace())
+    measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
     ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
     ceiling.held_gb = 1.5
     both = [Contender("dp", mock.Mock()), ceiling]

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from tests.collectives.test_collectives import Pairs, check
 from tests.support.all_scan_emulation import allocate_shared
 from tests.support.distributed import run_distributed
-from zeco_train.collectives import Courier, PendingScan, ScanRequest
+from zeco_train.collectives import Courier, PendingScan
 from zeco_train.collectives.one_kernel import Tuning
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError, ConfigError
+from zeco_train.ops.seam import ScanRequest
 
 pytestmark = pytest.mark.numeric
 
@@ -164,7 +165,7 @@ def fallbacks(rank: int, world_size: int) -> None:
         build_scan(config, groups, timedelta(seconds=30), torch.device("cpu"))
     scan = build_scan(SPConfig(), groups, timedelta(seconds=30), torch.device("cpu"))
     state = torch.ones(1, 2, 5, 3)
-    assert torch.equal(scan.launch(state, torch.zeros(1, 2, 5)).wait(), state * rank)
+    assert torch.equal(scan.launch(ScanRequest(state, torch.zeros(1, 2, 5))).wait(), state * rank)
     scan.drain()
     memory_of_one_rank(rank, groups[0])
 
@@ -206,7 +207,7 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
             groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
             scan = registry.build_scan(registry.SPConfig(), (groups[0], groups[1]), timedelta(seconds=30))
             for reverse in (False, True):
-                scan.launch(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5), reverse=reverse)
+                scan.launch(ScanRequest(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5), reverse))
     fallbacks, rest = said[:1], said[1:]
     assert len(said) == (0 if rank > 0 else 3), said
     assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)

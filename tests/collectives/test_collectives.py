@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
-from zeco_train.collectives import Courier, ScanRequest
+from zeco_train.collectives import Courier
 from zeco_train.collectives.registry import SCANS
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import LaunchedScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 pytestmark = pytest.mark.numeric
 
@@ -354,7 +354,9 @@ EXIT_SCRIPT = """
 import sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from zeco_train.collectives import Courier, ScanRequest, launch_chain
+from zeco_train.collectives import Courier
+from zeco_train.collectives.chain import launch_chain
+from zeco_train.ops.seam import ScanRequest
 rank, bound = int(sys.argv[1]), timedelta(minutes=10)
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2, timeout=bound)
 dist.barrier()

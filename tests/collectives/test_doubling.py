@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.collectives.test_collectives import Pairs, check
-from zeco_train.collectives import PendingScan, ScanRequest
+from zeco_train.collectives import PendingScan
 from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.doubling import DOUBLING, _Doubling
 from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import ScanRequest
 
 pytestmark = pytest.mark.numeric
 SHAPE = (1, 2, 5, 3)

@@ -22,7 +22,7 @@ from models.mixers.gla import GatedLinearAttention, GLAConfig
 from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case
-from zeco_train.collectives import Courier, ScanRequest
+from zeco_train.collectives import Courier
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.registry import SCANS
 from zeco_train.config.schema import Dtype, TrainConfig
@@ -30,7 +30,7 @@ from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import LaunchedScan, SequenceShard
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
@@ -62,10 +62,10 @@ class _CountingScan:
     def __init__(self, scan: Any) -> None:
         self._scan, self.launched, self.carried = scan, Counter[str](), 0
 
-    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> LaunchedScan:
-        self.launched["backward" if reverse else "forward"] += 1
-        self.carried += options.get("want_carry", False)
-        return self._scan.launch(state, log_decay, reverse=reverse, **options)
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        self.launched["backward" if request.reverse else "forward"] += 1
+        self.carried += request.want_carry
+        return self._scan.launch(request)
 
 
 @contextlib.contextmanager
@@ -216,7 +216,7 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
         recording(dist, "isend", lambda tensor, **_: tensor.nbytes),
         recording(dist, "broadcast", lambda tensor, src=None, group_src=None, **_: tensor.nbytes * (src == rank)),
         recording(dist, "all_to_all_single", lambda into, parts, **_: parts.nbytes * (world_size - 1) // world_size),
-        recording(collectives_wire, "_all_gather_single", lambda into, part, **_: part.nbytes * (world_size - 1)),
+        recording(collectives_wire, "all_gather_single", lambda into, part, **_: part.nbytes * (world_size - 1)),
     ):
         for (name, scan), want_carry in itertools.product(SCANS.items(), (False, True)):
             key = f"{name} {want_carry}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exposed import ExposedMeter
@@ -31,7 +32,7 @@ NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
 def run_scan(scan: ScanBackend, before: float, between: float, *, reverse: bool = False, carry: bool = False) -> Tensor:
     """A scan after `before` seconds of compute, with `between` seconds of compute beside it."""
     time.sleep(before)
-    pending = scan.launch(STATE, torch.zeros(1, 2, 4), reverse=reverse, want_carry=carry)
+    pending = scan.launch(ScanRequest(STATE, torch.zeros(1, 2, 4), reverse, want_carry=carry))
     time.sleep(between)
     incoming = pending.wait()
     pending.finish()

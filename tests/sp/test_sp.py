@@ -30,7 +30,7 @@ from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.seam import ScanRequest, SequenceShard
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
@@ -203,7 +203,7 @@ def test_configuration_out_of_range_is_named(config: SPConfig, field: str) -> No
 
 
 def test_carry_of_one_rank_has_to_be_asked_for() -> None:
-    scan = LocalScan().launch(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
+    scan = LocalScan().launch(ScanRequest(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)))
     with pytest.raises(RuntimeError, match="want_carry=True"):
         scan.carry_out()
 

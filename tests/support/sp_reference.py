@@ -6,7 +6,6 @@ import itertools
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from data.documents import shard_cu_seqlens
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import LaunchedScan, SequenceShard, StateScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig, build_scan
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
@@ -188,12 +187,9 @@ class RecordingScan:
         self.events: list[str] = []
         self.received: dict[str, Tensor] = {}
 
-    def launch(
-        self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any
-    ) -> RecordingPendingScan:
-        self.events.append("launch reverse" if reverse else "launch forward")
-        pending = self._scan.launch(state, log_decay, reverse=reverse, **options)
-        return RecordingPendingScan(self, pending, "D_in" if reverse else "R")
+    def launch(self, request: ScanRequest) -> RecordingPendingScan:
+        self.events.append("launch reverse" if request.reverse else "launch forward")
+        return RecordingPendingScan(self, self._scan.launch(request), "D_in" if request.reverse else "R")
 
     def drain(self) -> None:
         self._scan.drain()

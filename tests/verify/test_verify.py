@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from tests.support.commands import Command, Outcome, check_line
 from tests.support.distributed import run_distributed
 from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command, huge, reference
@@ -80,10 +82,11 @@ class BrokenScan:
     def __init__(self, scan: Any, rank: int, fault: str) -> None:
         self._scan, self._rank, self._fault = scan, rank, fault
 
-    def launch(self, state: Tensor, log_decay: Tensor, *, reverse: bool = False, **options: Any) -> Any:
+    def launch(self, request: ScanRequest) -> Any:
         if self._fault == "decays dropped":
-            log_decay = torch.zeros_like(log_decay)
-        pending = self._scan.launch(state, log_decay, reverse=reverse, **options)
+            request = replace(request, transition=torch.zeros_like(request.transition))
+        state, reverse = request.state, request.reverse
+        pending = self._scan.launch(request)
         wait: Callable[[], Tensor] = pending.wait
         if self._fault == "no reverse scan" and reverse:
             pending.wait = lambda: torch.zeros_like(wait())

@@ -19,15 +19,7 @@ from functools import partial
 from typing import Any
 
 from zeco_train.bench import checkpoint, collectives, decode, documents, figures, loader, model, operator, operator_cpu
-from zeco_train.bench.config import (
-    BenchConfig,
-    CaseConfig,
-    CollectivesConfig,
-    DecodeConfig,
-    ModelConfig,
-    OperatorConfig,
-    describe,
-)
+from zeco_train.bench.config import BenchConfig, CaseConfig, describe
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
@@ -40,10 +32,10 @@ _ADVICE = Advice(
 )
 # Settings, and what measures: `Report` of (settings, Session).
 _CASES: dict[str, tuple[type[CaseConfig], Callable[[Any, Session], Report]]] = {
-    "collectives": (CollectivesConfig, collectives.run),
-    "operator": (OperatorConfig, operator.run),
-    "model": (ModelConfig, model.run),
-    "decode": (DecodeConfig, decode.run),
+    "collectives": (collectives.CollectivesConfig, collectives.run),
+    "operator": (operator.OperatorConfig, operator.run),
+    "model": (model.ModelConfig, model.run),
+    "decode": (decode.DecodeConfig, decode.run),
     "operator_cpu": (operator_cpu.OperatorCpuConfig, operator_cpu.run),
     "loader": (loader.LoaderConfig, loader.run),
     "documents": (documents.DocumentsConfig, documents.run),

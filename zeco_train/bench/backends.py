@@ -14,11 +14,10 @@ from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
-from zeco_train.collectives import ScanRequest
 from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
-from zeco_train.ops.seam import LaunchedScan, SequenceShard
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_model
@@ -38,13 +37,7 @@ class SwitchedScan(ScanBackend):
         self.current: ScanBackend = LocalScan()
 
     def start(self, request: ScanRequest) -> LaunchedScan:
-        return self.current.launch(
-            request.state,
-            request.transition,
-            reverse=request.reverse,
-            carry_in=request.carry_in,
-            want_carry=request.want_carry,
-        )
+        return self.current.launch(request)
 
 
 @dataclass(frozen=True)

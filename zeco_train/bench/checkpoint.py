@@ -16,12 +16,11 @@ from pathlib import Path
 from signal import Signals
 from typing import Self
 
-import torch
 import torch.distributed as dist
 
 from zeco_train.bench.config import CaseConfig
-from zeco_train.bench.report import Report, Row
-from zeco_train.bench.samples import slowest_rank
+from zeco_train.bench.report import Report
+from zeco_train.bench.samples import Row, slowest_rank
 from zeco_train.bench.session import Session
 from zeco_train.checkpoint.checkpointer import CheckpointMode
 from zeco_train.checkpoint.files import complete_checkpoints
@@ -109,8 +108,8 @@ class Stalls:
 class _Loop:
     """Steps and saves under a clock."""
 
-    def __init__(self, config: Config, parts: Parts, stop: StopRequest) -> None:
-        self.config, self.parts, self._stop = config, parts, stop
+    def __init__(self, config: Config, parts: Parts, stop: StopRequest, session: Session) -> None:
+        self.config, self.parts, self._stop, self._session = config, parts, stop, session
         self.trainer, self.stalls = Trainer(config, parts), Stalls()
         self._waited = 0.0
         self._wait_staged = parts.checkpointer.wait_staged
@@ -120,7 +119,7 @@ class _Loop:
         began = time.perf_counter()
         if isinstance(self.trainer.train_step(self._stop), Signals):
             raise ZecoError("told to stop, nothing was measured")
-        self._finish_device()
+        self._session.settle()
         return time.perf_counter() - began
 
     def plain_steps(self) -> None:
@@ -129,13 +128,13 @@ class _Loop:
     def save(self, mode: str) -> None:
         """One save and, of an asynchronous one, the steps until all ranks have written it."""
         self.config.checkpoint.mode = CheckpointMode[mode]
-        self._finish_device()
+        self._session.settle()
         dist.barrier()
         began, self._waited = time.perf_counter(), 0.0
         self.trainer.save()
         held = time.perf_counter() - began
         beside = []
-        while mode == "async" and self._any_writes():
+        while mode == "async" and any(self._session.gather(self.parts.checkpointer.is_writing)):
             beside.append(self.step())
         self.stalls.written[mode].append(time.perf_counter() - began)
         self.stalls.held[mode].append(held + self._waited)
@@ -144,19 +143,10 @@ class _Loop:
             self.stalls.beside.append(max(0.0, sum(beside) - self._waited - len(beside) * plain))
             self.parts.checkpointer.due(self.parts.progress)
 
-    def _any_writes(self) -> bool:
-        flag = torch.tensor(int(self.parts.checkpointer.is_writing))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
-
     def _timed_wait(self) -> None:
         began = time.perf_counter()
         self._wait_staged()
         self._waited += time.perf_counter() - began
-
-    def _finish_device(self) -> None:
-        if self.parts.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def run(config: CheckpointConfig, session: Session) -> Report:
@@ -170,7 +160,7 @@ def run(config: CheckpointConfig, session: Session) -> Report:
     for close in (parts.recorder.close, parts.loader.close, parts.checkpointer.close):
         job.closing.callback(close)
     with StopRequest() as stop:
-        loop = _Loop(run_config, parts, stop)
+        loop = _Loop(run_config, parts, stop, session)
         # The first steps and saves make what the later ones use: optimizer state, host memory.
         loop.plain_steps()
         for mode in ("sync", "async"):

@@ -17,26 +17,22 @@ from torch import Tensor
 
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import CollectivesConfig
-from zeco_train.bench.report import Report, Row, timing_fields
-from zeco_train.bench.runner import Runner, Subject, capture
+from zeco_train.bench.report import Report, time_columns
+from zeco_train.bench.runner import Runner, Subject, capture_all
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import ANCHORS
+from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import StateScan
+from zeco_train.ops.seam import ScanRequest, StateScan
 
-# torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # fp32 folds of a few ranks against the same in fp64: some 2^-24 each.
 TOLERANCE = 1e-5
 COLUMNS = {
     "size_mb": ("MiB", ">7:g"),
     "variant": ("variant", "<28"),
     "mode": ("mode", "<6"),
-    "median_us": ("median µs", ">10:.1f"),
-    "p10_us": ("p10", ">8:.1f"),
-    "p90_us": ("p90", ">8:.1f"),
-    "min_us": ("min", ">8:.1f"),
-    "max_us": ("max", ">9:.1f"),
+    **time_columns("us", 1),
     "ratio": ("/ all-gather", ">12:.3f"),
     "relative_error": ("error", ">8:.1e"),
     "choice": ("all-scan", "<"),
@@ -77,31 +73,17 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
         subjects.append(subject)
         checked[name] = {"relative_error": max(session.gather(error)), "choice": session.choice_since(line)}
     if config.graph and session.on_cuda:
-        for subject in list(subjects):
-            eager = subject
-            if subject.name not in ANCHORS:
-                eager = inputs.subject(subject.name, "graph")
-            graph, problem = capture(eager, config.graph_operations, session, TOLERANCE)
-            if graph is None:
-                skipped.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
-                session.forget("graph")
-            else:
-                subjects.append(graph)
-    timings = runner.measure(subjects) if subjects else []
+        eager = (each if each.name in ANCHORS else inputs.subject(each.name, "graph") for each in subjects)
+        graphs, failed = capture_all(eager, config.graph_operations, session, TOLERANCE)
+        subjects, skipped = subjects + graphs, skipped + failed
+    rows = runner.rows(subjects) if subjects else []
     shape = {"size_mb": size, "heads": inputs.heads, "key_dim": config.key_dim, "value_dim": config.value_dim}
-    rows = []
-    medians = {(s.name, s.mode): t.summary.median for s, t in zip(subjects, timings, strict=True)}
-    for subject, timing in zip(subjects, timings, strict=True):
-        anchor = medians.get(("all_gather", subject.mode))
-        ratio = timing.summary.median / anchor if anchor else None
-        row = {"variant": subject.name, "mode": subject.mode, **timing_fields(timing), "ratio": ratio}
-        row |= {
-            name.replace("_ms", "_us"): 1e3 * row[name]
-            for name in row
-            if name[:3] in ("med", "p10", "p90", "min", "max")
-        }
-        rows.append({**shape, **row, **checked[subject.name]})
-    return rows + [{**shape, **row} for row in skipped]
+    anchors = {row["mode"]: row["median_ms"] for row in rows if row["variant"] == "all_gather"}
+    for row in rows:
+        anchor = anchors.get(row["mode"])
+        row |= {f"{name}_us": 1e3 * row[f"{name}_ms"] for name in ("median", "p10", "p90", "min", "max")}
+        row |= {"ratio": row["median_ms"] / anchor if anchor else None, **checked[row["variant"]]}
+    return [{**shape, **row} for row in rows + skipped]
 
 
 class _Inputs:
@@ -140,7 +122,7 @@ class _Inputs:
 
         def gather() -> Tensor:
             # Flat: gloo and NCCL do not agree on the shapes that they take.
-            _all_gather_single(gathered.view(-1), self.state.view(-1))
+            all_gather_single(gathered.view(-1), self.state.view(-1))
             return gathered
 
         results = {"result": (gather().clone(), torch.stack(self._states))}
@@ -175,7 +157,7 @@ class _Inputs:
         return Subject(variant, lambda: self._once(scan, False))
 
     def _once(self, scan: StateScan, reverse: bool) -> Tensor:
-        pending = scan.launch(self.state, self.log_decay, reverse=reverse)
+        pending = scan.launch(ScanRequest(self.state, self.log_decay, reverse))
         incoming = pending.wait()
         pending.finish()
         return incoming

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Self
 
-from zeco_train.bench.variants import (
-    ANCHORS,
-    GLA_VARIANTS,
-    MODEL_VARIANTS,
-    PEER_SETTINGS,
-    PRODUCTS,
-    SCAN_VARIANTS,
-    check_variants,
-)
+from zeco_train.bench import variants as known
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings
 from zeco_train.config.schema import Compile, Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
@@ -125,7 +117,7 @@ class CollectivesConfig(RunsConfig):
     graph_operations: operations in one CUDA graph.
     """
 
-    variants: list[str] = field(default_factory=lambda: list(SCAN_VARIANTS))
+    variants: list[str] = field(default_factory=lambda: list(known.SCAN_VARIANTS))
     graph: bool = True
     sizes_mb: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0])
     key_dim: int = 64
@@ -134,7 +126,7 @@ class CollectivesConfig(RunsConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, *ANCHORS, *SHARING)
+        known.check_variants(self.variants, *known.ANCHORS, *SHARING)
         check_least(self, key_dim=1, value_dim=1, graph_operations=1)
         if not self.sizes_mb:
             raise ConfigError("sizes_mb", self.sizes_mb, "must be a list of numbers > 0")
@@ -161,7 +153,7 @@ class OperatorConfig(RunsConfig):
     trace: also write a profile of one forward + backward of each variant, and report what runs under what.
     """
 
-    variants: list[str] = field(default_factory=lambda: list(GLA_VARIANTS))
+    variants: list[str] = field(default_factory=lambda: list(known.GLA_VARIANTS))
     heads: list[int] = field(default_factory=lambda: [16, 32])
     dims: list[list[int]] = field(default_factory=lambda: [[64, 128], [128, 128]])
     tokens: list[int] = field(default_factory=lambda: [8192, 16384, 32768, 65536])
@@ -172,7 +164,7 @@ class OperatorConfig(RunsConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, "dp", "copy", *SHARING, "fla")
+        known.check_variants(self.variants, "dp", "copy", *SHARING, "fla")
         self._check_lists(heads=1, tokens=1)
         if not self.dims or any(len(pair) != 2 or min(pair) < 1 for pair in self.dims):
             raise ConfigError("dims", self.dims, "must be a list of pairs [K, V] of numbers ≥ 1")
@@ -203,6 +195,10 @@ class OfModelConfig(BenchConfig):
         config.overrides += overrides
         config.validate()
         return config
+
+    def _load_run(self, *settings: str) -> Config:
+        own = f"train.dtype={self.dtype.name}", f"seed={self.seed}"
+        return load_config([f"model={self.model}", *self.overrides, *own, *settings])
 
 
 @dataclass
@@ -239,9 +235,7 @@ class DecodeConfig(OfModelConfig):
         Raises:
             ConfigError: a model that there is not, or cannot be.
         """
-        return load_config(
-            [f"model={self.model}", *self.overrides, f"train.dtype={self.dtype.name}", f"seed={self.seed}"]
-        )
+        return self._load_run()
 
 
 # A dictionary, for its order.
@@ -264,7 +258,7 @@ class ModelConfig(OfModelConfig):
     check_tokens: tokens a rank of the check of correctness.
     """
 
-    variants: list[str] = field(default_factory=lambda: list(MODEL_VARIANTS))
+    variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
     heads: list[int] = field(default_factory=lambda: [16])
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
@@ -276,7 +270,7 @@ class ModelConfig(OfModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_variants(self.variants, "dp", PRODUCTS, *SHARING, "fla", peer_settings=PEER_SETTINGS)
+        known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
         self._check_lists(heads=1, tokens=1)
         check_least(self, steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):
@@ -297,18 +291,12 @@ class ModelConfig(OfModelConfig):
         for text in self.overrides:
             if text.partition("=")[0].lstrip("+") == "model.num_heads":
                 raise ConfigError("model.num_heads", text.partition("=")[2], "write heads=[…] here")
-        return load_config(
-            [
-                f"model={self.model}",
-                *self.overrides,
-                f"model.num_heads={heads}",
-                f"train.dtype={self.dtype.name}",
-                f"train.compile={self.compile.name}",
-                f"train.recompute={self.recompute.name}",
-                f"train.segments={self.segments}",
-                f"parallel.strategy={self.strategy.name}",
-                f"seed={self.seed}",
-            ]
+        return self._load_run(
+            f"model.num_heads={heads}",
+            f"train.compile={self.compile.name}",
+            f"train.recompute={self.recompute.name}",
+            f"train.segments={self.segments}",
+            f"parallel.strategy={self.strategy.name}",
         )
 
 

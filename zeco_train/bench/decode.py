@@ -19,42 +19,38 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
-from zeco_train.bench.report import Report, Row
-from zeco_train.bench.samples import Summary
+from zeco_train.bench.report import Report, time_columns
+from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
+from zeco_train.bench.steps import in_rounds
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampler, Sampling
+from zeco_train.system.environment import process_memory
 from zeco_train.system.numbers import relative_error
 
 # The error of logits by steps, of the chunked operator's; and what always passes, below which a ratio is chance.
 RATIO = 1.5
 TOLERANCE = {Dtype.bf16: 1e-3, Dtype.fp32: 1e-5, Dtype.fp64: 1e-10}
-_ROUNDS = 4
 COLUMNS = {
     "context": ("context", ">9"),
     "batch": ("batch", ">5"),
     "variant": ("variant", "<7"),
     "tokens_per_second": ("tokens/s", ">10:.1f"),
-    "median_ms": ("median ms", ">9:.3f"),
-    "p10_ms": ("p10", ">9:.3f"),
-    "p90_ms": ("p90", ">9:.3f"),
+    **time_columns("ms", 3, ("median", "p10", "p90")),
     "memory_gb": ("GB", ">8:.3f"),
     "state_mb": ("states MB", ">9:.3f"),
     "prefill_tokens_per_second": ("prefill tokens/s", ">16:.0f"),
@@ -106,7 +102,11 @@ class _Measurement:
     def __init__(self, config: DecodeConfig, session: Session, report: Report, variants: Sequence[str]) -> None:
         self._config, self._session, self._report, self._variants = config, session, report, variants
         self._run = config.run_config()
-        self._model = _random_model(config, session)
+        with torch.device("meta"):
+            self._model = ModelSpec(self._run.model).build().to(self._run.train.dtype.compute)
+        self._model.to_empty(device=session.device)
+        self._model.init_weights(self._run.seed)
+        self._model.eval().requires_grad_(False)
         scan = session.scan("zeco", state_elements(self._run))
         self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
@@ -126,11 +126,10 @@ class _Measurement:
             for batch in self._config.batches
             for variant in self._variants
         ]
-        rounds = min(_ROUNDS, self._config.steps)
-        for turn in range(rounds):
+        for count in in_rounds(self._config.steps):
             for kind in kinds:
                 self._session.enter(f"decoding after {kind.context.tokens:,} tokens")
-                self._time(kind, self._config.steps // rounds + (turn < self._config.steps % rounds))
+                self._time(kind, count)
         self._report.add([self._row(kind) | errors[kind.variant] for kind in kinds])
 
     def _contexts(self) -> Iterator[_Context]:
@@ -167,7 +166,7 @@ class _Measurement:
                 torch.cuda.synchronize()
             samples.append(1e3 * (time.perf_counter() - started))
         kind.samples += samples[self._config.warmup :]
-        memory = torch.cuda.max_memory_allocated() if session.on_cuda else _resident()
+        memory = torch.cuda.max_memory_allocated() if session.on_cuda else process_memory("VmRSS") or 0
         kind.memory, kind.state_bytes = max(kind.memory, memory), sum(state.nbytes for state in own)
 
     def _row(self, kind: _Kind) -> Row:
@@ -212,19 +211,3 @@ class _Measurement:
         if self._session.on_cuda:
             torch.cuda.synchronize()
         return max(self._session.gather(time.monotonic() - started))
-
-
-@torch.no_grad()
-def _random_model(config: DecodeConfig, session: Session) -> LanguageModel:
-    run = config.run_config()
-    with torch.device("meta"):
-        model = ModelSpec(run.model).build().to(run.train.dtype.compute)
-    model.to_empty(device=session.device)
-    model.init_weights(run.seed)
-    return model.eval().requires_grad_(False)
-
-
-def _resident() -> int:
-    """Bytes of this process in memory, on Linux; elsewhere 0."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

@@ -24,6 +24,7 @@ from data.store import FORMAT, META_FILE, OFFSETS_FILE, VERSION, ShardMeta, Stor
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.report import Report
 from zeco_train.bench.session import Session
+from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least
 
 COLUMNS = {
@@ -98,19 +99,15 @@ def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
 def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortest: int) -> tuple[dict[str, float], int]:
     """Figures by name, `cpu` being processor time; and how many bytes more than their own the batches requested."""
     record: dict[str, float] = {}
-
-    def timed(name: str, start: float) -> None:
-        record[name] = time.perf_counter() - start
-
     start = time.perf_counter()
     store = TokenStore.open(path)
-    timed("open_s", start)
+    record["open_s"] = time.perf_counter() - start
     for attempt in ("first", "again"):
         start, cpu = time.perf_counter(), time.process_time()
         documents = Documents(store, shortest, cache_dir, smallest_cached=0)
         loader = SequenceLoader([Source(documents)], DataSplit(seq_len), seed=0, global_batch=1, shuffle=shuffle)
         loader.batch(0, 0)
-        timed(f"first_batch_{attempt}_s", start)
+        record[f"first_batch_{attempt}_s"] = time.perf_counter() - start
         record[f"first_batch_{attempt}_cpu_s"] = time.process_time() - cpu
     before, times, cpu = store.bytes_requested, [], time.process_time()
     for position in range(1, 1 + _READS):
@@ -120,6 +117,5 @@ def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortes
     record["batch_ms"] = 1e3 * statistics.median(times)
     record["batch_cpu_ms"] = 1e3 * (time.process_time() - cpu) / _READS
     record["index_mb"] = sum(file.stat().st_size for file in (cache_dir / "indices").glob("*.npy")) / 1e6
-    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    record["anonymous_mb"] = int(next(line for line in status if line.startswith("RssAnon")).split()[1]) / 1e3
+    record["anonymous_mb"] = (process_memory("RssAnon") or 0) / 1e6
     return record, store.bytes_requested - before - _READS * (seq_len + 1) * store.itemsize

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.bench.report import Row
+from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
@@ -126,8 +126,7 @@ def _operator(rows: list[Row], machine: str) -> Figure | None:
     if not tokens:
         return None
     figure, axes = _figure(f"Operator, forward + backward, {shape} ({machine})", 2, len(tokens), 8.5)
-    for column, count in enumerate(tokens):
-        upper, lower = axes[0][column], axes[1][column]
+    for count, upper, lower in zip(tokens, *axes, strict=True):
         here = [row for row in rows if row["tokens"] == count]
         for variant in _variants(here):
             points = _points(here, variant, "gpus")
@@ -149,16 +148,16 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
         return None
     most = max(row["gpus"] for row in rows)
     rows = [row for row in rows if row["gpus"] == most]
-    shapes = sorted({(row["heads"], row["key_dim"], row["value_dim"]) for row in rows})
+    shapes = sorted({_shape(row) for row in rows})
     title = f"Operator, forward + backward, {most} GPUs ({machine})"
     columns = min(2, len(shapes))
     lines = -(-len(shapes) // columns)
     figure, axes = _figure(title, lines, columns, 4.6 * lines)
-    for axis, (heads, key_dim, value_dim) in zip(axes.flat, shapes, strict=False):
-        here = [r for r in rows if (r["heads"], r["key_dim"], r["value_dim"]) == (heads, key_dim, value_dim)]
+    for axis, shape in zip(axes.flat, shapes, strict=False):
+        here = [row for row in rows if _shape(row) == shape]
         for variant in _variants(here):
             _draw(axis, _points(here, variant, "tokens"), variant)
-        _label(axis, f"H {heads}, K {key_dim}, V {value_dim}", "tokens a GPU", "ms")
+        _label(axis, _named(shape), "tokens a GPU", "ms")
     return figure
 
 
@@ -166,8 +165,7 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
     rows = [row for row in rows if (row["model"], row["heads"]) == (model, heads)]
     tokens = sorted({row["tokens"] for row in rows})
     figure, axes = _figure(f"Training step of {model}, H {heads} ({machine})", 2, len(tokens), 8.5)
-    for column, count in enumerate(tokens):
-        upper, lower = axes[0][column], axes[1][column]
+    for count, upper, lower in zip(tokens, *axes, strict=True):
         here = [row for row in rows if row["tokens"] == count]
         for variant in _variants(here):
             _draw(upper, _points(here, variant, "gpus", "tokens_per_second_per_gpu"), variant)
@@ -214,12 +212,19 @@ def _forward_backward(rows: list[Row]) -> list[Row]:
 def _one_shape(rows: list[Row]) -> tuple[list[Row], str]:
     """The rows of the paper's H 16, K 64 and V 128, or of the first shape there is."""
     rows = _forward_backward(rows)
-    shapes = [(row["heads"], row["key_dim"], row["value_dim"]) for row in rows]
+    shapes = [_shape(row) for row in rows]
     if not shapes:
         return [], ""
-    heads, key_dim, value_dim = shape = (16, 64, 128) if (16, 64, 128) in shapes else shapes[0]
-    kept = [row for row, found in zip(rows, shapes, strict=True) if found == shape]
-    return kept, f"H {heads}, K {key_dim}, V {value_dim}"
+    shape = (16, 64, 128) if (16, 64, 128) in shapes else shapes[0]
+    return [row for row in rows if _shape(row) == shape], _named(shape)
+
+
+def _shape(row: Row) -> tuple[int, int, int]:
+    return row["heads"], row["key_dim"], row["value_dim"]
+
+
+def _named(shape: tuple[int, int, int]) -> str:
+    return "H {}, K {}, V {}".format(*shape)
 
 
 def _throughput(points: Sequence[tuple[float, float]], tokens: int) -> list[tuple[float, float]]:

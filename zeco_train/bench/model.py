@@ -21,8 +21,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -34,8 +33,9 @@ from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
-from zeco_train.bench.products import ProductsContender, product_flops, products_contender
-from zeco_train.bench.report import Report, Row
+from zeco_train.bench.products import product_flops, products_contender
+from zeco_train.bench.report import Report, time_columns
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender, time_in_turns
 from zeco_train.bench.variants import PRODUCTS, GatheredScan
@@ -61,9 +61,7 @@ COLUMNS = {
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.0f"),
     "ratio": ("of dp", ">6:.3f"),
     "wall_ms": ("wall ms", ">9:.2f"),
-    "median_ms": ("median", ">9:.2f"),
-    "p10_ms": ("p10", ">9:.2f"),
-    "p90_ms": ("p90", ">9:.2f"),
+    **time_columns("ms", 2, ("median", "p10", "p90")),
     "runs": ("steps", ">5"),
     "mfu": ("MFU", ">6:.3f"),
     "hfu": ("HFU", ">6:.3f"),
@@ -89,9 +87,8 @@ def run(config: ModelConfig, session: Session) -> Report:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
     if PRODUCTS in names and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
-    pace = _Pace()
     for heads in config.heads:
-        measurement = _Measurement(config.run_config(heads), config, session, report, pace)
+        measurement = _Measurement(config.run_config(heads), config, session, report)
         measurement.measure([name for name in names if not is_peer(name)], [name for name in names if is_peer(name)])
     return report
 
@@ -120,35 +117,15 @@ def _is_alone(name: str) -> bool:
     return name in ("dp", PRODUCTS)
 
 
-@dataclass
-class _Pace:
-    """What the budget is judged by: not whole configurations, since a peer's has one variant and ours have all others.
+class _Measurement:
+    """Of one model: its backends with each number of tokens, and then the peer.
 
-    Attributes:
-        seconds: the most that one variant has taken so far with one number of tokens.
+    The budget is judged by what one variant has taken with one number of tokens, not by whole configurations: a peer's
+    has one variant and ours have all others.
     """
 
-    seconds: float = 0.0
-
-
-class _Keeping(Session):
-    """The same session, but so many seconds of its budget are kept for what comes after."""
-
-    def __init__(self, session: Session, kept: Callable[[], float]) -> None:
-        vars(self).update(vars(session))
-        self._kept = kept
-
-    def within_budget(self, seconds: float | None = None) -> bool:
-        """See `Session`; here `seconds` must be given."""
-        assert seconds is not None
-        return super().within_budget(seconds + self._kept())
-
-
-class _Measurement:
-    """Of one model: its backends with each number of tokens, and then the peer."""
-
-    def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report, pace: _Pace) -> None:
-        self._run, self._config, self._session, self._report, self._pace = run, config, session, report, pace
+    def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report) -> None:
+        self._run, self._config, self._session, self._report = run, config, session, report
         self._shape = f"{run.model.name}, H {run.model.num_heads}"
         self._started = time.monotonic()
         # Of `dp`, by tokens.
@@ -220,7 +197,7 @@ class _Measurement:
 
     def _may_start(self, what: str, variants: int) -> bool:
         """Whether so many variants would end in time, each with one number of tokens; if not, that is noted."""
-        if self._session.within_budget(variants * self._pace.seconds):
+        if self._session.within_budget(times=variants):
             self._session.enter(what)
             return True
         budget = self._config.budget_seconds
@@ -252,14 +229,14 @@ class _Measurement:
         def share() -> float:
             return (time.monotonic() - started) / len(contenders)
 
-        config, session = self._config, _Keeping(self._session, lambda: later * share())
-        steps = time_in_turns(contenders, config.warmup, config.steps, session)
-        self._pace.seconds = max(self._pace.seconds, share())
+        config = self._config
+        steps = time_in_turns(contenders, config.warmup, config.steps, self._session, lambda: later * share())
+        self._session.spent(share())
         if steps < config.steps:
             names = ", ".join(contender.name for contender in contenders)
             text = f"{names}, {count:,} tokens: {steps} of {config.steps} steps"
             self._report.note(f"{text}: budget_seconds={config.budget_seconds:g}")
-        held_gb = sum(each.held_gb for each in contenders if isinstance(each, ProductsContender))
+        held_gb = sum(each.held_gb for each in contenders)
         return [self._row(contender, count, held_gb) for contender in contenders]
 
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
@@ -271,7 +248,7 @@ class _Measurement:
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
         peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb
-        if isinstance(contender, ProductsContender):
+        if contender.name == PRODUCTS:
             flops = all_flops = product_flops(model)
             row |= {"loss": None}
             peak_gb = row["peak_gb"] and held_gb

@@ -23,8 +23,9 @@ from torch.nn.functional import logsigmoid
 from zeco_train.bench import trace
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import OperatorConfig
-from zeco_train.bench.report import Report, Row, timing_fields
-from zeco_train.bench.runner import Runner, Subject, capture
+from zeco_train.bench.report import Report, time_columns
+from zeco_train.bench.runner import Runner, Subject, capture_all
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.bench.variants import LocalCopyScan
 from zeco_train.config.schema import Dtype
@@ -49,11 +50,7 @@ COLUMNS = {
     "pass": ("pass", "<16"),
     "variant": ("variant", "<22"),
     "mode": ("mode", "<6"),
-    "median_ms": ("median ms", ">10:.4f"),
-    "p10_ms": ("p10", ">9:.4f"),
-    "p90_ms": ("p90", ">9:.4f"),
-    "min_ms": ("min", ">9:.4f"),
-    "max_ms": ("max", ">9:.4f"),
+    **time_columns("ms", 4),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.4g"),
     "ratio": ("/ dp", ">7:.3f"),
     "exposed_us": ("exposed µs", ">10:.1f"),
@@ -142,13 +139,10 @@ def run(config: OperatorConfig, session: Session) -> Report:
     """
     report = Report("operator", config, session, COLUMNS)
     runner = Runner(config, session)
-    if not session.on_cuda:
-        for wanted, text in (
-            (config.graph, "no CUDA graphs on a CPU: eager only"),
-            (config.trace, "no trace on a CPU: it is of what runs under what on a GPU"),
-        ):
-            if wanted:
-                report.note(text)
+    if config.graph and not session.on_cuda:
+        report.note("no CUDA graphs on a CPU: eager only")
+    if config.trace and not session.on_cuda:
+        report.note("no trace on a CPU: it is of what runs under what on a GPU")
     checked: dict[tuple[int, int, int], dict[str, Row]] = {}
     for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
         shape = Shape(heads, key_dim, value_dim, tokens)
@@ -160,10 +154,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
         dims = (heads, key_dim, value_dim)
         if dims not in checked:
             checked[dims] = _check(shape, config, session, report)
-        rows, attentions = _measure_shape(shape, config, session, runner, checked[dims])
-        report.add(rows)
-        if config.trace and session.on_cuda:
-            _trace(shape, attentions, config, session, report)
+        _measure_shape(shape, config, session, runner, report, checked[dims])
         session.spent(time.monotonic() - started)
     return report
 
@@ -175,7 +166,8 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
         ConfigError: this machine has not what it takes.
     """
     if variant == "fla":
-        return _fla(session)
+        chunk_gla = session.import_fla("fla.ops.gla").chunk_gla
+        return lambda *operands: chunk_gla(*operands)[0]
     if variant == "dp":
         scan: StateScan = LocalScan()
     elif variant == "copy":
@@ -186,20 +178,6 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
     offset = 0 if alone else session.rank * shape.tokens
     shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
     return lambda *operands: mix("gla", operands, shard)[0]
-
-
-def _fla(session: Session) -> Attention:
-    if not session.on_cuda:
-        raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
-    try:
-        from fla.ops.gla import chunk_gla
-    except ImportError as error:
-        raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        return chunk_gla(q, k, v, g)[0]
-
-    return attention
 
 
 def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
@@ -243,8 +221,8 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
 
 
 def _measure_shape(
-    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, checked: dict[str, Row]
-) -> tuple[list[Row], dict[str, tuple[Attention, Inputs]]]:
+    shape: Shape, config: OperatorConfig, session: Session, runner: Runner, report: Report, checked: dict[str, Row]
+) -> None:
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
     names = [name for name in config.variants if name in checked or name == "copy"]
     attentions = {name: _attention(name, shape, session) for name in names}
@@ -256,23 +234,22 @@ def _measure_shape(
             peaks[name] = _peak_gb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            for name in names:
-                step = _step(name, kind, _attention(name, shape, session, "graph"), inputs)
-                graph, problem = capture(step, 1, session, TOLERANCE[config.dtype])
-                if graph is None:
-                    failed.append({"variant": name, "mode": "graph", "note": f"not captured: {problem}"})
-                    session.forget("graph")
-                else:
-                    subjects.append(graph)
-        timings = runner.measure(subjects)
-        medians = {(s.name, s.mode): t.summary.median for s, t in zip(subjects, timings, strict=True)}
-        found: list[Row] = []
-        for subject, timing in zip(subjects, timings, strict=True):
-            row = {"variant": subject.name, "mode": subject.mode, **timing_fields(timing)}
-            row |= _compared(subject, timing.summary.median, medians, shape)
-            found.append({**row, "peak_gb": peaks[subject.name], **checked.get(subject.name, {})})
+            steps = (_step(name, kind, _attention(name, shape, session, "graph"), inputs) for name in names)
+            graphs, failed = capture_all(steps, 1, session, TOLERANCE[config.dtype])
+            subjects += graphs
+        found = runner.rows(subjects)
+        medians = {(row["variant"], row["mode"]): row["median_ms"] for row in found}
+        for row in found:
+            name = row["variant"]
+            row |= {**_compared(row, medians, shape), "peak_gb": peaks[name], **checked.get(name, {})}
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
-    return rows, {name: (attention, inputs) for name, attention in attentions.items()}
+    report.add(rows)
+    for name, attention in attentions.items() if config.trace and session.on_cuda else ():
+        size = f"h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
+        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
+        overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
+        if overlap is not None and name not in ("dp", "copy", "fla"):
+            report.note(f"trace of {name}, {shape}, rank 0: {overlap}")
 
 
 def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
@@ -287,14 +264,16 @@ def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject
     return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
 
 
-def _compared(subject: Subject, median: float, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
+def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
     """What follows from other variants' medians of the same run."""
-    dp, copy = (medians.get((name, subject.mode)) for name in ("dp", "copy"))
-    exposed = copy is not None and subject.name not in ("dp", "copy", "fla")
+    median = row["median_ms"]
+    dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
+    if row["variant"] in ("dp", "copy", "fla"):
+        copy = None
     return {
         "tokens_per_second_per_gpu": 1e3 * shape.tokens / median,
         "ratio": median / dp if dp else None,
-        "exposed_us": 1e3 * (median - copy) if exposed and copy is not None else None,
+        "exposed_us": 1e3 * (median - copy) if copy is not None else None,
     }
 
 
@@ -315,18 +294,3 @@ def _peak_gb(subject: Subject, session: Session) -> float | None:
     peak = torch.cuda.max_memory_allocated() - before
     subject.prepare()
     return max(session.gather(peak / 1e9))
-
-
-def _trace(
-    shape: Shape,
-    attentions: dict[str, tuple[Attention, Inputs]],
-    config: OperatorConfig,
-    session: Session,
-    report: Report,
-) -> None:
-    for name, (attention, inputs) in attentions.items():
-        size = f"h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
-        path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
-        overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
-        if overlap is not None and name not in ("dp", "copy", "fla"):
-            report.note(f"trace of {name}, {shape}, rank 0: {overlap}")

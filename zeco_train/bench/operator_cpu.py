@@ -15,21 +15,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
-from zeco_train.bench.report import Report, Row, timing_fields
+from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.transition import fold
+from zeco_train.system.environment import process_memory
 from zeco_train.system.ranges import check_least
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
@@ -44,9 +45,7 @@ COLUMNS = {
     "variant": ("variant", "<54"),
     "tokens": ("tokens", ">6"),
     "relative_error": ("error", ">8:.1e"),
-    "median_ms": ("median ms", ">10:.1f"),
-    "min_ms": ("min", ">9:.1f"),
-    "max_ms": ("max", ">9:.1f"),
+    **time_columns("ms", 1, ("median", "min", "max")),
     "ratio": ("/ chunked", ">9:.1f"),
     "peak_mib": ("peak MiB", ">9:.1f"),
 }
@@ -186,13 +185,10 @@ def time_all(config: OperatorCpuConfig, session: Session) -> list[Row]:
         Subject("in-place loop without autograd, FORWARD ONLY", partial(run_in_place, *inputs)),
     ]
     once = Subject("naive recurrence under autograd, forward + backward", partial(run_indexed, *inputs))
-    timings = Runner(config, session).measure(subjects)
-    timings += Runner(replace(config, runs=1, warmup=1), session).measure([once])
-    medians = [timing.summary.median for timing in timings]
-    return [
-        {"variant": subject.name, "tokens": config.tokens, **timing_fields(timing), "ratio": median / medians[0]}
-        for subject, timing, median in zip([*subjects, once], timings, medians, strict=True)
-    ]
+    rows = Runner(config, session).rows(subjects)
+    rows += Runner(replace(config, runs=1, warmup=1), session).rows([once])
+    least = rows[0]["median_ms"]
+    return [{**row, "tokens": config.tokens, "ratio": row["median_ms"] / least} for row in rows]
 
 
 def measure_memory(threads: int) -> list[Row]:
@@ -215,15 +211,13 @@ def peak_memory(num_tokens: int) -> int:
     """Bytes that a forward + backward needs beyond its inputs, in this process, which must be fresh."""
     run_chunked(*make_inputs(64, torch.float32))  # what libraries allocate once
     inputs = make_inputs(num_tokens, torch.float32)
-    before = _peak_kib()
+    before = _peak()
     run_chunked(*inputs)
-    return (_peak_kib() - before) * 1024
+    return _peak() - before
 
 
-def _peak_kib() -> int:
+def _peak() -> int:
     # ru_maxrss outlives exec: a child starts with the size of its parent. VmHWM is the process's own.
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
+    if (peak := process_memory("VmHWM")) is not None:
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -57,8 +57,7 @@ def is_peer(variant: str) -> bool:
 
 def check_peer(run: Config, session: Session) -> None:
     """Raise `ConfigError` if fla's model cannot be measured here, or cannot be this one."""
-    if not session.on_cuda:
-        raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
+    session.import_fla("fla.models")
     if run.train.dtype is not Dtype.bf16:
         raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
     fla_format = mixer_of(run.model).fla
@@ -67,10 +66,6 @@ def check_peer(run: Config, session: Session) -> None:
     for name, value in fla_format.fixed.items():
         if getattr(run.model, name) != value:
             raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")
-    try:
-        import fla.models  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error
 
 
 class Peer:

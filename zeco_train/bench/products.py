@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,21 +45,12 @@ CHUNK_TOKENS = 8192
 _Product = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass
-class ProductsContender(Contender):
-    """Attributes:
-    held_gb: of device memory, by its buffers, for as long as it is there.
-    """
-
-    held_gb: float = 0.0
-
-
 def products_contender(
     config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> ProductsContender:
+) -> Contender:
     """The products for so many tokens of a rank. What a step returns is no loss, but one of the results."""
     products = Products(config, tokens, dtype, device, seed)
-    return ProductsContender(PRODUCTS, products.step, held_gb=products.held_bytes / 1e9)
+    return Contender(PRODUCTS, products.step, held_gb=products.held_bytes / 1e9)
 
 
 def product_flops(config: LanguageModelConfig) -> TokenFLOPs:

@@ -10,14 +10,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zeco_train.bench.runner import Timing
+from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import to_plain
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 
-Row = dict[str, Any]
+# The table's, by field of a row: heading and format.
+Columns = Mapping[str, tuple[str, str]]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 
@@ -28,7 +29,7 @@ class Report:
         case: `collectives`, `operator` or `model`.
         config: of the case.
         session: its ranks.
-        columns: of the table: `{field of a row: (heading, format)}`.
+        columns: of the table.
 
     Attributes:
         folder: where the results lie.
@@ -37,7 +38,7 @@ class Report:
         failures: what was measured and is not as it has to be; the command ends with exit code 1 then.
     """
 
-    def __init__(self, case: str, config: Any, session: Session, columns: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, case: str, config: Any, session: Session, columns: Columns) -> None:
         self.folder = Path(config.out or f"runs/bench/{case}-{session.world_size}")
         self.rows: list[Row] = []
         self.notes: list[str] = []
@@ -60,9 +61,10 @@ class Report:
         self._session.say(text)
 
     def fail(self, text: str) -> None:
-        """Note that what was measured is not as it has to be."""
+        """Note that what was measured is not as it has to be; said on stderr."""
         self.failures.append(text)
-        self.note(f"FAILED: {text}")
+        self.notes.append(f"FAILED: {text}")
+        self._session.say(self.notes[-1], sys.stderr)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add the rows of a configuration, print them, and write what there is so far.
@@ -126,14 +128,13 @@ class LogLines(logging.Handler):
             self._session.say(text)
 
 
-def timing_fields(timing: Timing) -> Row:
-    """A timing by the names that results.json has."""
-    rest = {"host_ms": timing.host_ms, "cover_ms": timing.cover_ms, "samples_ms_by_rank": timing.by_rank}
-    note = {"note": "bound by the host"} if 0 < timing.cover_ms < timing.host_ms else {}
-    return {**timing.summary.as_row(), **rest, **note}
+def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10", "p90", "min", "max")) -> Columns:
+    """Columns for times of rows; `unit` as their names have it, `ms` or `us`."""
+    headings = {kind: f"median {unit.replace('u', 'µ')}" if kind == "median" else kind for kind in kinds}
+    return {f"{kind}_{unit}": (heading, f">10:.{digits}f") for kind, heading in headings.items()}
 
 
-def format_table(rows: Sequence[Row], columns: Mapping[str, tuple[str, str]], heading: bool = True) -> str:
+def format_table(rows: Sequence[Row], columns: Columns, heading: bool = True) -> str:
     """Rows under headings; what a row has not is left open, its note comes last."""
     lines = ["  ".join(_cell(title, style) for title, style in columns.values())] if heading else []
     for row in rows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
-from zeco_train.bench.samples import Summary
+from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.errors import CommunicationError
 
@@ -65,6 +65,12 @@ class Timing:
     host_ms: float
     cover_ms: float
 
+    def as_row(self) -> Row:
+        """By the names that results.json has."""
+        rest = {"host_ms": self.host_ms, "cover_ms": self.cover_ms, "samples_ms_by_rank": self.by_rank}
+        note = {"note": "bound by the host"} if 0 < self.cover_ms < self.host_ms else {}
+        return {**self.summary.as_row(), **rest, **note}
+
 
 class Runner:
     """Times subjects by the settings of `config`."""
@@ -107,17 +113,22 @@ class Runner:
             timings.append(Timing(Summary.of(by_rank), list(by_rank), max(host[index] for host in hosts), cover))
         return timings
 
+    def rows(self, subjects: Sequence[Subject]) -> list[Row]:
+        """`measure`, as rows of a report."""
+        timings = self.measure(subjects)
+        return [{"variant": s.name, "mode": s.mode, **t.as_row()} for s, t in zip(subjects, timings, strict=True)]
+
     def _warm_up(self, subject: Subject) -> int:
         """Run the subject untimed; returns the flushes that cover its issue."""
         seconds = []
         for _ in range(self._warmup):
             if subject.prepare is not None:
                 subject.prepare()
-            self._settle()
+            self._session.settle()
             start = time.perf_counter()
             subject.run()
             seconds.append(time.perf_counter() - start)
-        self._settle()
+        self._session.settle()
         # The first runs compile and connect.
         host_ms = max(self._session.gather(1e3 * min(seconds[-3:])))
         if not self._flush_ms:
@@ -153,11 +164,6 @@ class Runner:
         self._session.drain()
         return lambda: sample, 0.0
 
-    def _settle(self) -> None:
-        if self._session.on_cuda:
-            torch.cuda.synchronize()
-        self._session.drain()
-
     def _time_flush(self) -> float:
         for _ in range(3):
             self._buffer.fill_(1)
@@ -169,6 +175,21 @@ class Runner:
         torch.cuda.synchronize()
         # Rank by rank alike, so that all issue the same.
         return max(self._session.gather(start.elapsed_time(end) / 20))
+
+
+def capture_all(
+    subjects: Iterable[Subject], operations: int, session: Session, tolerance: float
+) -> tuple[list[Subject], list[Row]]:
+    """`capture` of each subject, made when its turn comes; and a row for each that cannot be captured."""
+    captured, failed = [], []
+    for subject in subjects:
+        graph, problem = capture(subject, operations, session, tolerance)
+        if graph is None:
+            failed.append({"variant": subject.name, "mode": "graph", "note": f"not captured: {problem}"})
+            session.forget("graph")
+        else:
+            captured.append(graph)
+    return captured, failed
 
 
 def capture(subject: Subject, operations: int, session: Session, tolerance: float) -> tuple[Subject | None, str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -36,7 +38,7 @@ class Summary:
         p10, median, p90 = (float(np.percentile(slowest, q)) for q in (10, 50, 90))
         return cls(median, p10, p90, min(slowest), max(slowest), len(slowest))
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> Row:
         """By the names that results.json has."""
         return {name if name == "runs" else f"{name}_ms": value for name, value in asdict(self).items()}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TextIO, TypeVar
 
-import torch.distributed as dist
+import torch
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.sp.backend import ScanBackend
@@ -68,10 +69,10 @@ class Session:
         if self.world_size > 1:
             raise ConfigError("ranks", self.world_size, "this case is of one; start it without torchrun")
 
-    def say(self, text: str) -> None:
-        """Print a line, once."""
+    def say(self, text: str, file: TextIO | None = None) -> None:
+        """Print a line, once; on stdout by default."""
         if self.mesh.is_main:
-            print(text, flush=True)
+            print(text, file=file, flush=True)
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` on all ranks; the first rank's user error is raised on all. See `mesh.agree`."""
@@ -79,9 +80,7 @@ class Session:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; must pickle. Collective."""
-        values: list[T] = [value] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return gather(value, self.world_size)
 
     def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
         """The scan of a variant over all ranks; made once for each configuration and purpose: a failed capture leaves
@@ -114,12 +113,31 @@ class Session:
         found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
         return found[-1] if found else None
 
-    def within_budget(self, seconds: float | None = None) -> bool:
-        """Whether something of so many seconds, or a configuration as long as the longest one, would end in time;
-        rank 0 decides. Collective."""
-        seconds = self._longest if seconds is None else seconds
+    def settle(self) -> None:
+        """Return when the device has done what was issued, and all scans are received and sent."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        self.drain()
+
+    def within_budget(self, seconds: float | None = None, *, times: int = 1) -> bool:
+        """Whether something of so many seconds, or `times` what took longest so far (`spent`), would end in time; rank
+        0 decides. Collective."""
+        seconds = times * self._longest if seconds is None else seconds
         return self.gather(time.monotonic() + seconds < self._deadline)[0]
 
     def spent(self, seconds: float) -> None:
         """Take note of how long a configuration took."""
         self._longest = max(self._longest, seconds)
+
+    def import_fla(self, module: str) -> Any:
+        """A module of flash-linear-attention, the peer.
+
+        Raises:
+            ConfigError: it is not installed, or this is no GPU.
+        """
+        if not self.on_cuda:
+            raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")
+        try:
+            return import_module(module)
+        except ImportError as error:
+            raise ConfigError("variants", "fla", f"flash-linear-attention is not installed ({error})") from error

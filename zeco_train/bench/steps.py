@@ -13,14 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.bench.check import check_results
-from zeco_train.bench.report import Row
-from zeco_train.bench.samples import Summary
+from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.sp.backend import ScanBackend
 
@@ -43,6 +43,7 @@ class Contender:
         exposed: seconds for which compute waited for scans in all timed steps on this rank.
         loss: of the last step.
         peak_gb: of device memory.
+        held_gb: of device memory, by buffers of its own, for as long as it is there.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Contender:
     exposed: float | None = None
     loss: float | Tensor = math.nan
     peak_gb: float | None = None
+    held_gb: float = 0.0
 
     def as_row(self, session: Session) -> Row:
         """By the names that results.json has, the slowest rank counting. Collective.
@@ -80,8 +82,17 @@ class Contender:
         }
 
 
-def time_in_turns(contenders: Sequence[Contender], warmup: int, steps: int, session: Session) -> int:
+def time_in_turns(
+    contenders: Sequence[Contender],
+    warmup: int,
+    steps: int,
+    session: Session,
+    kept: Callable[[], float] = lambda: 0.0,
+) -> int:
     """Warm up, then time all contenders in turns; what was measured is theirs then. Collective.
+
+    Args:
+        kept: seconds of the session's budget that are for what comes after.
 
     Returns:
         The steps of each: fewer than asked for where another round would not end within the session's budget.
@@ -92,10 +103,10 @@ def time_in_turns(contenders: Sequence[Contender], warmup: int, steps: int, sess
             started = time.perf_counter()
             contender.step(next(numbers))
             if index == 0:
-                _settle(session)
+                session.settle()
                 contender.first_seconds += time.perf_counter() - started
     done = 0
-    for turn, count in enumerate(_rounds(steps)):
+    for turn, count in enumerate(in_rounds(steps)):
         started = time.monotonic()
         for index in range(len(contenders)):
             contender = contenders[(turn + index) % len(contenders)]
@@ -103,12 +114,12 @@ def time_in_turns(contenders: Sequence[Contender], warmup: int, steps: int, sess
                 contender.step(next(numbers))  # finds what the one before it has left
             _block(contender, count, numbers, session)
         done += count
-        if not session.within_budget(time.monotonic() - started):
+        if not session.within_budget(time.monotonic() - started + kept()):
             break
     return done
 
 
-def _rounds(steps: int) -> Iterator[int]:
+def in_rounds(steps: int) -> Iterator[int]:
     """The steps of each round; the larger ones first, none is 0."""
     for index in range(min(ROUNDS, steps)):
         yield steps // ROUNDS + (index < steps % ROUNDS)
@@ -116,7 +127,7 @@ def _rounds(steps: int) -> Iterator[int]:
 
 def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
     """Time so many steps."""
-    _settle(session)
+    session.settle()
     if contender.scan is not None:
         contender.scan.exposed.take()
     dist.barrier()
@@ -126,19 +137,13 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     for _ in range(count):
         contender.loss = contender.step(next(numbers))
         marks.append(_mark(session))
-    _settle(session)
+    session.settle()
     contender.seconds.append((time.perf_counter() - started) / count)
     contender.samples += [_milliseconds(*pair) for pair in itertools.pairwise(marks)]
     if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
         contender.peak_gb = max(contender.peak_gb or 0.0, torch.cuda.max_memory_allocated() / 1e9)
-
-
-def _settle(session: Session) -> None:
-    if session.on_cuda:
-        torch.cuda.synchronize()
-    session.drain()
 
 
 def _mark(session: Session) -> Mark:
@@ -149,9 +154,6 @@ def _mark(session: Session) -> Mark:
     return event
 
 
-def _milliseconds(start: Mark, end: Mark) -> float:
-    if isinstance(start, float):
-        assert isinstance(end, float)
-        return 1e3 * (end - start)
-    assert isinstance(end, torch.cuda.Event)
-    return start.elapsed_time(end)
+def _milliseconds(start: Any, end: Any) -> float:
+    """Between two marks, which are of one kind."""
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)

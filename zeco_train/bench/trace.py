@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,16 +112,13 @@ def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
             subject.prepare()
         torch.cuda.synchronize()
         dist.barrier()
-        if session.mesh.is_main:
-            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profile:
-                _issue(subject, busy, token)
-            if last:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                profile.export_chrome_trace(str(path))
-                overlap = overlap_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
-        else:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) if session.mesh.is_main else nullcontext() as profile:
             _issue(subject, busy, token)
+        if last and profile is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+            overlap = overlap_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
     return overlap
 
 

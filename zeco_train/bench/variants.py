@@ -18,10 +18,11 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives import PendingScan, ScanRequest
+from zeco_train.collectives import PendingScan
 from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport

@@ -17,21 +17,7 @@ A scan that is captured into a CUDA graph has to have run once before, alike in 
 direction.
 """
 
-from zeco_train.collectives.all_gather import launch_all_gather
-from zeco_train.collectives.chain import launch_chain
 from zeco_train.collectives.courier import Courier
-from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
-from zeco_train.collectives.serial import PendingSerialScan, launch_serial
-from zeco_train.collectives.two_shot import launch_two_shot
+from zeco_train.collectives.scan import PendingScan, scan_alone
 
-__all__ = [
-    "Courier",
-    "PendingScan",
-    "PendingSerialScan",
-    "ScanRequest",
-    "launch_all_gather",
-    "launch_chain",
-    "launch_serial",
-    "launch_two_shot",
-    "scan_alone",
-]
+__all__ = ["Courier", "PendingScan", "scan_alone"]

@@ -17,15 +17,9 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, ScanJob
-from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.ops.transition import as_columns, fold, from_columns
-
-
-def launch_all_gather(request: ScanRequest, courier: Courier) -> PendingScan:
-    """Start the scan; it ends without this rank's `wait`. Errors as of `Courier.launch`."""
-    return courier.launch(_Gather(request))
 
 
 class _Gather(ScanJob):
@@ -33,11 +27,7 @@ class _Gather(ScanJob):
 
     def run(self) -> None:
         request, wire, scan = self.request, self.wire, self.scan
-        state = request.state
-        if wire.is_first:
-            scan.incoming.deliver(request.first_incoming())
-            if request.carry_in is not None:
-                state = fold(state, request.transition, request.carry_in)
+        state = self.own_state()
         message = torch.cat((state, as_columns(request.transition)), dim=-1)
         pairs = message.new_empty((wire.size, *message.shape))
         wire.all_gather(pairs, message, "states and transitions").wait()
@@ -62,7 +52,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 ALL_GATHER = ScanSpec(
     name="all_gather",
     description="every rank gets every pair and folds those before its own (LASP-2)",
-    launch=launch_all_gather,
+    launch=lambda request, courier: courier.launch(_Gather(request)),
     # Every rank sends its own to each other one; the carry costs no message.
     bytes_sent=lambda load, want_carry: float(load.state_bytes + load.transition_bytes) * (load.ranks - 1),
     seconds=_seconds,

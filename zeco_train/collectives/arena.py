@@ -15,7 +15,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ def keep(memory: object) -> None:
     _kept.append(memory)
 
 
-@dataclass(frozen=True)
-class TwoShotCapacity:
+class TwoShotCapacity(NamedTuple):
     """What one call of `two_shot` needs, or an arena has room for.
 
     Attributes:
@@ -49,8 +48,7 @@ class TwoShotCapacity:
     results: int
 
 
-@dataclass(frozen=True)
-class ChainCapacity:
+class ChainCapacity(NamedTuple):
     """What one call of `chain` needs, or an arena has room for: blocks, and bytes of a state."""
 
     blocks: int
@@ -66,18 +64,14 @@ FLOOR: dict[type, Capacity] = {
 
 def holds(capacity: Capacity, needed: Capacity) -> bool:
     """Whether a call fits."""
-    return all(have >= need for have, need in zip(_numbers(capacity), _numbers(needed), strict=True))
+    return all(have >= need for have, need in zip(capacity, needed, strict=True))
 
 
 def enlarged(capacity: Capacity | None, needed: Capacity) -> Capacity:
     """The capacity of a new arena: powers of two, no less than the one before had, so that few calls need another."""
-    before = _numbers(capacity or FLOOR[type(needed)])
-    sizes = (max(have, 1 << (need - 1).bit_length()) for have, need in zip(before, _numbers(needed), strict=True))
+    before = capacity or FLOOR[type(needed)]
+    sizes = (max(have, 1 << (need - 1).bit_length()) for have, need in zip(before, needed, strict=True))
     return type(needed)(*sizes)
-
-
-def _numbers(capacity: Capacity) -> tuple[int, ...]:
-    return tuple(vars(capacity).values())
 
 
 @dataclass

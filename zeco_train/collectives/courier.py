@@ -26,9 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeco_train.collectives.scan import PendingScan, Promise, ScanRequest, scan_alone
+from zeco_train.collectives.scan import PendingScan, Promise, scan_alone
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
+from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.transition import fold
 from zeco_train.system import background
 
 
@@ -53,15 +55,22 @@ class ScanJob(ABC):
     def post(self) -> None:  # noqa: B027
         """What is to be done in `launch` itself, such as posting receives; waits for nobody."""
 
+    def own_state(self) -> Tensor:
+        """This rank's state. The first rank in scan order has its incoming one at once, delivers it, and folds a
+        `carry_in` into what the others get."""
+        request = self.request
+        if not self.wire.is_first:
+            return request.state
+        self.scan.incoming.deliver(request.first_incoming())
+        return request.state if request.carry_in is None else fold(request.state, request.transition, request.carry_in)
+
     @abstractmethod
     def run(self) -> None:
         """The rest, in the courier's thread or stream."""
 
 
-@dataclass
-class _Job:
-    run: Callable[[], None]
-    promises: list[Promise]
+# What is to be done, and the promises that it delivers.
+_Job = tuple[Callable[[], None], list[Promise]]
 
 
 @dataclass
@@ -177,7 +186,7 @@ class Courier:
 
     def submit(self, run: Callable[[], None], promises: list[Promise], device: torch.device) -> None:
         """Have `run`, which delivers the promises, done after all jobs before it."""
-        job = _Job(run, promises)
+        job = run, promises
         if device.type == "cuda":
             _run(job, self._lane)
             return
@@ -210,12 +219,13 @@ def _serve(lane: _Lane) -> None:
 
 
 def _run(job: _Job, lane: _Lane) -> None:
+    run, promises = job
     if lane.failure is None:
         try:
             with torch.no_grad():  # modes are per thread
-                job.run()
+                run()
         except BaseException as error:  # the thread must live on to fail what follows; the caller raises it
             lane.failure = error
     if lane.failure is not None:
-        for promise in job.promises:
+        for promise in promises:
             promise.fail(lane.failure)

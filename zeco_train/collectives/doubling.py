@@ -23,20 +23,14 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, ScanJob
-from zeco_train.collectives.scan import PendingScan, ScanRequest
+from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Transfer
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import as_columns, compose, fold, from_columns
 
 # A state and its transition; without one where the pair reaches back to the first rank.
 Pair = tuple[Tensor, Tensor | None]
-
-
-def launch_doubling(request: ScanRequest, courier: Courier) -> PendingScan:
-    """Start the scan. All receives are posted before this returns; rounds go on without this rank's `wait`. Errors as
-    of `Courier.launch`."""
-    return courier.launch(_Doubling(request, courier.take_tags(_rounds(courier.size))))
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ def _rounds(ranks: int) -> int:
 
 
 class _Doubling(ScanJob):
-    """A scan in rounds.
+    """A scan in rounds. All receives are posted in the launch; the rounds go on without this rank's `wait`.
 
     Args:
         request: this rank's part.
@@ -155,7 +149,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 DOUBLING = ScanSpec(
     name="doubling",
     description="in round r every rank sends what it knows 2^r ranks on: ⌈log₂ P⌉ rounds of states and transitions",
-    launch=launch_doubling,
+    launch=lambda request, courier: courier.launch(_Doubling(request, courier.take_tags(_rounds(courier.size)))),
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     held_states=_rounds,

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from zeco_train.collectives.arena import Capacity, ChainCapacity, TwoShotCapacity
-from zeco_train.collectives.scan import ScanRequest
 from zeco_train.collectives.wire import Wire
+from zeco_train.ops.seam import ScanRequest
 
 # ZeCO, section 4: elements of a block of the pipelined All-Scan.
 PAPER_BLOCK = 16_384

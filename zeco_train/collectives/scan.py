@@ -1,57 +1,14 @@
-"""What all scans share: the request that starts one, and the handle that gives its results."""
+"""What all scans share: the handle that gives their results."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import fold
-
-
-@dataclass(frozen=True, eq=False)
-class ScanRequest:
-    """One rank's part in a scan.
-
-    Attributes:
-        state: [B, H, K, V], fp32 or fp64, this rank's contribution from a zero start.
-        transition: same dtype: log-decays [B, H, K], ≤ 0, may be −inf; or matrices [B, H, K, K]. All ranks' are of one
-            kind. A reverse scan takes the `adjoint` of what the forward one took.
-        reverse: scan from the last rank to the first.
-        carry_in: [B, H, K, V], read by the first rank in scan direction only; None is zero.
-        want_carry: `carry_out` will be asked for. All ranks must agree.
-
-    Raises:
-        ValueError: a shape, dtype or device that does not fit.
-    """
-
-    state: Tensor
-    transition: Tensor
-    reverse: bool = False
-    carry_in: Tensor | None = None
-    want_carry: bool = False
-
-    def __post_init__(self) -> None:
-        state, transition, carry_in = self.state, self.transition, self.carry_in
-        if state.ndim != 4 or state.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"state must be [B, H, K, V] in float32 or float64, not {_describe(state)}")
-        wanted = (state.dtype, state.device)
-        shapes = state.shape[:3], (*state.shape[:3], state.shape[2])
-        if transition.shape not in shapes or (transition.dtype, transition.device) != wanted:
-            problem = f"like the state, {_describe(state)}, not {_describe(transition)}"
-            raise ValueError(f"transition must be [B, H, K] or [B, H, K, K] {problem}")
-        if carry_in is not None and (carry_in.shape != state.shape or (carry_in.dtype, carry_in.device) != wanted):
-            raise ValueError(f"carry_in must be like the state, {_describe(state)}, not {_describe(carry_in)}")
-
-    def first_incoming(self) -> Tensor:
-        """The incoming state of the first rank in scan direction, R_0: `carry_in` itself, or zeros."""
-        return torch.zeros_like(self.state) if self.carry_in is None else self.carry_in
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 class Promise:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier
-from zeco_train.collectives.scan import ScanRequest
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import fold
 
 # Each message is waited for on both sides before the next one, so all can bear the same tag.
@@ -64,15 +63,6 @@ def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | 
     if wire.size > 1:
         wire.broadcast(folded, wire.size - 1, "carry_out").wait()
     return folded
-
-
-def launch_serial(request: ScanRequest, courier: Courier) -> PendingSerialScan:
-    """The scan as a handle. Nothing is sent or received here, and the courier, which lends its group, runs nothing.
-
-    Raises:
-        ValueError: the group is without this process.
-    """
-    return PendingSerialScan(request, courier.wire("serial_scan", request.reverse))
 
 
 class PendingSerialScan:
@@ -124,7 +114,8 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 SERIAL = ScanSpec(
     name="serial",
     description="one rank after another receives, computes, folds and sends (LASP, Algorithms 2 and 3)",
-    launch=launch_serial,
+    # Nothing is sent or received here: the courier lends its group.
+    launch=lambda request, courier: PendingSerialScan(request, courier.wire("serial_scan", request.reverse)),
     # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,

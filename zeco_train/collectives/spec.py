@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.one_kernel import Kernel
-from zeco_train.collectives.scan import ScanRequest
-from zeco_train.ops.seam import LaunchedScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +18,8 @@ class ScanSpec:
     Attributes:
         name: as settings have it.
         description: for `--help`, a line.
-        launch: starts it: (request, courier), with `blocks=` where states flow in blocks.
+        launch: starts it: (request, courier), with `blocks=` where states flow in blocks. It goes on without this
+            rank's `wait`, but for one that runs in series.
         bytes_sent: (load, want_carry) → bytes that the busiest rank sends for one scan.
         seconds: (costs, load, blocks) → what one takes from launch to wait, nothing beside it.
         best_blocks: (costs, load) → the number of blocks that takes least; None where a state is not cut into blocks.

@@ -34,10 +34,11 @@ from zeco_train.collectives.arena import (
 )
 from zeco_train.collectives.courier import Courier, ScanJob
 from zeco_train.collectives.one_kernel import Cut, Kernel, Tuning, power_of_2
-from zeco_train.collectives.scan import PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives.scan import PendingScan, scan_alone
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import is_matrix
 
 # Triton's interpreter runs the kernels on a CPU, in tests.

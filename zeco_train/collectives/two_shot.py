@@ -21,34 +21,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from zeco_train.collectives.cost_model import Costs, Load
-from zeco_train.collectives.courier import Courier, ScanJob
+from zeco_train.collectives.courier import ScanJob
 from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
-from zeco_train.collectives.scan import PendingScan, ScanRequest
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.transition import cut as transition_rows
 from zeco_train.ops.transition import fold, join
 
 
-def launch_two_shot(request: ScanRequest, courier: Courier) -> PendingScan:
-    """Start the scan, for any P and H·V; it ends without this rank's `wait`. Errors as of `Courier.launch`."""
-    return courier.launch(_Exchange(request))
-
-
 class _Exchange(ScanJob):
+    """A scan for any P and H·V."""
+
     operation = "all_scan_two_shot"
 
     def run(self) -> None:
         request, wire, scan = self.request, self.wire, self.scan
-        state = request.state
-        batch, heads, key_dim, value_dim = state.shape
+        batch, heads, key_dim, value_dim = request.state.shape
         cut = _Cut(heads, value_dim, wire.size)
-        if wire.is_first:
-            scan.incoming.deliver(request.first_incoming())
-            if request.carry_in is not None:
-                state = fold(state, request.transition, request.carry_in)
-
-        message = cut.pack(state, request.transition)
+        message = cut.pack(self.own_state(), request.transition)
         received = torch.empty_like(message)
         wire.all_to_all(received, message, "slices").wait()
         results = _fold_slices(received, request.transition, wire, cut, with_carry=scan.carry is not None)
@@ -157,7 +147,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
 TWO_SHOT = ScanSpec(
     name="two_shot",
     description="every rank owns a slice of all states and scans it alone, between two all-to-alls",
-    launch=launch_two_shot,
+    launch=lambda request, courier: courier.launch(_Exchange(request)),
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     kernel=TWO_SHOT_KERNEL,

@@ -113,7 +113,7 @@ class Wire:
         """Start to gather every rank's `part` into `into` [P, …], by group rank. Both contiguous."""
         return self._start(
             # Flat, because gloo and NCCL do not agree on the shapes that they take.
-            lambda: _all_gather_single(into.view(-1), part.view(-1), group=self._group, async_op=True),
+            lambda: all_gather_single(into.view(-1), part.view(-1), group=self._group, async_op=True),
             f"all-gather of {what}",
             None,
             into,
@@ -150,4 +150,4 @@ class Wire:
 
 
 # torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

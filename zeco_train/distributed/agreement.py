@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from zeco_train.distributed.mesh import gather
 from zeco_train.errors import ConfigError
 from zeco_train.system.environment import version
 
@@ -50,12 +50,9 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
         ConfigError: on every rank; names the first value that differs, and the ranks that are not with the majority.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    digests = [""] * world_size
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) == 1:
+    if len(set(gather(digest, world_size))) == 1:
         return
-    everyone: list[Mapping[str, Any]] = [{}] * world_size
-    dist.all_gather_object(everyone, dict(values))
+    everyone = gather(dict(values), world_size)
     differing = [key for key in sorted(set().union(*everyone)) if len({_text(other, key) for other in everyone}) > 1]
     raise _difference(differing, [_text(other, differing[0]) for other in everyone], remedy)
 

@@ -266,6 +266,13 @@ def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=max(mesh.timeout, timedelta(hours=1)))
 
 
+def gather(value: T, world_size: int) -> list[T]:
+    """Every rank's value, by rank; it must pickle. Collective over all ranks."""
+    values = [value] * world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
     """Run `action`; if it ends in a user's error on any rank, raise the first such error on every rank.
 
@@ -277,9 +284,7 @@ def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
         result = action()
     except ZecoError as caught:
         error = caught
-    errors: list[ZecoError | None] = [None] * mesh.world_size
-    dist.all_gather_object(errors, error)
-    first = next((e for e in errors if e is not None), None)
+    first = next((e for e in gather(error, mesh.world_size) if e is not None), None)
     if first is not None:
         raise first
     return result  # type: ignore[return-value]

@@ -23,7 +23,7 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.registry import operator_of
-from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard, scan_of
+from zeco_train.ops.seam import Boundary, Crossing, Place, ScanRequest, SequenceShard, scan_of
 from zeco_train.ops.transition import adjoint
 
 
@@ -100,7 +100,8 @@ def _mix(
         local = operator_of(operator, operands).select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
-            pending = scan_of(scan).launch(local.state, local.transition, carry_in=carry_in, want_carry=want_carry)
+            request = ScanRequest(local.state, local.transition, carry_in=carry_in, want_carry=want_carry)
+            pending = scan_of(scan).launch(request)
             local.overlap()
             received = pending.wait()
             o = local.outputs(received)
@@ -115,16 +116,8 @@ def _mix(
         return o.contiguous(), received, carry_out, local.transition, list(local.saved)
 
 
-def _mix_shapes(
-    operands: list[Tensor],
-    operator: str,
-    scale: float,
-    scan: str,
-    pieces: Tensor | None,
-    incoming_state: Tensor | None,
-    carry_in: Tensor | None,
-    want_carry: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
+    _, _, _, incoming_state, _, want_carry = rest
     chosen, v = operator_of(operator, operands), operands[2]
     state, dtype = chosen.state_shape(operands), accumulation_dtype(v.dtype)
     shapes = ((state if there else (0,)) for there in (incoming_state is None, want_carry))
@@ -153,9 +146,8 @@ def _mix_backward(
     with _alone(do):
         passes = operator_of(operator, operands).select(operands)
         local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
-        pending = scan_of(scan).launch(
-            local.state_grad, adjoint(transition), reverse=True, carry_in=dcarry_out, want_carry=want_dcarry
-        )
+        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, want_dcarry)
+        pending = scan_of(scan).launch(request)
         local.overlap()
         grads = [grad.contiguous() for grad in local.operand_grads(pending.wait())]
         pending.finish()
@@ -164,19 +156,8 @@ def _mix_backward(
 
 
 @_mix_backward.register_fake
-def _mix_backward_shapes(
-    operands: list[Tensor],
-    do: Tensor,
-    saved: list[Tensor],
-    transition: Tensor,
-    incoming_state: Tensor | None,
-    dcarry_out: Tensor | None,
-    operator: str,
-    scale: float,
-    scan: str,
-    pieces: Tensor | None,
-    want_dcarry: bool,
-) -> tuple[list[Tensor], Tensor]:
+def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tensor], Tensor]:
+    _, _, transition, _, _, operator, *_, want_dcarry = rest
     state = operator_of(operator, operands).state_shape(operands)
     return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,))
 
@@ -229,20 +210,9 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, None, None, dcarry_in if want_dcarry else None, None, *grads
 
 
-def _under_autograd(
-    operands: list[Tensor],
-    operator: str,
-    scale: float,
-    scan: str,
-    pieces: Tensor | None,
-    incoming_state: Tensor | None,
-    carry_in: Tensor | None,
-    want_carry: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
     """The op's autograd kernel."""
-    o, received, carry_out, transition, *saved = _Differentiable.apply(
-        operator, scale, scan, pieces, incoming_state, carry_in, want_carry, *operands
-    )
+    o, received, carry_out, transition, *saved = _Differentiable.apply(*settings, *operands)
     return o, received, carry_out, transition, saved
 
 

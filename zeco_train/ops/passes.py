@@ -59,41 +59,12 @@ class BackwardPass(Protocol):
         ...
 
 
-class StartForward(Protocol):
-    def __call__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
-        """Start the pass: it makes the local state and transition.
-
-        Args:
-            operands: in the operator's order.
-            scale: factor of the outputs.
-            pieces: [T], see `zeco_train.ops.documents`; None without documents.
-
-        Raises:
-            ValueError: shapes or dtypes do not fit; the message names the tensor.
-        """
-        ...
-
-
-class StartBackward(Protocol):
-    def __call__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        pieces: Tensor | None,
-    ) -> BackwardPass:
-        """Start the pass: it makes the local state gradients.
-
-        Args:
-            operands: those of the forward pass, but for those in whose place it has saved something.
-            do: [B, T, H, V], the gradient of o.
-            saved: what else the forward pass has saved.
-            incoming_state: R, [B, H, K, V], if it is needed.
-            scale, pieces: as in the forward pass.
-        """
-        ...
+# (operands, scale, pieces) → the pass, see `Passes`.
+StartForward = Callable[[Sequence[Tensor], float, Tensor | None], ForwardPass]
+# (operands, do, saved, incoming_state, scale, pieces) → the pass.
+StartBackward = Callable[
+    [Sequence[Tensor], Tensor, Sequence[Tensor], Tensor | None, float, Tensor | None], BackwardPass
+]
 
 
 def nothing_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -104,6 +75,18 @@ def nothing_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 class Passes(NamedTuple):
     """An implementation of an operator on one rank.
+
+    Both passes are started by what they are given, and make the local state and transition, or the local state
+    gradients, at once:
+
+    - operands, in the operator's order; to the backward pass without those in whose place the forward pass has saved
+      something;
+    - do, [B, T, H, V], the gradient of o, and what else the forward pass has saved;
+    - incoming_state: R, [B, H, K, V], if it is needed;
+    - scale: factor of the outputs;
+    - pieces: [T], see `zeco_train.ops.documents`; None without documents.
+
+    A shape or dtype that does not fit is a ValueError, whose message names the tensor.
 
     Attributes:
         forward, backward: the passes.

@@ -28,6 +28,50 @@ from torch import Tensor
 from zeco_train.ops.documents import find_pieces
 
 
+@dataclass(frozen=True, eq=False)
+class ScanRequest:
+    """One rank's part in a scan.
+
+    Attributes:
+        state: [B, H, K, V], fp32 (fp64 for fp64 inputs), this rank's contribution from a zero start.
+        transition: same dtype, how this rank's tokens change an incoming state (`zeco_train.ops.transition`):
+            log-decays [B, H, K], ≤ 0, −inf where a document restarts, or matrices [B, H, K, K], zero there. All ranks'
+            are of one kind. A reverse scan takes the `adjoint` of what the forward one took.
+        reverse: scan from the last rank to the first.
+        carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
+        want_carry: `carry_out` will be asked for. All ranks must agree.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+
+    state: Tensor
+    transition: Tensor
+    reverse: bool = False
+    carry_in: Tensor | None = None
+    want_carry: bool = False
+
+    def __post_init__(self) -> None:
+        state, transition, carry_in = self.state, self.transition, self.carry_in
+        if state.ndim != 4 or state.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"state must be [B, H, K, V] in float32 or float64, not {_describe(state)}")
+        wanted = (state.dtype, state.device)
+        shapes = state.shape[:3], (*state.shape[:3], state.shape[2])
+        if transition.shape not in shapes or (transition.dtype, transition.device) != wanted:
+            problem = f"like the state, {_describe(state)}, not {_describe(transition)}"
+            raise ValueError(f"transition must be [B, H, K] or [B, H, K, K] {problem}")
+        if carry_in is not None and (carry_in.shape != state.shape or (carry_in.dtype, carry_in.device) != wanted):
+            raise ValueError(f"carry_in must be like the state, {_describe(state)}, not {_describe(carry_in)}")
+
+    def first_incoming(self) -> Tensor:
+        """The incoming state of the first rank in scan direction, R_0: `carry_in` itself, or zeros."""
+        return torch.zeros_like(self.state) if self.carry_in is None else self.carry_in
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
 class LaunchedScan(Protocol):
     """A scan under way. The order of use is `wait`, `finish`, `carry_out`."""
 
@@ -51,26 +95,8 @@ class LaunchedScan(Protocol):
 class StateScan(Protocol):
     """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group."""
 
-    def launch(
-        self,
-        state: Tensor,
-        transition: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> LaunchedScan:
-        """Start the scan.
-
-        Args:
-            state: [B, H, K, V], fp32 (fp64 for fp64 inputs): this rank's contribution from a zero start.
-            transition: same dtype, how this rank's tokens change an incoming state (`zeco_train.ops.transition`):
-                log-decays [B, H, K], −inf where a document restarts, or matrices [B, H, K, K], zero there. In reverse
-                its `adjoint`.
-            reverse: scan from the last rank to the first.
-            carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
-            want_carry: `carry_out` will be asked for. All ranks must agree.
-        """
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        """Start the scan."""
         ...
 
 

@@ -9,15 +9,7 @@ from enum import Enum
 
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link
 from zeco_train.config.schema import Dtype
-from zeco_train.plan.calibration import (
-    BANDWIDTH_EFFICIENCY,
-    CPU_BANDWIDTH,
-    CPU_FLOPS,
-    CPU_LINK,
-    IN_STEP,
-    LINK_EFFICIENCY,
-    MATMUL_EFFICIENCY,
-)
+from zeco_train.plan import calibration as known
 
 GIB = 1 << 30
 
@@ -29,6 +21,14 @@ class Gpu(Enum):
     h100 = "h100"
     a100 = "a100"
     cpu = "cpu"
+
+
+# GiB of memory, as torch says; dense TFLOP/s in bf16, fp32, fp64; TB/s of memory; GB/s of NVLink, a direction.
+_DATA_SHEETS = {
+    Gpu.h200: (139.8, 989, 67, 67, 4.8, 450),
+    Gpu.h100: (79.1, 989, 67, 67, 3.35, 450),
+    Gpu.a100: (79.1, 312, 19.5, 19.5, 2.0, 300),
+}
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,20 @@ class Machine:
 
 def machine(gpu: Gpu) -> Machine:
     """The device of that name."""
-    match gpu:
-        case Gpu.h200:
-            return _gpu("h200", 139.8, 989, 67, 67, 4.8, 450)
-        case Gpu.h100:
-            return _gpu("h100", 79.1, 989, 67, 67, 3.35, 450)
-        case Gpu.a100:
-            return _gpu("a100", 79.1, 312, 19.5, 19.5, 2.0, 300)
-        case Gpu.cpu:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            flops = dict(zip((Dtype.bf16, Dtype.fp32, Dtype.fp64), CPU_FLOPS, strict=True))
-            return Machine("cpu", float(memory), flops, CPU_BANDWIDTH, CPU_LINK, CPU_LINK)
-
-
-def _gpu(name: str, gib: float, bf16: float, fp32: float, fp64: float, bandwidth: float, link: float) -> Machine:
-    """From a data sheet: TFLOP/s dense, memory TB/s, NVLink GB/s a direction; memory is what torch says there is."""
-    flops = {Dtype.bf16: bf16, Dtype.fp32: fp32, Dtype.fp64: fp64}
+    if gpu is Gpu.cpu:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        flops = dict(zip((Dtype.bf16, Dtype.fp32, Dtype.fp64), known.CPU_FLOPS, strict=True))
+        return Machine("cpu", float(memory), flops, known.CPU_BANDWIDTH, known.CPU_LINK, known.CPU_LINK)
+    gib, bf16, fp32, fp64, bandwidth, link = _DATA_SHEETS[gpu]
     return Machine(
-        name,
+        gpu.value,
         memory=gib * GIB,
-        flops={dtype: peak * 1e12 * MATMUL_EFFICIENCY * IN_STEP for dtype, peak in flops.items()},
-        bandwidth=bandwidth * 1e12 * BANDWIDTH_EFFICIENCY,
-        link=link * 1e9 * LINK_EFFICIENCY,
+        flops={
+            dtype: peak * 1e12 * known.MATMUL_EFFICIENCY * known.IN_STEP
+            for dtype, peak in ((Dtype.bf16, bf16), (Dtype.fp32, fp32), (Dtype.fp64, fp64))
+        },
+        bandwidth=bandwidth * 1e12 * known.BANDWIDTH_EFFICIENCY,
+        link=link * 1e9 * known.LINK_EFFICIENCY,
         # 400 Gbit/s a GPU.
-        node_link=50e9 * LINK_EFFICIENCY,
+        node_link=50e9 * known.LINK_EFFICIENCY,
     )

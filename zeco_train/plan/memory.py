@@ -80,13 +80,15 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     blocks = list(case.spec.blocks.values())
     first, last = case.block(0), case.block(-1)
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
+    # Of all parameters, and as much again of all gradients, which are reduced.
+    parameters = parameter_bytes(case, case.master_bytes)
     # Gradients of an earlier pass of the step are there when the next one begins.
-    carried = _gradient_bytes(case) if case.passes > 1 else 0.0
+    carried = parameters if case.passes > 1 else 0.0
 
     # States that the operator's kernels keep: of one layer where blocks are computed again.
     walked = [dataclasses.replace(last, count=1)] if case.recompute is Recompute.full else blocks
     everywhere = {
-        "weights": parameter_bytes(case, case.master_bytes) + _gathered_bytes(case),
+        "weights": parameters + _gathered_bytes(case),
         "optimizer": optimizer_bytes(case),
         "states": _state_bytes(case) + sum(block.count * _walk_bytes(case, block) for block in walked),
         "buffers": _buffer_bytes(case),
@@ -101,18 +103,19 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
             **everywhere,
-            "gradients": max(carried, _largest_gradient(case)),
+            # Of the largest unit.
+            "gradients": max(carried, max(unit_bytes(case, case.master_bytes)) / case.shards),
             "activations": whole + passing_back,
         },
         "backward of the first block": {
             **everywhere,
-            "gradients": _gradient_bytes(case),
+            "gradients": parameters,
             "activations": case.tokens * (kept_bytes_per_token(case, first) + 16.0) + _passing_back(case, first),
             "states": _state_bytes(case) + _walk_bytes(case, first),
         },
         "optimizer": {
-            "weights": parameter_bytes(case, case.master_bytes),
-            "gradients": _gradient_bytes(case),
+            "weights": parameters,
+            "gradients": parameters,
             "optimizer": everywhere["optimizer"],
             "workspace": everywhere["workspace"] + updating,
         },
@@ -208,16 +211,6 @@ def _gathered_bytes(case: Case) -> float:
     if case.config.parallel.strategy is Strategy.zero3:
         return sum(sorted(sizes)[-2:]) + sizes[-1]
     return sum(sizes)
-
-
-def _gradient_bytes(case: Case) -> float:
-    """Of all parameters, reduced."""
-    return parameter_bytes(case, case.master_bytes)
-
-
-def _largest_gradient(case: Case) -> float:
-    """Of the largest unit, reduced."""
-    return max(unit_bytes(case, case.master_bytes)) / case.shards
 
 
 def _buffer_bytes(case: Case) -> float:

@@ -137,7 +137,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         f"{'largest difference of loss':<34}of gradient norm"
     ]
     for row in rows:
-        cells = [_cell(row["difference"][column]) for column in COMPARED]
+        cells = [show_difference(row["difference"][column]) or "-" for column in COMPARED]
         lines.append(
             f"{row['name']:<{width}}{row['steps']:>7}{row['first_loss']:>12.5f}{row['last_loss']:>11.5f}"
             f"{compact(row['tokens_per_second']):>10}  {cells[0]:<34}{cells[1]}"
@@ -145,9 +145,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _cell(found: dict[str, Any] | None) -> str:
+def show_difference(found: dict[str, Any] | None) -> str:
+    """A difference of `describe` as text; of the first run, which has none, an empty one."""
     if found is None:
-        return "-"
+        return ""
     return f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
 
 

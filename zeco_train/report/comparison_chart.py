@@ -18,25 +18,17 @@ _LENGTH = (
 def chart_spec() -> dict[str, Any]:
     """The Vega-Lite preset of the comparisons; `${field:…}` and `${string:…}` are W&B's placeholders."""
     x, y, kind, series = (f"${{field:{name}}}" for name in ("x", "y", "kind", "series"))
-    color = {
-        "field": series,
-        "type": "nominal",
-        "title": "sp",
-        "scale": {"domain": [*BACKENDS], "range": [spec.color for spec in BACKENDS.values()]},
-    }
-    # Each length and number of devices has a place of its own, as on a logarithmic axis of powers of two.
-    across = {
-        "field": x,
-        "type": "ordinal",
-        "title": "${string:xname}",
-        "axis": {"labelAngle": 0, "labelExpr": _LENGTH},
-    }
+
+    def channel(field: str, type_: str, title: str, **more: Any) -> dict[str, Any]:
+        return {"field": field, "type": type_, "title": title, **more}
 
     def up(field: str) -> dict[str, Any]:
-        scale = {"zero": True}
-        return {"field": field, "type": "quantitative", "title": "${string:yname}", "scale": scale}
+        return channel(field, "quantitative", "${string:yname}", scale={"zero": True})
 
-    shape = {"field": kind, "type": "ordinal", "title": "${string:kindname}"}
+    colors = {"domain": [*BACKENDS], "range": [spec.color for spec in BACKENDS.values()]}
+    color, shape = channel(series, "nominal", "sp", scale=colors), channel(kind, "ordinal", "${string:kindname}")
+    # Each length and number of devices has a place of its own, as on a logarithmic axis of powers of two.
+    across = channel(x, "ordinal", "${string:xname}", axis={"labelAngle": 0, "labelExpr": _LENGTH})
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": "${string:title}",

@@ -60,34 +60,26 @@ COMPARISONS = (
     ComparisonChart("Memory over length", "seq_len", "memory_gb", "devices", "tokens of a sequence", "GB"),
     ComparisonChart("MFU over length", "seq_len", "mfu", "devices", "tokens of a sequence", "of the device's peak"),
 )
-# (section, [(title, metrics of the runs' rows, x, logarithmic)])
-_HISTORIES: tuple[tuple[str, tuple[tuple[str, tuple[str, ...], str, bool], ...]], ...] = (
-    (
-        "Loss",
-        (
-            ("Loss over tokens", ("loss",), "tokens", False),
-            ("Validation loss over tokens", ("val_loss",), "tokens", False),
-            ("Gradient norm", ("grad_norm",), "step", True),
-            ("Learning rate", ("lr",), "step", False),
-        ),
+# By section: title, x, and metrics of the runs' rows.
+_HISTORIES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "Loss": (
+        ("Loss over tokens", "tokens", "loss"),
+        ("Validation loss over tokens", "tokens", "val_loss"),
+        ("Gradient norm", "step", "grad_norm"),
+        ("Learning rate", "step", "lr"),
     ),
-    (
-        "What a step loses",
-        (
-            ("Tokens per second and device", (RATE,), "step", False),
-            ("Exposed communication, of a step", (EXPOSED_SHARE,), "step", False),
-            ("Waiting for data, of a step", (DATA_SHARE,), "step", False),
-            ("Seconds of a step", ("step_seconds",), "step", False),
-        ),
+    "What a step loses": (
+        ("Tokens per second and device", "step", RATE),
+        ("Exposed communication, of a step", "step", EXPOSED_SHARE),
+        ("Waiting for data, of a step", "step", DATA_SHARE),
+        ("Seconds of a step", "step", "step_seconds"),
     ),
-    (
-        "Memory and utilisation",
-        (
-            ("Memory of the fullest device, GB", ("memory_gb",), "step", False),
-            ("MFU and HFU", ("mfu", "hfu"), "step", False),
-        ),
+    "Memory and utilisation": (
+        ("Memory of the fullest device, GB", "step", "memory_gb"),
+        ("MFU and HFU", "step", "mfu", "hfu"),
     ),
-)
+}
+_LOGARITHMIC = ["grad_norm"]
 
 
 def check_installed() -> None:
@@ -133,20 +125,12 @@ def sections(entity: str) -> list[Section]:
         groupby_rangefunc="minmax",
         title_x=_RATE_NAME,
     )
-    found = [
-        ws.Section(
-            name="Backends × lengths × devices",
-            panels=[*first, bars],
-            is_open=True,
-            pinned=True,
-            layout_settings=ws.SectionLayoutSettings(columns=2, rows=2),
-        )
-    ]
-    for section, plots in _HISTORIES:
+    layout, heading = ws.SectionLayoutSettings(columns=2, rows=2), "Backends × lengths × devices"
+    found = [ws.Section(name=heading, panels=[*first, bars], is_open=True, pinned=True, layout_settings=layout)]
+    for section, plots in _HISTORIES.items():
         panels: list[Any] = [
-            wr.LinePlot(title=t, x=x, y=list(y), log_y=log or None, title_x=x) for t, y, x, log in plots
+            wr.LinePlot(title=title, x=x, y=[*y], log_y=y == _LOGARITHMIC or None, title_x=x) for title, x, *y in plots
         ]
-        layout = ws.SectionLayoutSettings(columns=2, rows=2)
         found.append(ws.Section(name=section, panels=panels, is_open=True, layout_settings=layout))
     return found
 
@@ -203,16 +187,15 @@ def check(written: Mapping[str, Any]) -> list[str]:
         if section != other:
             raise DataError("dashboard", f"section {section[0]} is read back as another one")
     wanted = {part.split("}")[0] for part in json.dumps(written["charts"]).split("${")[1:]}
-    for _, panels in sections:
-        for panel in panels:
-            config = panel["config"]
-            if panel["viewType"] != "Vega2":
-                continue
+    every = [panel for _, panels in sections for panel in panels]
+    for panel in every:
+        config = panel["config"]
+        if panel["viewType"] == "Vega2":
             given = {f"field:{key}" for key in config["fieldSettings"]}
             given |= {f"string:{key}" for key in config["stringSettings"]}
             if given != wanted:
                 raise DataError("dashboard", f"chart {config['stringSettings'].get('title')} lacks {wanted - given}")
-    return [_title(panel) for _, panels in sections for panel in panels]
+    return [panel["config"].get("chartTitle") or panel["config"]["stringSettings"]["title"] for panel in every]
 
 
 def _panels(spec: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -226,11 +209,6 @@ def _panels(spec: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
                 query["fields"] = sorted(query["fields"], key=lambda field: field["name"])
         found.append((section["name"], panels))
     return found
-
-
-def _title(panel: Mapping[str, Any]) -> str:
-    config = panel["config"]
-    return config.get("chartTitle") or config["stringSettings"]["title"]
 
 
 def write(path: Path, project: str, entity: str | None, name: str, model: str | None) -> list[str]:

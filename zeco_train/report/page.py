@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
-from zeco_train.report.assets import SCRIPT, STYLE
-from zeco_train.report.comparison import COMPARED, describe
+from zeco_train.report.comparison import COMPARED, describe, show_difference
 from zeco_train.report.measurements import Comparison, Measurement
 from zeco_train.report.panels import Panel, panel_png
 from zeco_train.system.amounts import length_name
@@ -82,14 +82,13 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         drawn: the panels.
         pictures: further PNGs, by what they show.
     """
+    figures = "".join(map(_figure, drawn))
     sections = [
-        _section("Throughput", _measurements(comparison.measurements)) if comparison.measurements else "",
-        _section("Pictures", f'<div class="figures">{"".join(_figure(panel) for panel in drawn)}</div>')
-        if drawn
-        else "",
+        _section("Throughput", _measurements(comparison.measurements) if comparison.measurements else ""),
+        _section("Pictures", f'<div class="figures">{figures}</div>' if figures else ""),
         *(_losses(index, family) for index, family in enumerate(comparison.families, start=1) if len(family) > 1),
-        _section("Benchmarks", "".join(_picture(text, png) for text, png in pictures.items())) if pictures else "",
-        _section("Notes", _list(comparison.notes)) if comparison.notes else "",
+        _section("Benchmarks", "".join(_picture(text, png) for text, png in pictures.items())),
+        _section("Notes", _list(comparison.notes) if comparison.notes else ""),
     ]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return (
@@ -99,10 +98,15 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         # Even a mistake of ours in a name's escaping could not load or run anything else.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_text('page.css')}</style>\n</head>\n<body>\n"
         f"<header><h1>{escape(title)}</h1><p>{escape(_overview(comparison))} Made {made}.</p></header>\n"
-        f"<main>\n{''.join(sections)}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<main>\n{''.join(sections)}</main>\n<script>\n{_text('page.js')}</script>\n</body>\n</html>\n"
     )
+
+
+def _text(file: str) -> str:
+    """A file beside this one. Without the script the tables are in the order in which the runs were given."""
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 def _overview(comparison: Comparison) -> str:
@@ -156,17 +160,12 @@ def _losses(index: int, family: Sequence[Any]) -> str:
     cells = []
     for row in rows:
         numbers = [(row[key], f"{row[key]:.5f}") for key in ("first_loss", "last_loss")]
-        gaps = [_gap(row["difference"][name]) for name in COMPARED]
+        found = [row["difference"][name] for name in COMPARED]
+        gaps = [(gap and gap["relative"], show_difference(gap) or "the measure") for gap in found]
         counts = [(row[key], str(row[key])) for key in ("steps", "compared")]
         cells.append([(row["name"], row["name"]), *counts, *numbers, *gaps])
     caption = f"Losses step by step, against those of {family[0].name}, of runs with the same data, batches and seed."
     return _section(heading, _table(caption, headings, cells))
-
-
-def _gap(found: dict[str, Any] | None) -> tuple[Any, str]:
-    if found is None:
-        return None, "the measure"
-    return found["relative"], f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
 
 
 def _table(caption: str, headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
@@ -223,4 +222,5 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _section(heading: str, content: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2>\n{content}</section>\n"
+    """Nothing where there is no content."""
+    return f"<section><h2>{escape(heading)}</h2>\n{content}</section>\n" if content else ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zeco_train.report.comparison import Run, draw_differences, draw_losses
@@ -25,7 +27,7 @@ _RATE = "tokens/s of a device (p10, median, p90)"
 # More of them have no room for their names.
 _MOST_BARS = 16
 # Backend, kind and points.
-Line = tuple[str, str, list[tuple[int, Measurement]]]
+Line = tuple[str, str, list[tuple[int, Spread]]]
 _DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 
@@ -57,7 +59,7 @@ def panels(comparison: Comparison) -> list[Panel]:
     alone = [family[0] for family in comparison.families if len(family) == 1]
     if alone:
         names = ", ".join(run.name for run in alone)
-        found.append(Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", _draw_losses(alone)))
+        found.append(Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", partial(_draw_losses, alone)))
     return found
 
 
@@ -116,42 +118,41 @@ def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
     # A benchmark gives every device the same tokens, a training all backends the same sequences.
     benchmark = measurements[0].source == "benchmark"
     length = "tokens a device" if benchmark else "tokens of a sequence"
+    rates = [(m, m.rate) for m in measurements]
     by_length = _lines(
-        measurements,
+        rates,
         lambda m: m.layout.tokens_per_device if benchmark else m.layout.seq_len,
         lambda m: _ranks(m.layout.devices),
     )
-    by_devices = _by_devices(measurements)
+    spoken = _spoken((m, f"{rate.median:,.0f}") for m, rate in rates)
     found = [
         Panel(
             f"Throughput by length ({where})",
-            f"Tokens per second and device over {length}: {_spoken(measurements)}.",
-            lambda axes, colors: _draw_lines(axes, by_length, length, colors, length_name, _RATE, lambda m: m.rate),
+            f"Tokens per second and device over {length}: {spoken}.",
+            partial(_draw_lines, by_length, length, length_name, _RATE),
         )
     ]
     if len({m.layout.devices for m in measurements}) > 1:
         found.append(
             Panel(
                 f"Scaling ({where})",
-                f"Tokens per second and device over the number of devices: {_spoken(measurements)}.",
-                lambda axes, colors: _draw_lines(axes, by_devices, "devices", colors, str, _RATE, lambda m: m.rate),
+                f"Tokens per second and device over the number of devices: {spoken}.",
+                partial(_draw_lines, _by_devices(rates), "devices", str, _RATE),
             )
         )
     return found
 
 
-def _by_devices(measurements: Sequence[Measurement]) -> list[Line]:
-    return _lines(
-        measurements, lambda m: m.layout.devices, lambda m: f"{length_name(m.layout.tokens_per_device)} a device"
-    )
+def _by_devices(values: Sequence[tuple[Measurement, Spread]]) -> list[Line]:
+    return _lines(values, lambda m: m.layout.devices, lambda m: f"{length_name(m.layout.tokens_per_device)} a device")
 
 
 def _ranks(devices: int) -> str:
     return f"{devices} device{'s' if devices > 1 else ''}"
 
 
-def _spoken(measurements: Sequence[Measurement]) -> str:
-    return "; ".join(f"{_label(m)} {m.rate.median:,.0f}" for m in measurements[:24])
+def _spoken(figures: Iterable[tuple[Measurement, str]]) -> str:
+    return "; ".join(f"{_label(m)} {figure}" for m, figure in islice(figures, 24))
 
 
 def _label(measurement: Measurement) -> str:
@@ -160,23 +161,17 @@ def _label(measurement: Measurement) -> str:
 
 
 def _lines(
-    measurements: Sequence[Measurement], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
+    values: Sequence[tuple[Measurement, Spread]], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
 ) -> list[Line]:
     """Backend, kind and points of each line; of two measurements at a place the later one counts."""
-    lines: dict[tuple[str, str], dict[int, Measurement]] = {}
-    for measurement in measurements:
-        lines.setdefault((measurement.layout.backend, kind(measurement)), {})[x(measurement)] = measurement
+    lines: dict[tuple[str, str], dict[int, Spread]] = {}
+    for measurement, value in values:
+        lines.setdefault((measurement.layout.backend, kind(measurement)), {})[x(measurement)] = value
     return [(backend, name, sorted(points.items())) for (backend, name), points in lines.items()]
 
 
 def _draw_lines(
-    axes: Axes,
-    lines: Sequence[Line],
-    label: str,
-    colors: Mapping[str, str],
-    name: Callable[[int], str],
-    unit: str,
-    value: Callable[[Measurement], Spread],
+    lines: Sequence[Line], label: str, name: Callable[[int], str], unit: str, axes: Axes, colors: Mapping[str, str]
 ) -> None:
     from matplotlib.ticker import EngFormatter
 
@@ -185,17 +180,13 @@ def _draw_lines(
     for index, (backend, kind, points) in enumerate(lines):
         # Side by side, since backends are often as fast as each other.
         apart = 2 ** (min(0.05, 0.5 / len(lines)) * (index - (len(lines) - 1) / 2))
-        rates = [value(m) for _, m in points]
-        middle = [rate.median for rate in rates]
         # A percentile of few values, or of a distribution with two humps, can lie on the median's other side.
-        spread = [
-            [max(0.0, rate.median - rate.p10) for rate in rates],
-            [max(0.0, rate.p90 - rate.median) for rate in rates],
-        ]
+        below = [max(0.0, value.median - value.p10) for _, value in points]
+        above = [max(0.0, value.p90 - value.median) for _, value in points]
         axes.errorbar(
             [place * apart for place, _ in points],
-            middle,
-            yerr=spread,
+            [value.median for _, value in points],
+            yerr=[below, above],
             color=_color(backend, colors),
             marker=_MARKERS[kinds.index(kind) % len(_MARKERS)],
             linestyle=("-", "--", "-.", ":")[kinds.index(kind) % 4],
@@ -231,69 +222,54 @@ def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
     for title, unit, value in columns:
         bars = [(m, amount) for m in measurements if (amount := value(m)) is not None]
         if bars:
-            spoken = "; ".join(f"{_label(m)} {amount:.3g}" for m, amount in bars[:24])
-            draw = _bars(bars, unit) if len(bars) <= _MOST_BARS else _cost_lines(bars, unit)
+            spoken = _spoken((m, f"{amount:.3g}") for m, amount in bars)
+            draw = partial(_draw_bars, bars, unit)
+            if len(bars) > _MOST_BARS:
+                lines = _by_devices([(m, Spread(amount, amount, amount, 1)) for m, amount in bars])
+                draw = partial(_draw_lines, lines, "devices", str, unit)
             found.append(Panel(f"{title} ({where})", f"{title}, {unit}: {spoken}.", draw))
     return found
-
-
-def _cost_lines(bars: Sequence[tuple[Measurement, float]], unit: str) -> Callable[[Axes, Mapping[str, str]], None]:
-    amounts = {id(measurement): Spread(amount, amount, amount, 1) for measurement, amount in bars}
-    lines = _by_devices([measurement for measurement, _ in bars])
-
-    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
-        _draw_lines(axes, lines, "devices", colors, str, unit, lambda m: amounts[id(m)])
-
-    return draw
 
 
 def _share(seconds: float | None, measurement: Measurement) -> float | None:
     return None if seconds is None else 100 * seconds / measurement.step_seconds
 
 
-def _bars(bars: Sequence[tuple[Measurement, float]], unit: str) -> Callable[[Axes, Mapping[str, str]], None]:
-    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
-        amounts = [amount for _, amount in bars]
-        drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
-        axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
-        axes.set_yticks(range(len(bars)), [plain(_label(m)) for m, _ in bars], fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlim(left=0)
-        axes.set_xlabel(unit)
-
-    return draw
+def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes, colors: Mapping[str, str]) -> None:
+    amounts = [amount for _, amount in bars]
+    drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
+    axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
+    axes.set_yticks(range(len(bars)), [plain(_label(m)) for m, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(unit)
 
 
 def _losses(family: Sequence[Run]) -> list[Panel]:
     first = family[0]
     names = ", ".join(run.name for run in family)
-    found = [Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", _draw_losses(family))]
+    found = [Panel(f"Loss ({names})", f"Training loss over tokens of {names}.", partial(_draw_losses, family))]
     others = [run for run in family[1:] if run.rows.keys() & first.rows.keys()]
     if others:
         text = f"How far the losses of {', '.join(run.name for run in others)} lie from those of {first.name}, by step."
-        found.append(Panel(f"Difference of the losses from {first.name}", text, _draw_differences([first, *others])))
+        draw = partial(_draw_differences, [first, *others])
+        found.append(Panel(f"Difference of the losses from {first.name}", text, draw))
     return found
 
 
-def _draw_losses(family: Sequence[Run]) -> Callable[[Axes, Mapping[str, str]], None]:
-    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
-        from matplotlib.ticker import EngFormatter
+def _draw_losses(family: Sequence[Run], axes: Axes, colors: Mapping[str, str]) -> None:
+    from matplotlib.ticker import EngFormatter
 
-        draw_losses(axes, family, x="tokens")
-        axes.set_xlabel("tokens")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-
-    return draw
+    draw_losses(axes, family, x="tokens")
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _draw_differences(family: Sequence[Run]) -> Callable[[Axes, Mapping[str, str]], None]:
-    def draw(axes: Axes, colors: Mapping[str, str]) -> None:
-        draw_differences(axes, family)
-        axes.set_xlabel("step")
-        axes.legend(frameon=False, fontsize=8)
-
-    return draw
+def _draw_differences(family: Sequence[Run], axes: Axes, colors: Mapping[str, str]) -> None:
+    draw_differences(axes, family)
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _finish(axes: Axes, title: str) -> None:

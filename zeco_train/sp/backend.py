@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zeco_train.collectives import Courier, ScanRequest
+from zeco_train.collectives import Courier
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.ops.seam import LaunchedScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.sp.exposed import ExposedMeter
 
 
@@ -25,7 +24,7 @@ class ScanBackend(ABC):
             one group runs its messages in series. None where nothing crosses ranks.
 
     Attributes:
-        finish_waits: of the class: `finish` of its scans communicates, and does not leave that to a courier.
+        finish_waits: `finish` of its scans communicates, and does not leave that to a courier.
         exposed: measures the communication of scans that no compute hides. Where nothing crosses ranks, there is
             nothing to measure.
     """
@@ -37,23 +36,14 @@ class ScanBackend(ABC):
         self._crosses_ranks = any(courier.size > 1 for courier in couriers)
         self.exposed = ExposedMeter()
 
-    def launch(
-        self,
-        state: Tensor,
-        transition: Tensor,
-        *,
-        reverse: bool = False,
-        carry_in: Tensor | None = None,
-        want_carry: bool = False,
-    ) -> LaunchedScan:
+    def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan.launch`.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit.
             CommunicationError: a peer is gone, or an earlier scan failed.
         """
-        scan = self.start(ScanRequest(state, transition, reverse, carry_in, want_carry))
-        return self.exposed.metered(scan, state.device, self.finish_waits) if self._crosses_ranks else scan
+        scan = self.start(request)
+        return self.exposed.metered(scan, request.state.device, self.finish_waits) if self._crosses_ranks else scan
 
     @abstractmethod
     def start(self, request: ScanRequest) -> LaunchedScan:
@@ -95,6 +85,17 @@ class ScanBackend(ABC):
         """
         for courier in self._couriers:
             courier.drain()
+
+
+class SpecScan(ScanBackend):
+    """A backend whose scans all are one algorithm's."""
+
+    def __init__(self, couriers: tuple[Courier, ...], scan: ScanSpec) -> None:
+        super().__init__(couriers)
+        self._scan, self.finish_waits = scan, scan.in_series
+
+    def start(self, request: ScanRequest) -> LaunchedScan:
+        return self._scan.start(request, self.courier(request))
 
 
 @dataclass(frozen=True, eq=False)

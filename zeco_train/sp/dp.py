@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zeco_train.collectives import PendingScan, ScanRequest, scan_alone
+from zeco_train.collectives import PendingScan, scan_alone
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 

@@ -8,25 +8,14 @@ launched ahead: `wait` receives and `finish` folds and sends.
 
 from __future__ import annotations
 
-from zeco_train.collectives import PendingSerialScan, ScanRequest, launch_serial
 from zeco_train.collectives.serial import SERIAL
-from zeco_train.sp.backend import BackendSpec, ScanBackend
-
-
-class SerialScan(ScanBackend):
-    """LASP-1's scan over the ranks of a sequence."""
-
-    finish_waits = True
-
-    def start(self, request: ScanRequest) -> PendingSerialScan:
-        return launch_serial(request, self.courier(request))
-
+from zeco_train.sp.backend import BackendSpec, SpecScan
 
 LASP1 = BackendSpec(
     name="lasp1",
     description="one rank after the other, in series with the compute (LASP-1)",
     color="#8a6d1d",
     dark_color="#d9b23c",
-    build=lambda couriers, _: SerialScan(couriers),
+    build=lambda couriers, _: SpecScan(couriers, SERIAL),
     scans=(SERIAL,),
 )

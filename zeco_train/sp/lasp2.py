@@ -7,23 +7,14 @@ with ZeCO the gathering is started before the intra-chunk work and waited for af
 
 from __future__ import annotations
 
-from zeco_train.collectives import PendingScan, ScanRequest, launch_all_gather
 from zeco_train.collectives.all_gather import ALL_GATHER
-from zeco_train.sp.backend import BackendSpec, ScanBackend
-
-
-class AllGatherScan(ScanBackend):
-    """LASP-2's scan over the ranks of a sequence."""
-
-    def start(self, request: ScanRequest) -> PendingScan:
-        return launch_all_gather(request, self.courier(request))
-
+from zeco_train.sp.backend import BackendSpec, SpecScan
 
 LASP2 = BackendSpec(
     name="lasp2",
     description="all-gather of all states and decays, beside the work inside chunks (LASP-2)",
     color="#7a3fa8",
     dark_color="#c596f5",
-    build=lambda couriers, _: AllGatherScan(couriers),
+    build=lambda couriers, _: SpecScan(couriers, ALL_GATHER),
     scans=(ALL_GATHER,),
 )

@@ -25,13 +25,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeco_train.collectives import Courier, ScanRequest, scan_alone
+from zeco_train.collectives import Courier, scan_alone
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
 from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, request_problem, transport_problem
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import LaunchedScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.transition import is_matrix
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 

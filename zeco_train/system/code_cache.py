@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeco_train.errors import ConfigError
+from zeco_train.system.arguments import errors_in_a_line
 
 # What Triton, Inductor and CUDA's driver call theirs, and ours in it.
 _VARIABLES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
@@ -112,13 +113,10 @@ def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
             os.environ[variable] = str(private_folder(key, private_folder(key, default_folder()) / name))
 
 
+@errors_in_a_line
 def main() -> int:
     """Print the default folder; returns the exit code."""
-    try:
-        print(default_folder())
-    except ConfigError as error:
-        print(error.line, file=sys.stderr)
-        return error.exit_code
+    print(default_folder())
     return 0
 
 

@@ -49,25 +49,21 @@ def sha256_of(path: Path) -> str:
 
 def sync_file(path: Path) -> None:
     """Have the contents of a file on disk when this returns."""
-    _sync(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on disk when this returns."""
-    try:
-        _sync(path)
-    except OSError as error:
-        # Some network file systems know no fsync of a folder, and have no need of it.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-
-
-def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk when this returns."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        # Some network file systems know no fsync of a folder, and have no need of it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def take_lock(path: Path) -> tuple[int, str | None]:

@@ -26,7 +26,7 @@ from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_wei
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, main_first, resolve_sp_size
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather, init_mesh, join, main_first, resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
@@ -358,8 +358,7 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
     """
     batch = agree(mesh, lambda: loader.batch(consumed, 0))
     own = batch.sequence_ids, batch.input_ids[:, 0].tolist(), batch.labels[:, -1].tolist()
-    everyone = [own] * mesh.world_size
-    dist.all_gather_object(everyone, own)
+    everyone = gather(own, mesh.world_size)
     for rank in range(1, mesh.world_size):
         if rank % mesh.sp_size == 0:
             continue

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from zeco_train.distributed.mesh import gather
 from zeco_train.errors import ConfigError
 
 # When it happened: (phase, position within the phase), and what.
@@ -51,8 +51,7 @@ def explain(model: nn.Module, symptom: str, forwards: Iterable[Callable[[], obje
         _first_parameter(model, "gradient"),
         _first_activation(model, forwards),
     ]
-    gathered: list[list[Finding | None]] = [[]] * world_size
-    dist.all_gather_object(gathered, findings)
+    gathered = gather(findings, world_size)
     found = sorted((f[0], rank, f[1]) for rank, of_rank in enumerate(gathered) for f in of_rank if f is not None)
     if not found:
         return f"{symptom}, though every tensor is finite: a sum over them overflowed"

@@ -40,7 +40,7 @@ from data.display import short_number
 from data.reader import TRAINING, OpenedData
 from data.store import META_FILE, TokenStore
 from zeco_train.distributed.agreement import check_same
-from zeco_train.distributed.mesh import ProcessMesh, agree
+from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.system.amounts import clock
 from zeco_train.system.files import write_durably
@@ -249,8 +249,7 @@ def _compare_stores(stores: Mapping[str, TokenStore], earlier: DataRecord, confi
 def _ranks_with_these(files: Sequence[_File], mesh: ProcessMesh) -> list[int]:
     """The ranks that see the very files that this one sees, which is one of them."""
     view = [(file.digest, file.store.versions[file.index]) for file in files]
-    views = [""] * mesh.world_size
-    dist.all_gather_object(views, hashlib.sha256(repr(view).encode()).hexdigest())
+    views = gather(hashlib.sha256(repr(view).encode()).hexdigest(), mesh.world_size)
     return [rank for rank in range(mesh.world_size) if views[rank] == views[mesh.rank]]
 
 
@@ -277,8 +276,7 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
         own: the share of this rank.
         run_dir: where to keep the record meanwhile; None if the folder is not a run's yet.
     """
-    shares: list[tuple[int, int]] = [(0, 0)] * mesh.world_size
-    dist.all_gather_object(shares, (len(own), sum(file.note[0] for file in own)))
+    shares = gather((len(own), sum(file.note[0] for file in own)), mesh.world_size)
     count, total = (sum(column) for column in zip(*shares, strict=True))
     if count == 0:
         return
@@ -313,8 +311,6 @@ def _rounds(
     """
     found: list[tuple[str, Note]] = []
     reading = _compare(own, explain, found)
-    nothing: tuple[int, list[tuple[str, Note]], bool, DataError | None] = 0, [], False, None
-    everyone = [nothing] * mesh.world_size
     while True:
         read, has_more, error = 0, False, None
         deadline = time.monotonic() + _ROUND_SECONDS
@@ -325,7 +321,7 @@ def _rounds(
                     break
         except DataError as caught:
             error = caught
-        dist.all_gather_object(everyone, (read, found, has_more, error))
+        everyone = gather((read, found, has_more, error), mesh.world_size)
         found.clear()
         reads, notes, more, errors = zip(*everyone, strict=True)
         first = next((error for error in errors if error is not None), None)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.mesh import Launch, ProcessMesh, gather, init_mesh
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import SPConfig, build_scan
@@ -50,24 +50,23 @@ class Verification:
         if config.huge:
             yield from self._huge()
             return
-        for size, mesh in self._meshes.items():
-            for tokens in config.tokens:
-                for documents, carry in config.layouts:
-                    for dtype in config.dtypes:
-                        yield from self._sequence(mesh, self._make(mesh, size, tokens, dtype, documents, carry), dtype)
-                        _free(self._device)
+        for mesh, tokens, (documents, carry), dtype in itertools.product(
+            self._meshes.values(), config.tokens, config.layouts, config.dtypes
+        ):
+            yield from self._sequence(mesh, self._make(mesh, tokens, dtype, documents, carry), dtype)
+            _free(self._device)
 
     def drain(self) -> None:
         """Return when nothing is under way any more; before the groups are destroyed."""
         for scan in self._scans.values():
             scan.drain()
 
-    def _make(self, mesh: ProcessMesh, size: int, tokens: int, dtype: str, documents: bool, carry: bool) -> Sequence:
+    def _make(self, mesh: ProcessMesh, tokens: int, dtype: str, documents: bool, carry: bool) -> Sequence:
         config = self._config
         return Sequence(
             name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
             tokens=tokens,
-            num_ranks=size,
+            num_ranks=mesh.sp_size,
             batch=1 if documents else config.batch,
             heads=config.heads,
             key_dim=config.key_dim,
@@ -111,9 +110,7 @@ class Verification:
         """The deviations of all ranks. Nothing is under way after it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        everyone: list[dict[str, Deviation]] = [{} for _ in range(self._launch.world_size)]
-        dist.all_gather_object(everyone, own)
-        return tuple(everyone)
+        return tuple(gather(own, self._launch.world_size))
 
     def _run(
         self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place
@@ -127,9 +124,7 @@ class Verification:
             results = run_backend(sequence, part, self._scans[key], place)
         except ConfigError as error:
             reason = str(error)
-        reasons = [reason] * self._launch.world_size
-        dist.all_gather_object(reasons, reason)
-        return results, next((text for text in reasons if text), "")
+        return results, next((text for text in gather(reason, self._launch.world_size) if text), "")
 
     def _huge(self) -> Iterator[Row]:
         """More than 2³¹ elements, each rank alone on its device."""

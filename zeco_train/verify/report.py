@@ -147,18 +147,12 @@ _WIDTHS = (6, 13, 21, 23)
 def header() -> str:
     """The table's first line."""
     names = "".join(f"{name:>10}" for name in TENSORS)
-    first = "".join(
-        f"{name:<{width}}" for name, width in zip(("dtype", "tokens", "sequence", "backend"), _WIDTHS, strict=True)
-    )
-    return f"{first}{names}{'ratio':>7}  {'worst':<16} verdict"
+    return f"{_first('dtype', 'tokens', 'sequence', 'backend')}{names}{'ratio':>7}  {'worst':<16} verdict"
 
 
 def line(row: Row) -> str:
     """A row of the table: errors from float64, the largest of the ranks."""
-    tokens = f"{row.sp_size} × {row.tokens:,}"
-    first = "".join(
-        f"{text:<{width}}" for text, width in zip((row.dtype, tokens, row.layout, row.backend), _WIDTHS, strict=True)
-    )
+    first = _first(row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
     if row.reason:
         return f"{first} skipped: {row.reason}"
     worst = {tensor: found for tensor in TENSORS if (found := row.worst(tensor)) is not None}
@@ -167,6 +161,10 @@ def line(row: Row) -> str:
     top = max(worst, key=lambda t: math.inf if math.isnan(worst[t][0]) else worst[t][0])
     verdict = f"FAILED: {'; '.join(row.failures)}" if row.failures else "ok"
     return f"{first}{errors}{ratio:>7}  {f'{top} rank {worst[top][1]}':<16} {verdict}"
+
+
+def _first(*cells: str) -> str:
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
 
 
 def summary(rows: list[Row]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.ops.mix import mix
-from zeco_train.ops.seam import LaunchedScan, SequenceShard, StateScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.reference import Place
 from zeco_train.verify.sequences import TOKENS, Sequence
@@ -47,9 +46,8 @@ class RecordingScan:
         self._scan = scan
         self.received: dict[str, Tensor] = {}
 
-    def launch(self, state: Tensor, transition: Tensor, *, reverse: bool = False, **options: Any) -> _Received:
-        pending = self._scan.launch(state, transition, reverse=reverse, **options)
-        return _Received(pending, "D_in" if reverse else "R", self.received)
+    def launch(self, request: ScanRequest) -> _Received:
+        return _Received(self._scan.launch(request), "D_in" if request.reverse else "R", self.received)
 
 
 def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, place: Place) -> dict[str, Tensor]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from zeco_train.ops.seam import LaunchedScan, StateScan
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan
 
 
 class _Zeroed:
@@ -35,6 +33,6 @@ class ZeroedScan:
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
 
-    def launch(self, state: Tensor, transition: Tensor, **options: Any) -> LaunchedScan:
+    def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan`."""
-        return _Zeroed(self._scan.launch(state, transition, **options))
+        return _Zeroed(self._scan.launch(request))

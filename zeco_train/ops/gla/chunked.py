@@ -43,19 +43,6 @@ from zeco_train.ops.gla.chunk_states import ChunkStateGrads, ChunkStates, local_
 from zeco_train.ops.gla.intra import IntraGrads, intra_grads, intra_scores
 from zeco_train.ops.passes import Passes
 
-__all__ = [
-    "CHUNKED",
-    "ChunkStateGrads",
-    "ChunkStates",
-    "IntraGrads",
-    "input_grads",
-    "intra_grads",
-    "intra_scores",
-    "local_state_grads",
-    "local_states",
-    "outputs",
-]
-
 
 def outputs(
     q: Tensor,
