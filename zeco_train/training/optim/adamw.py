@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch.nn import Parameter
 
-from models.parameters import ParameterRule
-from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, decay_groups
+from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Parameters, decay_groups
 
 
-def _build(parameters: Sequence[tuple[Parameter, ParameterRule]], settings: OptimizerSettings) -> torch.optim.AdamW:
+def _build(parameters: Parameters, settings: OptimizerSettings) -> torch.optim.AdamW:
     groups = decay_groups(parameters, settings.weight_decay)
     # One pass over weights, gradient and moments; and the only kind that can leave a step out on the device.
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)

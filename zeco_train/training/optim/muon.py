@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from models.parameters import ParameterRule
 from models.spec import ParameterSpec
 from zeco_train.distributed.whole import WholeMatrices, assign, local
 from zeco_train.training.optim.adamw import ADAMW, moments_bytes
-from zeco_train.training.optim.spec import AdjustLR, OptimizerSettings, OptimizerSpec, Precision, decay_groups
+from zeco_train.training.optim.spec import (
+    AdjustLR,
+    OptimizerSettings,
+    OptimizerSpec,
+    Parameters,
+    Precision,
+    decay_groups,
+)
 
 # Of the quintic polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, and the least norm that is divided by; Jordan's and torch's.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -81,7 +87,7 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
-    def __init__(self, parameters: Sequence[tuple[Parameter, ParameterRule]], settings: OptimizerSettings) -> None:
+    def __init__(self, parameters: Parameters, settings: OptimizerSettings) -> None:
         self._settings = settings
         self._rules = [rule for _, rule in parameters if rule.is_projection]
         projections = [parameter for parameter, rule in parameters if rule.is_projection]

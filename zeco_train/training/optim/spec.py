@@ -16,6 +16,8 @@ from zeco_train.errors import ConfigError
 
 # Parameters and what holds for them, as `torch.optim` takes it: {"params": […], "weight_decay": …}.
 Group = dict[str, Any]
+# What an optimizer is built over.
+Parameters = Sequence[tuple[Parameter, ParameterRule]]
 
 
 class AdjustLR(Enum):
@@ -92,14 +94,14 @@ class OptimizerSpec:
     """
 
     name: str
-    build: Callable[[Sequence[tuple[Parameter, ParameterRule]], OptimizerSettings], torch.optim.Optimizer]
+    build: Callable[[Parameters, OptimizerSettings], torch.optim.Optimizer]
     state_bytes: Callable[[int, int, ParameterRule], int]
     settings: tuple[str, ...] = ()
     products: Callable[[Sequence[ParameterSpec], int, OptimizerSettings], float] = lambda *_: 0.0
     working: Callable[[Sequence[ParameterSpec]], int] = lambda _: 0
 
 
-def decay_groups(parameters: Sequence[tuple[Parameter, ParameterRule]], weight_decay: float) -> list[Group]:
+def decay_groups(parameters: Parameters, weight_decay: float) -> list[Group]:
     """The parameters in two groups: those that decay, and the rest."""
     decaying = [parameter for parameter, rule in parameters if rule.decays]
     rest = [parameter for parameter, rule in parameters if not rule.decays]
