@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -32,6 +31,7 @@ from zeco_train.errors import OutOfMemoryError, ZecoError
 from zeco_train.lifecycle.watchdog import TERMINATED, Watchdog, is_communication_failure, launcher_store
 from zeco_train.system import background
 from zeco_train.system.signals import catch_in_this_process, die_with_launcher
+from zeco_train.system.terminal import nobody_reads
 
 logger = logging.getLogger(__name__)
 
@@ -253,23 +253,13 @@ def _run(command: Callable[[Job], int], job: Job) -> int:
         code = command(job)
         job.finish(code)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and nobody_reads():
             return job.leave(signal.SIGPIPE)
         failure = job.fail(error)
         if failure is None:
             raise
         return failure
     return code
-
-
-def _nobody_reads() -> bool:
-    """Whether stdout leads nowhere any more, as after `| head`; if so, what is written to it from now on is dropped."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def _say(error: ZecoError) -> None:

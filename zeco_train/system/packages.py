@@ -1,4 +1,4 @@
-"""Packages that are not installed: one line, which names the command that installs them."""
+"""Packages: this project's own come first; one that is not installed is a line with the command that installs it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from zeco_train.errors import ConfigError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("zeco_train", "data", "models")
+
+
+def put_own_packages_first() -> None:
+    """Find `data` and `models` beside this package, whatever is called so in the current folder."""
+    if sys.path[:1] != [str(_ROOT)]:
+        sys.path.insert(0, str(_ROOT))
 
 
 @contextmanager

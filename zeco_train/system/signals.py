@@ -17,8 +17,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from zeco_train.system.packages import explained_if_missing
-from zeco_train.system.terminal import show_any_text
+from zeco_train.system.packages import explained_if_missing, put_own_packages_first
+from zeco_train.system.terminal import nobody_reads, show_any_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -47,6 +47,7 @@ def run_command(module: str) -> NoReturn:
     its name.
     """
     show_any_text()
+    put_own_packages_first()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Some packages are imported by what needs them only.
@@ -54,9 +55,15 @@ def run_command(module: str) -> NoReturn:
         main = importlib.import_module(module).main
         signal.signal(signal.SIGINT, before)
         try:
-            sys.exit(main(sys.argv[1:]))
+            code = main(sys.argv[1:])
+            sys.stdout.flush()
+            sys.exit(code)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
+        except BrokenPipeError:
+            if not nobody_reads():
+                raise
+            sys.exit(128 + signal.SIGPIPE)
 
 
 def exit_code(stopped_by: signal.Signals) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import select
 import sys
 
 # What moves the cursor, changes colours, titles or the clipboard, or shows text in another order than it has: C0, C1,
@@ -26,3 +28,13 @@ def show_any_text() -> None:
     # A test, or a notebook, may have put something else in its place.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def nobody_reads() -> bool:
+    """Whether stdout leads nowhere any more, as after `| head`; if so, what is written to it from now on is dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -1,0 +1,93 @@
+"""An installed wheel, away from the checkout: all commands with their configurations, and folders of a user in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+from zeco_train.__main__ import COMMANDS, describe
+
+pytestmark = pytest.mark.processes
+TINY = ["model.num_layers=1", "model.hidden_size=32", "data.seq_len=64", "train.eval_sequences=0", "train.steps=2"]
+
+
+def _run(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pip makes of the tracked files, unpacked as pip does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for name in filter(None, tracked.stdout.split("\0")):
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / name).write_bytes((REPOSITORY / name).read_bytes())
+    command = ["-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("zeco_train-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.startswith(("tests", "launch", "docs"))]
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder of the user's with packages of the same names."""
+    for name in ("models", "data", "configs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_away_from_the_checkout(site: Path, home: Path) -> None:
+    done = _run(home, site, "-m", "zeco_train", "train", *TINY, "sched=wsd")
+    assert done.returncode == 0, done.stderr
+    assert "results in runs/default" in done.stdout
+    for arguments in (
+        ["generate", "runs/default", "--prompt=a", "--max-tokens=3"],
+        ["export", "runs/default", "exported"],
+    ):
+        done = _run(home, site, "-m", "zeco_train", *arguments)
+        assert done.returncode == 0, (arguments, done.stderr)
+    assert (home / "exported" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_every_command_has_its_help(site: Path, home: Path) -> None:
+    for name in COMMANDS:
+        done = _run(home, site, "-m", "zeco_train", name, "--help")
+        assert done.returncode == 0, (name, done.stderr)
+        assert "usage" in done.stdout or "torchrun" in done.stdout, name
+    # The commands by their own names, too.
+    done = _run(home, site, "-m", "zeco_train.plan", "model=gla_1b")
+    assert done.returncode == 0, done.stderr
+    assert "1,159,766,528 parameters" in done.stdout
+
+
+def test_help_lists_every_command_with_a_line() -> None:
+    done = _run(REPOSITORY, REPOSITORY, "-m", "zeco_train")
+    assert (done.returncode, done.stdout, done.stderr) == (0, describe() + "\n", "")
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_an_unknown_command_is_one_line() -> None:
+    done = _run(REPOSITORY, REPOSITORY, "-m", "zeco_train", "trian")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: command=trian: must be one of {', '.join(COMMANDS)}\n"
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_word() -> None:
+    shell = f"{sys.executable} -m zeco_train.plan --help | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
