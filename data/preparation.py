@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ class PrepareOptions:
 class Prepared:
     """What was written: meta of the store and of its validation part, what was passed over, and how fast it went.
 
+    The defaults are those of a run that only had to move what an interrupted one had made.
+
     Attributes:
         num_files: files that were read; None for a data set.
         earlier_tokens: written by runs that were interrupted.
@@ -90,13 +92,13 @@ class Prepared:
 
     meta: StoreMeta
     validation: StoreMeta | None
-    num_files: int | None
-    skipped_files: Counter[str]
     short_documents: int
-    earlier_tokens: int
-    tokens: int
-    seconds: float
-    workers: int
+    num_files: int | None = None
+    skipped_files: Counter[str] = field(default_factory=Counter)
+    earlier_tokens: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    workers: int = 1
 
 
 def prepare_store(options: PrepareOptions) -> Prepared:
@@ -122,7 +124,7 @@ def prepare_store(options: PrepareOptions) -> Prepared:
         preparation.check_unchanged()
         try:
             preparation.run()
-            return _place(options, work, out, preparation)
+            return _place(options, work, out, **preparation.facts())
         except (ZecoError, OSError) as error:
             if not work.state.is_new:
                 error.add_note(f"{work.state.writer.num_tokens:,} tokens are kept, the same command goes on from there")
@@ -162,6 +164,13 @@ class _Preparation:
             if work.state.phase == READ:
                 self._split(writer)
             self._finish(writer)
+
+    def facts(self) -> dict[str, Any]:
+        """What `Prepared` has of this run."""
+        found = {name: getattr(self, name) for name in ("earlier_tokens", "tokens", "seconds", "workers")}
+        if isinstance(self.source, FileSource):
+            found |= {"num_files": self.source.num_files, "skipped_files": self.source.skipped}
+        return found
 
     def _open_source(self) -> Source:
         options, spec = self._options, self._options.dataset
@@ -266,23 +275,12 @@ class _Preparation:
         work.save(replace(work.state, phase=MOVING, meta_sha256=meta_sha256(work.store)))
 
 
-def _place(options: PrepareOptions, work: WorkFolder, out: Path, preparation: _Preparation | None = None) -> Prepared:
-    """Move the whole store to its place, and say what it is; without a `preparation` there was no more to do."""
+def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -> Prepared:
+    """Move the whole store to its place, and say what it is; `facts` are those of its preparation by this run."""
     work.move_to(out, options.overwrite)
-    source = preparation.source if preparation else None
-    files = source if isinstance(source, FileSource) else None
     held_out = out / VALIDATION_FOLDER
-    return Prepared(
-        meta=read_meta(out),
-        validation=read_meta(held_out) if held_out.exists() else None,
-        num_files=files.num_files if files else None,
-        skipped_files=files.skipped if files else Counter(),
-        short_documents=work.state.short_documents,
-        earlier_tokens=preparation.earlier_tokens if preparation else 0,
-        tokens=preparation.tokens if preparation else 0,
-        seconds=preparation.seconds if preparation else 0.0,
-        workers=preparation.workers if preparation else 1,
-    )
+    validation = read_meta(held_out) if held_out.exists() else None
+    return Prepared(read_meta(out), validation, work.state.short_documents, **facts)
 
 
 def too_short(options: PrepareOptions) -> str:

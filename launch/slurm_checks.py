@@ -170,11 +170,6 @@ def _slow_gpus(facts: dict[str, Facts]) -> Iterable[Finding]:
                 yield Finding(node, False, text)
 
 
-def _describe(gpus: list[dict[str, str]]) -> str:
-    counts = Counter(f"{gpu['name']} {gpu['memory.total']} MiB" for gpu in gpus)
-    return " + ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
-
-
 def _number(gpu: dict[str, str], name: str) -> float:
     try:
         return float(gpu[name])
@@ -298,7 +293,9 @@ def _summary(facts: dict[str, Facts], expected: int, bad: int, findings: int) ->
     if known is None:
         return f"check: {expected} nodes, none fit"
     versions = known["versions"]
-    gpus = _describe(known["gpus"]) if known["gpus"] else f"{known['cpus']} CPUs, no GPUs"
+    counts = Counter(f"{gpu['name']} {gpu['memory.total']} MiB" for gpu in known["gpus"])
+    gpus = " + ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
+    gpus = gpus or f"{known['cpus']} CPUs, no GPUs"
     parts = [f"{expected} nodes with {gpus}"] + [f"driver {g['driver_version']}" for g in known["gpus"][:1]]
     parts += [f"{name} {versions[name]}" for name in ("nccl", "torch", "triton", "python") if versions.get(name)]
     if known["throughput"]:

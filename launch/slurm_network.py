@@ -45,18 +45,6 @@ def no_interface(error: OSError) -> str:
     return f"error: CLUSTER_INTERFACE={name}: no interface with an IPv4 address on {place} ({error.strerror or error})"
 
 
-def bound_socket(address: str, port: int) -> socket.socket:
-    """A socket that is bound to `address` only; port 0 takes a free one. Raises OSError."""
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((address, port))
-    except BaseException:
-        bound.close()
-        raise
-    return bound
-
-
 def sign(key: bytes, message: bytes) -> bytes:
     """[MAC_BYTES] HMAC-SHA256 of a message."""
     return hmac.digest(key, message, "sha256")

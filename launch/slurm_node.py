@@ -73,10 +73,8 @@ class RankFiles(DefaultLogsSpecs):
 
     def errors(self) -> list[str]:
         """The lines for the user that ranks other than 0 have written."""
-        lines = []
-        for rank in filter(None, self.ranks):
-            lines += [line for line in self._read(rank) if line.startswith("error: ")]
-        return lines
+        lines = (line for rank in filter(None, self.ranks) for line in self._read(rank))
+        return [line for line in lines if line.startswith("error: ")]
 
     def tail(self, rank: int) -> list[str]:
         """The last lines on a rank's stderr."""
@@ -160,9 +158,8 @@ def _wait_for_others(output: Path, nodes: int) -> None:
 def _redirect_stderr(path: Path) -> int:
     """Send what torchrun and its C++ code log to a file; returns the descriptor of what was stderr."""
     console = os.dup(2)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 2)
-    os.close(log)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 2)
     return console
 
 

@@ -12,6 +12,7 @@ pickled objects through them. Train in a network where everybody is trusted. CLU
 from __future__ import annotations
 
 import hmac
+import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -26,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from launch.slurm_network import MAC_BYTES, bound_socket, sign
+from launch.slurm_network import MAC_BYTES, sign
 
 # Name of the handler for torchrun.
 BACKEND = "zeco-c10d"
@@ -86,10 +87,10 @@ def server(listen_address: str | None, name: str, port: int, timeout: timedelta 
     """
     if listen_address is None:
         return TCPStore(name, port, is_master=True, multi_tenant=True, timeout=timeout)
-    bound = bound_socket(listen_address, port)
-    port = bound.getsockname()[1]
+    listening = socket.create_server((listen_address, port))
+    port = listening.getsockname()[1]
     return TCPStore(
-        listen_address, port, is_master=True, multi_tenant=True, timeout=timeout, master_listen_fd=bound.detach()
+        listen_address, port, is_master=True, multi_tenant=True, timeout=timeout, master_listen_fd=listening.detach()
     )
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.config import check_split
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.mesh import resolve_sp_size
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.arguments import errors_in_a_line
 from zeco_train.system.files import write_durably
@@ -152,10 +152,8 @@ class Sweep:
             if not self.options.local:
                 previous.append(f"JOB{len(previous) + 1}")
             return f"would go {before}", True
-        try:
+        with system_errors(lambda reason: ConfigError("--folder", self.folder, f"cannot be made ({reason})")):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError("--folder", self.folder, f"cannot be made ({error.strerror})") from error
         if self.options.local:
             print(f"== {case.name}", flush=True)
             code = _run_here(command)

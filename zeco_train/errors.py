@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from zeco_train.system.terminal import visible
 
@@ -26,6 +27,19 @@ def _restore(kind: type[ZecoError], message: str, attributes: dict[str, object])
     error = kind.__new__(kind, message)
     error.__dict__.update(attributes)
     return error
+
+
+@contextmanager
+def system_errors(explain: Callable[[str], ZecoError]) -> Iterator[None]:
+    """Turn an `OSError` of the block into an error for the user.
+
+    Args:
+        explain: makes it, given the system's reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise explain(error.strerror or str(error)) from error
 
 
 class ConfigError(ZecoError):

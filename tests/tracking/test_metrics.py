@@ -19,7 +19,7 @@ from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import load_config, to_plain
 from zeco_train.errors import DataError
 from zeco_train.tracking.loggers import NoLogger
-from zeco_train.tracking.metrics import MetricsWriter, StepMetrics, read_metrics
+from zeco_train.tracking.metrics import LineWriter, StepMetrics, read_metrics
 from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.recorder import Recorder, StepResult, peak_flops
 
@@ -32,9 +32,9 @@ def metrics(step: int, loss: float = 5.0, **values: object) -> StepMetrics:
 
 
 def write_rows(path: Path, *rows: StepMetrics) -> Path:
-    with MetricsWriter(path) as writer:
+    with LineWriter(path) as writer:
         for row in rows:
-            writer.write(row)
+            writer.append(row.as_dict())
     return path
 
 
@@ -55,9 +55,9 @@ def test_rows_keep_every_digit(tmp_path: Path) -> None:
 
 
 def test_rows_are_readable_before_close(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer = LineWriter(tmp_path / "metrics.jsonl")
     for step in (1, 2):
-        writer.write(metrics(step))
+        writer.append(metrics(step).as_dict())
         assert [row["step"] for row in read_metrics(writer.path)] == [*range(1, step + 1)]
     writer.close()
     writer.close()
@@ -76,9 +76,9 @@ def test_torn_last_line_is_ignored_and_repaired(tmp_path: Path, torn: bytes) -> 
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
     assert [row["step"] for row in read_metrics(path)] == [1]
-    with MetricsWriter(path) as writer:
+    with LineWriter(path) as writer:
         assert path.read_bytes() == whole
-        writer.write(metrics(2, 4.0))
+        writer.append(metrics(2, 4.0).as_dict())
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 5.0), (2, 4.0)]
 
 
@@ -86,7 +86,7 @@ def test_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1')
     assert read_metrics(path) == []
-    MetricsWriter(path).close()
+    LineWriter(path).close()
     assert path.read_bytes() == b""
 
 
@@ -111,8 +111,8 @@ def test_a_killed_writer_loses_no_whole_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = (
         "import os, signal, sys; from tests.tracking.test_metrics import *\n"
-        "writer = MetricsWriter(sys.argv[1])\n"
-        "for step in range(1, 101): writer.write(metrics(step))\n"
+        "writer = LineWriter(sys.argv[1])\n"
+        "for step in range(1, 101): writer.append(metrics(step).as_dict())\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=REPOSITORY, timeout=ENOUGH)
@@ -132,7 +132,7 @@ def test_foreign_lines_are_refused_by_number(tmp_path: Path) -> None:
 def test_unwritable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written"):
-        MetricsWriter(tmp_path / "file" / "metrics.jsonl")
+        LineWriter(tmp_path / "file" / "metrics.jsonl")
     if Path("/dev/full").exists():
         (tmp_path / "full.jsonl").symlink_to("/dev/full")
         with pytest.raises(DataError, match="No space left"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, find_damag
 from zeco_train.checkpoint.metadata import find_contradiction, read_metadata
 from zeco_train.checkpoint.writer import retried
 from zeco_train.distributed.mesh import ProcessMesh, agree
-from zeco_train.errors import CheckpointError
+from zeco_train.errors import CheckpointError, system_errors
 
 
 def read_state(
@@ -121,12 +120,8 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
     return find_damage(path, {name: table[name] for name in others[rank::world_size]})
 
 
-@contextlib.contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+def _storage_errors(path: Path) -> AbstractContextManager[None]:
+    return system_errors(lambda reason: CheckpointError(f"{path}: cannot be read: {reason}"))
 
 
 def cause_of(error: CheckpointException) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from zeco_train.checkpoint.files import PROGRESS_FILE
-from zeco_train.errors import ConfigError
+from zeco_train.errors import ConfigError, system_errors
 from zeco_train.evaluate.registry import TaskResult
 from zeco_train.hf.trained import Trained
 from zeco_train.system.drawing import save_figure
@@ -74,13 +75,9 @@ class ResultsFolder:
                 return folder
         raise AssertionError
 
-    @contextlib.contextmanager
-    def _refused(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            remedy = f"cannot be written ({error.strerror or error}); name a folder with --out"
-            raise ConfigError("--out", self._wanted, remedy) from error
+    def _refused(self) -> AbstractContextManager[None]:
+        way = "name a folder with --out"
+        return system_errors(lambda reason: ConfigError("--out", self._wanted, f"cannot be written ({reason}); {way}"))
 
 
 def _beside(trained: Trained) -> Path:

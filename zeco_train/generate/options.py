@@ -12,6 +12,7 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
 from zeco_train.system.arguments import Parser, user_path
+from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_output_file
 
 _STDIN = "-"
@@ -86,19 +87,8 @@ def parse(arguments: Sequence[str]) -> Options:
         check_output_file("--json", given.json)
     for text in given.overrides:
         _check_setting(text)
-    return Options(
-        given.run,
-        given.overrides,
-        given.prompts,
-        given.samples,
-        sampling,
-        limits,
-        not given.no_stream,
-        given.json,
-        given.prefill_tokens,
-        given.batch,
-        not given.no_cuda_graph,
-    )
+    same = ("run", "overrides", "prompts", "samples", "stream", "json", "prefill_tokens", "batch", "cuda_graph")
+    return Options(sampling=sampling, limits=limits, **{name: getattr(given, name) for name in same})
 
 
 def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
@@ -111,11 +101,10 @@ def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with read_errors(path):
         raw = sys.stdin.buffer.read() if str(path) == _STDIN else path.read_bytes()
+    try:
         return raw.decode("utf-8")
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise DataError(path, f"is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
@@ -132,9 +121,8 @@ def _check_text(name: str, text: str | Path) -> None:
 def _check_setting(text: str) -> None:
     key, is_setting, value = text.lstrip("+").partition("=")
     if is_setting and not any(key == name or key.startswith(f"{name}.") for name in _SETTINGS):
-        raise ConfigError(
-            key, value, f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
-        )
+        allowed = f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
+        raise ConfigError(key, value, allowed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="see below")
     add("--prompt", action="append", dest="prompts", default=[], metavar="TEXT", help="may be given several times")
     add(
-        *("--prompt-file",),
+        "--prompt-file",
         action="append",
         type=user_path,
         dest="prompts",
@@ -165,15 +153,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, metavar="N", help="only the N likeliest tokens (default 0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that sum to P (default 1: all)")
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
-    add("--no-stream", action="store_true", help="show texts once they are complete")
+    add("--no-stream", action="store_false", dest="stream", help="show texts once they are complete")
     add("--json", type=user_path, metavar="FILE", help="write texts, token ids and speed to FILE, too")
     add(
-        *("--prefill-tokens",),
+        "--prefill-tokens",
         type=int,
         default=16_384,
         metavar="N",
         help="of prompts at once on a rank, less take less memory (default 16384)",
     )
     add("--batch", type=int, default=32, metavar="N", help="texts at once on a rank (default 32)")
-    add("--no-cuda-graph", action="store_true", help="launch a step's kernels one by one")
+    add("--no-cuda-graph", action="store_false", dest="cuda_graph", help="launch a step's kernels one by one")
     return parser

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,9 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
     for key, names in fla.choices.items():
         known = {entry.value: entry for entry in names} | dict(fla.aliases)
-        values[key] = _choice(file, key, record.get(key), known)
+        if (name := record.get(key)) is not None and name not in known:
+            raise _refusal(file, key, name, f"not supported, only {', '.join(known)}")
+        values[key] = known.get(name)
     inner, ratio, is_fused = (values.pop(key) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
     try:
         model = mixer.config_class(
@@ -159,14 +160,6 @@ def _known(file: Path, model_type: Any) -> tuple[type[Mixer], FlaFormat]:
 def _default_inner(width: int, ratio: int | None) -> int:
     """fla's width of the MLP where its configuration gives none: 2/3 · ratio · width, up to a multiple of 256."""
     return -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256) * 256
-
-
-def _choice(file: Path, key: str, name: Any, known: Mapping[str, Enum]) -> Enum | None:
-    if name is None:
-        return None
-    if name not in known:
-        raise _refusal(file, key, name, f"not supported, only {', '.join(known)}")
-    return known[name]
 
 
 def _checked(file: Path, key: str, value: Any, kind: type) -> Any:

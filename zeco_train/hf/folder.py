@@ -34,16 +34,6 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def read_fla_model(folder: Path) -> FlaModel:
-    """The model that config.json describes.
-
-    Raises:
-        ConfigError: it is another one than ours; see `from_fla`.
-        CheckpointError: the file cannot be read.
-    """
-    return from_fla(read_record(folder / CONFIG_FILE), folder)
-
-
 def checked_fla_model(folder: Path) -> FlaModel:
     """The model that config.json describes, once the files are seen to have its parameters, no more and no less, in
     shapes and dtypes that can be read.
@@ -52,7 +42,7 @@ def checked_fla_model(folder: Path) -> FlaModel:
         ConfigError: it is another model than ours; see `from_fla`.
         CheckpointError: names the first parameter that is not so, or the file that cannot be read.
     """
-    fla = read_fla_model(folder)
+    fla = from_fla(read_record(folder / CONFIG_FILE), folder)
     expected = {fla.name_of(name): shape for name, shape in spec_of(fla.model).parameter_shapes.items()}
     found = stored_weights(folder)
     if fla.model.tie_word_embeddings and found.get(_HEAD) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from models.config import LanguageModelConfig
 from models.spec import spec_of
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
-from zeco_train.errors import CheckpointError
+from zeco_train.errors import CheckpointError, system_errors
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
-from zeco_train.system.files import write_durably
+from zeco_train.system.files import sync_file, write_durably
 
 # What weights lie under in a checkpoint (`Checkpointer`).
 _MODEL = "model"
@@ -40,10 +39,8 @@ def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
     Raises:
         CheckpointError: they are not, or the checkpoint cannot be read.
     """
-    try:
+    with system_errors(lambda reason: CheckpointError(f"{checkpoint}: .metadata cannot be read: {reason}")):
         metadata = read_metadata(checkpoint).state_dict_metadata
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: .metadata cannot be read: {error.strerror}") from error
     dtypes = set()
     for name, shape in spec_of(model).parameter_shapes.items():
         stored = metadata.get(f"{_MODEL}.{name}")
@@ -110,8 +107,7 @@ def _file_names(count: int) -> list[str]:
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Have a file on disk, and compare it bit by bit with what it is to hold."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync_file(path)
     # Not that of a secret: others read it, too.
     path.chmod(0o644)
     with safe_open(path, framework="pt") as stored:

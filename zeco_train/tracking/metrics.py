@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from zeco_train.errors import DataError
-from zeco_train.system.files import read_errors
+from zeco_train.system.files import read_errors, write_errors
 from zeco_train.system.jsonable import jsonable
 from zeco_train.system.small_files import parse_json, read_small
 
 # A million rows are about 0.4 GB.
 _LARGEST_BYTES = 1 << 32
+_REMEDY = "free space there or name another run_dir"
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class LineWriter:
     Floats are written with all their digits (`float(text)` gives back the same value). NaN and infinities, which JSON
     has not, are written as `null`.
 
+    A resumed run appends: a step that was done twice has two rows, of which the last counts (`read_metrics`).
+
     Rows that the disk does not take, since it is full, are kept and written later; the first time, that is said.
 
     Args:
@@ -110,11 +113,9 @@ class LineWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
+        with write_errors(self.path, _REMEDY):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab+", buffering=0)
-        except OSError as error:
-            raise self._unwritable(error) from error
         self._pending = b""
         self._repair()
 
@@ -175,18 +176,7 @@ class LineWriter:
             logger.warning("%s: dropped its last line of %d bytes, which a kill has left torn", self.path, size - end)
 
     def _unwritable(self, error: OSError) -> DataError:
-        return DataError(self.path, f"cannot be written ({error.strerror})", "free space there or name another run_dir")
-
-
-class MetricsWriter(LineWriter):
-    """Appends rows to a metrics.jsonl.
-
-    A resumed run appends: a step that was done twice has two rows, of which the last counts (`read_metrics`).
-    """
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Append a row; errors as of `append`."""
-        self.append(metrics.as_dict())
+        return DataError(self.path, f"cannot be written ({error.strerror})", _REMEDY)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from zeco_train.checkpoint.files import Progress
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.loggers import ExperimentLogger
-from zeco_train.tracking.metrics import LineWriter, MetricsWriter, StepMetrics, read_metrics
+from zeco_train.tracking.metrics import LineWriter, StepMetrics, read_metrics
 from zeco_train.tracking.plot import plot_run
 from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations, read_validations
 from zeco_train.tracking.positions import ValidationLoss
@@ -104,7 +104,7 @@ class Recorder:
         self._run_dir, self._mesh, self._tracker = run_dir, mesh, tracker
         self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
         self._flops, self._hardware_flops, self._dtype = flops_per_token, hardware_flops_per_token, dtype
-        self._writer: MetricsWriter | None = None
+        self._writer: LineWriter | None = None
         self._validations: LineWriter | None = None
         self._since_row: list[StepResult] = []
         self.exit_code = 1
@@ -125,7 +125,7 @@ class Recorder:
         if self._mesh.is_main:
             if progress.step < self._total_steps:
                 append_start(self._run_dir, start)
-            self._writer = MetricsWriter(self._run_dir / METRICS_FILE)
+            self._writer = LineWriter(self._run_dir / METRICS_FILE)
             if (validations := self._run_dir / VALIDATION_FILE).exists():
                 # Opened now, for what a kill has left torn.
                 self._validations = LineWriter(validations)
@@ -199,7 +199,7 @@ class Recorder:
     def _put(self, row: StepMetrics, validation: ValidationLoss | None) -> None:
         """Write and show a row, on rank 0."""
         assert self._writer is not None
-        self._writer.write(row)
+        self._writer.append(row.as_dict())
         if validation is not None:
             self._validations = self._validations or LineWriter(self._run_dir / VALIDATION_FILE)
             self._validations.append({"step": row.step, **validation.as_dict()})

@@ -9,7 +9,8 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from zeco_train.checkpoint.files import (
     read_record,
     record_checkpoint,
 )
-from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.errors import CheckpointError, ConfigError, system_errors
 from zeco_train.lifecycle.logs import LOG_FOLDER
 from zeco_train.system.files import take_lock, write_durably
 from zeco_train.system.run_files import METRICS_FILE
@@ -207,12 +208,9 @@ def _check_links(path: Path) -> None:
                 raise ConfigError("run_dir", path, f"{name} is a link, and files of a run never are; remove the link")
 
 
-@contextlib.contextmanager
-def _system_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError("run_dir", path, f"cannot be written ({error.strerror}); name another folder") from error
+def _system_errors(path: Path) -> AbstractContextManager[None]:
+    way = "name another folder"
+    return system_errors(lambda reason: ConfigError("run_dir", path, f"cannot be written ({reason}); {way}"))
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
