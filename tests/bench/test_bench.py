@@ -377,7 +377,7 @@ def test_what_is_logged_is_kept_once() -> None:
 
 def test_what_is_found_wrong_is_said_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = mock.Mock(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
-    session = Session(mesh, 60, lambda activity: None)
+    session = Session(mesh, 60)
     with mock.patch.object(session, "agree", lambda action: action()):
         report = Report("loader", LoaderConfig(out=str(tmp_path)), session, {})
         report.note("two ranks")

@@ -223,7 +223,7 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
         mock.patch.object(_Measurement, "_check_losses"),
     ):
         mesh = mock.Mock(rank=0, world_size=1, device=torch.device("cpu"))
-        session = Session(mesh, budget, lambda activity: None)
+        session = Session(mesh, budget)
         report = mock.Mock(spec=Report, add=add)
         with mock.patch.object(session, "agree", lambda action: action()):
             peers = [name for name in names if name.startswith("fla")]

@@ -61,7 +61,7 @@ def _run(arguments: list[str], job: Job) -> int:
         raise ConfigError("case", case, f"must be {', '.join(_CASES)} or plot")
     config = _CASES[case][0].load(rest)
     job.enter("joining the other ranks")
-    session = Session.open(config, job.launch, job.enter, job)
+    session = Session.open(config, job.launch, job)
     job.guard(session.mesh.timeout)
     report = run_case(config, session)
     session.drain()

@@ -279,7 +279,6 @@ def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> 
 
 def _peak_gb(subject: Subject, session: Session) -> float | None:
     """GB that a step needs beyond its inputs, on the rank that needs most; None on CPUs. Compiles, the first time."""
-    assert subject.prepare is not None
     subject.prepare()
     subject.run()  # what libraries allocate once
     subject.prepare()

@@ -45,7 +45,7 @@ class Subject:
 
     name: str
     run: Callable[[], object]
-    prepare: Callable[[], object] | None = None
+    prepare: Callable[[], object] = lambda: None
     mode: str = "eager"
     operations: int = 1
     repeatable: bool = True
@@ -122,8 +122,7 @@ class Runner:
         """Run the subject untimed; returns the flushes that cover its issue."""
         seconds = []
         for _ in range(self._warmup):
-            if subject.prepare is not None:
-                subject.prepare()
+            subject.prepare()
             self._session.settle()
             start = time.perf_counter()
             subject.run()
@@ -140,8 +139,7 @@ class Runner:
     def _timed_cuda(self, subject: Subject, flushes: int) -> tuple[Callable[[], float], float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        if subject.prepare is not None:
-            subject.prepare()
+        subject.prepare()
         issued = time.perf_counter()
         for _ in range(flushes):
             self._buffer.fill_(1)
@@ -153,8 +151,7 @@ class Runner:
         return lambda: start.elapsed_time(end) / subject.operations, issue_ms
 
     def _timed_cpu(self, subject: Subject, flushes: int) -> tuple[Callable[[], float], float]:
-        if subject.prepare is not None:
-            subject.prepare()
+        subject.prepare()
         self._buffer.fill_(1)
         dist.barrier()
         start = time.perf_counter()
@@ -202,12 +199,10 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
     """
     expected = None
     for _ in range(2):  # so that nothing is compiled, connected or allocated for the first time in the capture
-        if subject.prepare is not None:
-            subject.prepare()
+        subject.prepare()
         expected = subject.run()
     expected = expected.clone() if isinstance(expected, Tensor) else None
-    if subject.prepare is not None:
-        subject.prepare()
+    subject.prepare()
     torch.cuda.synchronize()
     graph, result, problem = torch.cuda.CUDAGraph(), None, ""
     try:
@@ -241,8 +236,7 @@ def _first_cause(error: BaseException) -> str:
 
 def _check_replays(captured: Subject, result: Tensor, expected: Tensor, session: Session, tolerance: float) -> None:
     for _ in range(2):
-        if captured.prepare is not None:
-            captured.prepare()
+        captured.prepare()
         result.zero_()
         captured.run()
     torch.cuda.synchronize()

@@ -27,30 +27,23 @@ class Session:
     Attributes:
         mesh: see `init_mesh`; `sp_size` is the number of ranks.
         device: of this rank.
-        enter: told what this rank does now.
+        enter: to be told what this rank does now.
         job: the command that measures; None in tests.
         log: all lines that the project has logged while `LogLines` was listening.
     """
 
-    def __init__(
-        self, mesh: ProcessMesh, budget_seconds: float, enter: Callable[[str], None], job: Job | None = None
-    ) -> None:
-        self.job, self.mesh, self.device, self.enter = job, mesh, mesh.device, enter
+    def __init__(self, mesh: ProcessMesh, budget_seconds: float, job: Job | None = None) -> None:
+        self.job, self.mesh, self.device = job, mesh, mesh.device
+        self.enter: Callable[[str], None] = job.enter if job is not None else lambda activity: None
         self.log: list[str] = []
         self._deadline = time.monotonic() + budget_seconds
         self._longest = 0.0
         self._scans: dict[tuple[str, str], ScanBackend] = {}
 
     @classmethod
-    def open(
-        cls,
-        config: CaseConfig,
-        launch: Launch,
-        enter: Callable[[str], None] = lambda activity: None,
-        job: Job | None = None,
-    ) -> Session:
+    def open(cls, config: CaseConfig, launch: Launch, job: Job | None = None) -> Session:
         """Join the other ranks; see `CaseConfig.join`."""
-        return cls(config.join(launch), config.budget_seconds, enter, job)
+        return cls(config.join(launch), config.budget_seconds, job)
 
     @property
     def rank(self) -> int:

@@ -108,8 +108,7 @@ def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
     # Twice: the profiler's first step carries its own start.
     overlap = None
     for last in (False, True):
-        if subject.prepare is not None:
-            subject.prepare()
+        subject.prepare()
         torch.cuda.synchronize()
         dist.barrier()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

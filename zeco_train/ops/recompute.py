@@ -46,7 +46,7 @@ def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tup
     Returns:
         y [B, T, D], received and carry_out as the block gives them.
     """
-    return _Recomputed.apply(block, x, place, boundary.incoming_state, boundary.carry_in, boundary.want_carry)
+    return _Recomputed.apply(block, x, place, *boundary)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -54,19 +54,12 @@ class _Recomputed(torch.autograd.Function):
     that leaves the gradients of the parameters where they belong."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        block: Block,
-        x: Tensor,
-        place: Place,
-        incoming_state: Tensor | None,
-        carry_in: Tensor | None,
-        want_carry: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        y, received, carry_out = block(x, place, Boundary(incoming_state, carry_in, want_carry))
-        incoming_state = received if incoming_state is None else incoming_state
-        ctx.save_for_backward(x, incoming_state, carry_in, place.pieces)
-        ctx.block, ctx.scan, ctx.want_carry = block, place.scan, want_carry
+    def forward(ctx: Any, block: Block, x: Tensor, place: Place, *states: Any) -> tuple[Tensor, Tensor, Tensor]:
+        boundary = Boundary(*states)
+        y, received, carry_out = block(x, place, boundary)
+        incoming_state = received if boundary.incoming_state is None else boundary.incoming_state
+        ctx.save_for_backward(x, incoming_state, boundary.carry_in, place.pieces)
+        ctx.block, ctx.scan, ctx.want_carry = block, place.scan, boundary.want_carry
         ctx.mark_non_differentiable(received)
         ctx.set_materialize_grads(False)
         return y, received, carry_out

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -90,7 +90,7 @@ class StepProfiler:
         self._folder, self._rank, self._device = run_dir / FOLDER, rank, device
         self._start, self._stop = parse_profile(steps) if steps is not None and rank in ranks else (0, 0)
         self._profile: profile | None = None
-        self._label: record_function | None = None
+        self._label = ExitStack()
         self._first = self._last = 0
         if self._stop:
             # Now, and not when the steps have been done.
@@ -105,18 +105,17 @@ class StepProfiler:
         if self._profile is None:
             self._begin_profile(step)
         self._last = step
-        self._label = record_function(f"step {step}")
-        self._label.__enter__()
+        self._label.enter_context(record_function(f"step {step}"))
 
     def end(self, step: int) -> None:
         """The step is done. The last one that is profiled waits for the device, and writes the files."""
-        self._end_label()
+        self._label.close()
         if self._profile is not None and step >= self._stop:
             self._end_profile()
 
     def close(self) -> None:
         """Write what there is of a range that was not finished. May be called again."""
-        self._end_label()
+        self._label.close()
         if self._profile is not None:
             self._end_profile()
 
@@ -135,11 +134,6 @@ class StepProfiler:
             logger.info("no memory snapshot: only the allocator of CUDA devices keeps a history")
         self._profile = profile(activities=activities, record_shapes=False, with_stack=False)
         self._profile.start()
-
-    def _end_label(self) -> None:
-        if self._label is not None:
-            self._label.__exit__(None, None, None)
-            self._label = None
 
     def _end_profile(self) -> None:
         assert self._profile is not None
