@@ -1,4 +1,4 @@
-"""An installed wheel, away from the checkout: all commands with their configurations, and folders of a user in the way."""
+"""An installed wheel, away from the checkout: all commands, their configurations, and folders of a user in the way."""
 
 from __future__ import annotations
 
