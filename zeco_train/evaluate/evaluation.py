@@ -64,6 +64,11 @@ class Evaluation:
         name = trained.config.name if trained.config is not None else trained.path.name
         return name if trained.step is None else f"{name}, step {trained.step}"
 
+    @property
+    def train_len(self) -> int | None:
+        """Tokens of the sequences that the model was trained on, if that is known."""
+        return self.trained.config.data.seq_len if self.trained.config is not None else None
+
     def note(self, text: str) -> None:
         """Show a line to the user, once."""
         if self.mesh.is_main:

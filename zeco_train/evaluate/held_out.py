@@ -72,7 +72,7 @@ class HeldOut:
 
     def run(self, evaluation: Evaluation) -> TaskResult:
         """See `Task.run`."""
-        trained, by_length = evaluation.trained, {}
+        by_length = {}
         for length in self.lengths or [evaluation.config.data.seq_len]:
             validation, lines = self._validation(evaluation, length)
             for line in lines:
@@ -81,8 +81,7 @@ class HeldOut:
             loss = validation.loss(evaluation.forward)
             assert loss is not None
             by_length[length] = (loss, lines)
-        train_len = trained.config.data.seq_len if trained.config is not None else None
-        return _result(by_length, train_len, evaluation)
+        return _result(by_length, evaluation)
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
         """The sequences of a length, and what is taken and left out of the stores, in lines."""
@@ -113,9 +112,7 @@ def _too_short(source: Source, length: int) -> str:
     return f"{documents.store.path}: left out: its {documents.num_tokens:,} tokens are no sequence of {length:,}"
 
 
-def _result(
-    by_length: Mapping[int, tuple[ValidationLoss, list[str]]], train_len: int | None, evaluation: Evaluation
-) -> TaskResult:
+def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluation: Evaluation) -> TaskResult:
     # A token of bytes is a byte, whatever the text.
     is_bytes = evaluation.trained.tokenizer_info.get("kind") == BYTES
     metrics: dict[str, float] = {}
@@ -131,7 +128,7 @@ def _result(
         lines += [line, *(f"{'':>12}  {name}: loss {mean:.4f}" for name, mean in loss.by_store.items())]
         lines.append(f"{'':>12}  by position: {_spoken(loss.by_position)}")
     details = {
-        "train_length": train_len,
+        "train_length": evaluation.train_len,
         "lengths": {
             str(length): {**loss.as_dict(), "coverage": coverage} for length, (loss, coverage) in by_length.items()
         },
@@ -139,7 +136,7 @@ def _result(
     if not evaluation.mesh.is_main:
         return TaskResult(metrics)
     curves = {length: loss.by_position for length, (loss, _) in by_length.items()}
-    figure = position_figure(f"{evaluation.title}: held-out loss by position", curves, train_len)
+    figure = position_figure(f"{evaluation.title}: held-out loss by position", curves, evaluation.train_len)
     return TaskResult(metrics, lines, details, {POSITIONS_PLOT_FILE: figure})
 
 

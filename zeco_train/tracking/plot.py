@@ -99,14 +99,11 @@ def _marker(steps: list[int]) -> str:
 
 
 def smoothed(values: list[float]) -> tuple[list[float], int]:
-    """Many values as running means, few as they are; and over how many of them the means are."""
-    window = len(values) // 100 * 2 + 1 if len(values) >= _ROWS_TO_SMOOTH else 1
-    return _running_mean(values, window), window
+    """Many values as running means, few as they are; and over how many of them the means are.
 
-
-def _running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of the values within `window / 2` of each, of fewer at the ends; centred, so that it does not lag."""
-    sums = [0.0, *accumulate(values)]
-    half, count = window // 2, len(values)
+    A mean is of the values within half of that many, of fewer at the ends: centred, so that it does not lag.
+    """
+    count, sums = len(values), [0.0, *accumulate(values)]
+    half = count // 100 if count >= _ROWS_TO_SMOOTH else 0
     bounds = [(max(0, index - half), min(count, index + half + 1)) for index in range(count)]
-    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in bounds]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in bounds], 2 * half + 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -143,7 +143,15 @@ class SyntheticTask:
             if evaluation.mesh.is_main:
                 title = f"{evaluation.title}: {self.task.value}" + (f", {what}" if name else "")
                 file = f"{self.task.value}{'_' + name if name else ''}.png"
-                figures[file] = self._figure(evaluation, title, list(table), cells)
+                figures[file] = heat_map(
+                    title,
+                    list(table),
+                    self._depths,
+                    cells,
+                    train_len=evaluation.train_len,
+                    chance=chance,
+                    caption=f"{self.examples} examples a cell",
+                )
         facts = {
             "depths": self._depths,
             "lengths": self._lengths,
@@ -160,18 +168,6 @@ class SyntheticTask:
 
     def _by_depth(self, values: torch.Tensor) -> list[float]:
         return values.view(len(self._depths), -1).mean(1).tolist()
-
-    def _figure(self, evaluation: Evaluation, title: str, lengths: Sequence[int], cells: list[list[float]]) -> Any:
-        trained = evaluation.trained
-        return heat_map(
-            title,
-            lengths,
-            self._depths,
-            cells,
-            train_len=trained.config.data.seq_len if trained.config is not None else None,
-            chance=self._maker.chance,
-            caption=f"{self.examples} examples a cell",
-        )
 
 
 @dataclass
