@@ -7,7 +7,7 @@ label, is left out of that epoch: a sequence never goes on in the next one, whic
 
 The sequences of an epoch come in a random order, those of several stores in proportion to their weights
 (data.mixture), and all make one endless stream of which a step takes the next `global_batch` (and may cross the border
-of an epoch). A sequence may be cut in time into segments (DESIGN, section 3); each segment is spread over the ranks
+of an epoch). A sequence may be cut in time into segments (docs/mathematics.md); each segment is spread over the ranks
 that share the sequence, and is read as a batch of its own. All that a run must remember is `consumed`, the number of
 sequences taken before, whatever the number of ranks and of segments.
 """

@@ -1,4 +1,4 @@
-"""The token store: tokenised documents on disk (DESIGN, section 6). Written by `data.store_writer`.
+"""The token store: tokenised documents on disk (docs/data.md). Written by `data.store_writer`.
 
 A store is a folder:
 

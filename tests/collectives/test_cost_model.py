@@ -1,4 +1,4 @@
-"""The model that picks All-Scan's algorithm and blocks: the formulas of DESIGN section 5, and what they lead to."""
+"""The model that picks All-Scan's algorithm and blocks: the formulas of docs/mathematics.md, and their consequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_best_number_of_blocks_is_best() -> None:
 
 
 def test_design_figures() -> None:
-    """The formulas of DESIGN, section 5, by hand, for P = 256, S = 1 MB, 10 µs and 50 GB/s."""
+    """The formulas of docs/mathematics.md by hand, for P = 256, S = 1 MB, 10 µs and 50 GB/s."""
     costs = Costs(Link.nccl, 1e-5, 2e-11, 1e-5, 0.0, 2e-11)
     sized = Load(256, (1, 8, 1, 125), 1000)
     assert sized.state_bytes == 10**6

@@ -1,7 +1,7 @@
 """Exclusive scans of `(state, transition)` over the ranks of a process group, one file for each way over the wire;
 `registry.py` has them by name, with what each sends and takes.
 
-All take a pair of this rank's tokens, from a zero start, and give the state that precedes them (DESIGN, section 5):
+All take a pair of this rank's tokens, from a zero start, and give the state that precedes them (docs/mathematics.md):
 
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p        (in reverse: from the last rank down)
 

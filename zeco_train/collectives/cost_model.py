@@ -1,4 +1,4 @@
-"""What scans over ranks take, by the model of DESIGN section 5: what the links between ranks cost, and what a scan asks
+"""What scans over ranks take, by the model of docs/mathematics.md: what the links between ranks cost, and what a scan asks
 of them. Each algorithm's formula stands in its file.
 
 The costs were measured once, for each link, and stand below: nothing is measured at run time, so a run that goes on
@@ -50,11 +50,11 @@ class Costs:
 MEASURED = {
     costs.link: costs
     for costs in (
-        # 2 to 4 processes on 2 cores, torch 2.13, 0.03 to 4 MB: DESIGN's machine for tests.
+        # 2 to 4 processes on 2 cores, torch 2.13, 0.03 to 4 MB.
         Costs(Link.gloo, 3e-4, 7e-10, 8e-4, 3e-4, 3e-9),
         # 2 × H200 (the messages: also 4), torch 2.11, 0.5 to 8 MB, inside CUDA graphs; packing and folds included.
         Costs(Link.nccl, 2.0e-5, 4.0e-12, 2.9e-5, 1e-6, 1.2e-11),
-        # DESIGN, section 5: 10 µs and 50 GB/s between nodes; not measured here.
+        # Assumed: 10 µs and 50 GB/s between nodes; not measured here.
         Costs(Link.nccl_across_nodes, 2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11),
         # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one.
         Costs(Link.symmetric, 5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6),

@@ -1,4 +1,4 @@
-"""The seam between models and communication (DESIGN, section 4).
+"""The seam between models and communication (docs/architecture.md).
 
 A sequence-parallel backend is one exclusive scan over the ranks that share a sequence. Each rank contributes the pair
 `(state, transition)` of its own tokens, from a zero start, and receives the state that precedes them:

@@ -1,4 +1,4 @@
-"""Sequences longer than memory: what crosses the borders of a segment (DESIGN, section 3).
+"""Sequences longer than memory: what crosses the borders of a segment (docs/mathematics.md).
 
 All that a segment's tokens need of those before them is one state a layer, and all that they need of those after them
 is its gradient. So the segments of a sequence go through the model one after another, each spread over all ranks:

@@ -1,4 +1,4 @@
-"""All-Scan in one launch over memory that all ranks of an NVLink domain map (DESIGN, section 5).
+"""All-Scan in one launch over memory that all ranks of an NVLink domain map (docs/mathematics.md).
 
     R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p
 

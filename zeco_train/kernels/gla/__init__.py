@@ -1,1 +1,1 @@
-"""The kernels of gated linear attention, by phase (DESIGN, section 3). Triton only."""
+"""The kernels of gated linear attention, by phase (docs/mathematics.md). Triton only."""

@@ -6,7 +6,7 @@
 
 Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The parts of
 dg are what passes token t on its way to a query of this chunk, from a key of this chunk to a later one, and from before
-the chunk to after it. That of a rank's last chunk holds the boundary term of DESIGN, section 3: the usual form, which
+the chunk to after it. That of a rank's last chunk holds the boundary term of docs/mathematics.md: the usual form, which
 is Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
 
 One program makes all three: dS, the largest of what they read, is then corrected once, and so are the keys' decays.

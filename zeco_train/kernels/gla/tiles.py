@@ -136,7 +136,7 @@ def load_corrected(
     """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index].
 
     The states are those from a zero start of their segment, so this is the correction of step 4 of the operator
-    (DESIGN, section 3), made where the state is used instead of in a pass of its own.
+    (docs/mathematics.md), made where the state is used instead of in a pass of its own.
     """
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     local = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)

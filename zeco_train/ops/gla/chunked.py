@@ -1,4 +1,4 @@
-"""Chunked gated linear attention in PyTorch: the phases of one rank, forward and backward (DESIGN, section 3).
+"""Chunked gated linear attention in PyTorch: the phases of one rank, forward and backward (docs/mathematics.md).
 
 Each phase is a plain function of tensors: no autograd, no ranks. The passes put them together. A forward is
 
