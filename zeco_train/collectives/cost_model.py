@@ -1,5 +1,6 @@
-"""What scans over ranks take, by the model of docs/mathematics.md: what the links between ranks cost, and what a scan asks
-of them. Each algorithm's formula stands in its file.
+"""Predicted times of scans over ranks (the model of docs/mathematics.md): costs of the links, and the load of a scan.
+
+Each algorithm's formula stands in its file.
 
 The costs were measured once, for each link, and stand below: nothing is measured at run time, so a run that goes on
 later, or elsewhere, chooses as before and adds up states in the same order. (Bits are the same on processors of one

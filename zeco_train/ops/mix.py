@@ -1,8 +1,8 @@
 """An operator over a sharded sequence: the one op that serves every operator and every backend.
 
 The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only thing that crosses ranks is one exclusive
-scan of states in the forward pass and one of state gradients, in reverse, in the backward pass (docs/mathematics.md). `→`
-marks it:
+scan of states in the forward pass and one of state gradients, in reverse, in the backward pass
+(docs/mathematics.md). `→` marks it:
 
     zeco::mix           local state → launch(S_loc, A) | intra-chunk scores | wait → R, outputs, finish
     zeco::mix_backward  local state gradients → launch(D_loc, Aᵀ, reverse) | states again, intra-chunk gradients
