@@ -250,6 +250,7 @@ def _bench(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_collectives_on_two_ranks(tmp_path: Path) -> None:
     table, results = _bench(tmp_path, "collectives", *SMALL_STATES)
     rows = {row["variant"]: row for row in results["rows"]}

@@ -212,6 +212,7 @@ def test_a_damaged_checkpoint(name: str, run: Path, store: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_without_torchrun(store: Path, tmp_path: Path) -> None:
     """`python train.py` is one rank, from any folder; and its mistakes end the process with their code."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]

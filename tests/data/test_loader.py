@@ -387,6 +387,7 @@ def test_embedded_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_benchmark(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu"]

@@ -155,7 +155,7 @@ def suite(rank: int, world_size: int) -> None:
     dist.barrier()  # nobody leaves while a peer still waits for what it sent
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_every_backend_equals_the_recurrence(world_size: int) -> None:
     """Also: replays, two segments, bit-identical repetition, lower precision, and what overlaps what."""
     run_distributed(suite, world_size)

@@ -23,6 +23,7 @@ from zeco_train.system import background
 _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
 
 
+@pytest.mark.slow
 def test_ends_while_a_thread_is_inside_torch() -> None:
     """Regular and other ends have their own exit codes and messages; a thread that is stuck is left behind."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}

@@ -43,6 +43,7 @@ for name, draw in pictures.items():
 """
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_not_there(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("run", "other", "store")]
     row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "tokens_per_second": 10.0, "tokens": 64}

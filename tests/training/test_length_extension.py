@@ -49,6 +49,7 @@ def test_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_mistakes(tmp_path: Path) -> None:
     for stages, setting, part in (
         ("64:8", "seed=1", "STAGES: 64:8: must be SEQ_LEN:GLOBAL_BATCH:STEPS"),

@@ -208,6 +208,7 @@ def test_another_split_in_the_middle_of_an_epoch(reset: bool, folder: Path, tmp_
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_shard_that_goes_missing_in_mid_run(folder: Path, tmp_path: Path) -> None:
     """Two ranks, of which each finds out by itself; one line, the shard and the bytes in it, and nobody waits."""
     for name in ("web", "books"):

@@ -220,6 +220,6 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         assert counts == {3.0}, counts
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(value: float) -> None:
     run_distributed(_leave_out, 2, value)

@@ -197,6 +197,7 @@ def test_under_torchrun_with_results_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(
