@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 
