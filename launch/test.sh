@@ -9,7 +9,7 @@ cd "$root"
 marks="not slow"
 [ "${1:-}" != --all ] || { marks="" && shift; }
 # By file, as fixtures are shared by a file's tests, in the order of tests/conftest.py. Each worker runs one test at a
-# time, which may start some ranks; half of them wait for processes or clocks, so there are two workers a core.
+# time, which may start some ranks; half of them wait for processes or clocks, so there is one worker more than cores.
 cores="$(getconf _NPROCESSORS_ONLN)"
-workers=$((cores < 4 ? 2 * cores : 8))
+workers=$((cores < 5 ? cores + 1 : 8))
 exec python -m pytest -m "$marks" --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"

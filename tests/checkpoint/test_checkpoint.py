@@ -141,6 +141,7 @@ def test_groups_end_after_asynchronous_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_minutes_are_of_one_clock(tmp_path: Path) -> None:
     run_distributed(_train_by_two_clocks, 2, str(tmp_path / "clocks"))
     # 75 s and 150 s by rank 0's clock; the other rank's would have one after each step.

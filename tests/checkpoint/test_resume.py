@@ -89,7 +89,7 @@ def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     [
         (1, ["sp=dp"]),
         pytest.param(2, ["sp=zeco", "parallel=ddp", "train.segments=2"], marks=pytest.mark.slow),
-        (4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"]),
+        pytest.param(4, ["sp=lasp1", "sp.size=2", "parallel=hsdp"], marks=pytest.mark.slow),
     ],
     ids=["1 rank", "2 ranks, 2 segments", "other groups of 4"],
 )

@@ -267,6 +267,7 @@ def _train_on_recall(rank: int, world_size: int, run_dir: str, steps: int) -> li
     ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_split(tmp_path: Path) -> None:
     unbroken = run_distributed(_train_on_recall, 1, str(tmp_path / "unbroken"), 4)[0]
     run_distributed(_train_on_recall, 1, str(tmp_path / "run"), 2)

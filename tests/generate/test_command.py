@@ -185,6 +185,7 @@ def test_printer_keeps_the_order() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it(run: Path, tmp_path: Path) -> None:
     program = f"{sys.executable} -m zeco_train.generate {run} --prompt a --max-tokens 10000000 --ignore-eos"
     script = f"set -o pipefail; {program} | head -c 5 >/dev/null; echo code $?"

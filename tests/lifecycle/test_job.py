@@ -176,6 +176,7 @@ def test_peers_end_with_the_code_of_the_rank_that_failed(
     assert "rank 1 failed: " in str(told[0])
 
 
+@pytest.mark.slow
 def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(job, "launcher_store", lambda launch: store)

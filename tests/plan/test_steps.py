@@ -276,8 +276,12 @@ def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, co
     return sum(kept.values())
 
 
+# Compiled for each case.
+COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
-@pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), (Dtype.bf16, True)])
+@pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), COMPILED])
 @pytest.mark.parametrize("variant", [[], ["model.num_kv_heads=1", "model.use_output_gate=false"]])
 def test_kept_activations(variant: list[str], dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
     """The tables of tensors, to the byte."""

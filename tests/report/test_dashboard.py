@@ -119,6 +119,7 @@ def test_offline_with_benchmarks(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_published(tmp_path: Path) -> None:
     with WandbServer() as server:
         done = run_python([COMMAND, "--project", "p", "--entity", "me"], tmp_path, **server.environment(tmp_path))

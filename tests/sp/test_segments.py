@@ -33,7 +33,7 @@ pytestmark = pytest.mark.numeric
 TOLERANCE = 1e-11
 # Number of ranks, and by backend how many segments; the longest cases are of two_shot, for time.
 SEGMENTS = [
-    (1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}),
+    pytest.param(1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}, marks=pytest.mark.slow),
     (2, {"two_shot": (4,), "lasp1": (2,), "chain/3": (2,)}),
     pytest.param(2, {"two_shot": (1, 2, 8), "lasp1": (4,), "lasp2": (2, 4), "chain/3": (4,)}, marks=pytest.mark.slow),
     pytest.param(3, {"two_shot": (2, 8), "lasp1": (4,), "chain/3": (4,)}, marks=pytest.mark.slow),

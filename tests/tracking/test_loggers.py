@@ -175,6 +175,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_wandb_online_without_an_account(tmp_path: Path) -> None:
     arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
     done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)

@@ -70,6 +70,7 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_end_a_run() -> None:
     script = (
         "from tests.tracking.test_progress import *\n"
@@ -90,6 +91,7 @@ def test_a_closed_pipe_does_not_end_a_run() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_real_terminal_gets_warnings_above_the_bar(tmp_path: Path) -> None:
     script = (
         "import sys; from tests.tracking.test_progress import *\n"

@@ -80,6 +80,7 @@ def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_server_that_refuses_is_a_mistake_in_one_line(tmp_path: Path) -> None:
     with WandbServer() as server:
         server.answer_with = 403

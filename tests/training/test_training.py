@@ -141,7 +141,7 @@ def test_every_sequence_is_seen_once_by_each_group(runs: Runs, world_size: int) 
     assert all(rank[split]["sequence_ids"] == expected for rank in runs(_splits, world_size))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, FOUR])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), FOUR])
 def test_bf16_is_close_to_fp32_with_fp32_weights(runs: Runs, world_size: int) -> None:
     result = runs(_dtypes, world_size)[0]["bf16"]
     assert all(parameter.dtype == torch.float32 for parameter in result["parameters"].values())
