@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests, several files at once. The default leaves out those marked `slow`: every room and every claim of
-# exactness, in seven minutes on two quiet cores. --all: every test, in eighteen.
+# exactness, in five minutes on two quiet cores. --all: every test, in eighteen.
 # usage: launch/test.sh [--all] [PYTEST_ARGUMENT ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
