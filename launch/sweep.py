@@ -66,9 +66,12 @@ class Case:
     def overrides(self) -> list[str]:
         """The settings of train.py."""
         backend, _, algorithm = self.backend.partition(":")
-        # Whole sequences on a rank are what sp=dp is; a size for the others is not meant for it.
-        shared = [s for s in self.settings if not (backend == "dp" and s.startswith("sp.size="))]
         own = [f"sp={backend}", f"data.seq_len={tokens(self.length)}", f"name={self.name}"]
+        shared = list(self.settings)
+        if backend == "dp":
+            # dp keeps whole sequences on a rank: a size that settings or an experiment give is meant for the others.
+            shared = [setting for setting in shared if not setting.startswith("sp.size=")]
+            own.append("sp.size=-1")
         own.append(f"run_dir='{self.run_dir}'")
         return [*shared, *own, *([f"sp.all_scan.algorithm={algorithm}"] if algorithm else [])]
 

@@ -49,6 +49,14 @@ def test_one_job_for_each_combination(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not any(tmp_path.iterdir())
 
 
+def test_a_size_of_an_experiment_is_not_for_dp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = ["--backends", "dp", "lasp2", "--lengths", "64k", "--ranks-per-node", "8"]
+    commands, _ = dry_run(tmp_path, capsys, *grid, "--", "+experiment=gla_1b_16k", "data.global_batch=8")
+    sizes = [load_config(command[command.index("--") + 1 :]).sp.size for command in commands]
+    assert sizes == [-1, load_config(["+experiment=gla_1b_16k"]).sp.size]
+    assert sizes[1] > 1
+
+
 def test_finished_runs_are_left_alone_and_broken_ones_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for backend, steps in (("lasp1", 3), ("lasp2", 2)):
         folder = tmp_path / f"{backend}-1k-1n"
