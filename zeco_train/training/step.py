@@ -47,7 +47,7 @@ class TrainingStep:
 
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
-        optimizer: fused AdamW.
+        optimizer: reads `found_inf` and `grad_scale`, as torch's fused optimizers do.
         scan: passes states between the shards of a sequence.
         mesh: the ranks.
         strategy: how the model is parallelised.
