@@ -234,7 +234,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no JSON object.
+        CheckpointError: the file cannot be read, or is not a JSON object.
     """
     try:
         record = read_json(path)
@@ -271,7 +271,7 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
 
 
 def check_nothing_is_missing(run_dir: Path) -> None:
-    """Check, where no checkpoint was found, that the run has never completed one.
+    """Check, if no checkpoint was found, that the run has never completed one.
 
     Raises:
         CheckpointError: it has, or there is no record and rows of metrics.jsonl suggest so.

@@ -230,7 +230,7 @@ def _type_of(key: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields; a section has its default's type, which may be narrower than the annotation."""
+    """The types of a dataclass's fields; for a section its default's, which may be narrower than the annotation."""
     hints, kinds = typing.get_type_hints(schema), {}
     for entry in dataclasses.fields(schema):
         default: Any = entry.default_factory

@@ -73,9 +73,7 @@ def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
-    """Args:
-    keys: the values that differ; by_rank: the first of them.
-    """
+    """The error for the values `keys`, which differ; `by_rank` has the first one's value on each rank."""
     counts = Counter(by_rank)
     # Ties: the lowest rank's value.
     usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))

@@ -49,10 +49,10 @@ def last_communication() -> str:
 
 
 class Postmortem:
-    """Writes the files, once.
+    """Writes the files of one rank, once.
 
     Args:
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(self, rank: int) -> None:

@@ -77,7 +77,7 @@ class WholeMatrices:
 
         Args:
             owners: the round.
-            shards: this rank's rows of its matrices, in their order.
+            shards: this rank's rows of the round's matrices, in order.
         """
         if len(owners) == 1:
             return shards[0]
@@ -97,7 +97,7 @@ class WholeMatrices:
         Args:
             owners: the round.
             whole: the matrix that this rank owns.
-            like: a tensor of the dtype and device of all of them.
+            like: a tensor with the matrices' dtype and device.
         """
         if len(owners) == 1:
             assert whole is not None

@@ -81,7 +81,7 @@ class Job:
         self.watchdog.enter(activity)
 
     def guard(self, timeout: timedelta) -> None:
-        """From now on, end this rank if the next one is silent for longer than `timeout`; see `Watchdog.guard`.
+        """From now on, end this rank if the next one's heartbeat stops for longer than `timeout`; see `Watchdog.guard`.
 
         SIGTERM no longer ends it at once: a launcher sends it to the survivors within 0.1 s of a rank's death, often
         before they have noticed the loss, and an immediate exit could not name the lost rank.

@@ -55,7 +55,7 @@ class SequenceForward:
             seq_len: of the whole sequence.
 
         Yields:
-            The scores of this rank's tokens of each segment, on the device. All must be taken, on every rank.
+            The scores of this rank's tokens of each segment, on the device. Every rank must consume all of them.
         """
         for batch, states in self._in_order(segments):
             input_ids, labels = self._tokens(batch)

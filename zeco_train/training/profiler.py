@@ -39,7 +39,7 @@ def parse_profile(text: str) -> tuple[int, int]:
     """START and STOP of `train.profile`, steps counted from 1, both included.
 
     Raises:
-        ConfigError: it is anything but START:STOP with 1 ≤ START ≤ STOP.
+        ConfigError: not START:STOP with 1 ≤ START ≤ STOP.
     """
     parts = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     start, stop = (int(parts[1]), int(parts[2])) if parts else (0, 0)

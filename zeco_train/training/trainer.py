@@ -141,7 +141,7 @@ class Trainer:
         # A scan whose peer timed out gives NaN; `drain` raises that error first.
         self.parts.scan.drain()
         self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
-        # Read again, since keeping a step's batches for this would take memory in every step.
+        # Batches are read again: keeping them for this would take memory in every step.
         forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
         found = explain(self.parts.model, symptom, forwards, self.parts.mesh.world_size)
         in_row = self.progress.skipped_in_row + 1
