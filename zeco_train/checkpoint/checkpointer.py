@@ -78,8 +78,8 @@ class CheckpointConfig:
         optimizer state. sync: training waits. The last checkpoint is always waited for.
     load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
         Hugging Face format, exported by this project or a model of flash-linear-attention.
-    missing: at a start that finds no checkpoint of a run which had one, such as with a disk that is not mounted.
-        refuse: exit with an error; start_anew: start at step 0.
+    missing: action if a run that had a checkpoint has none, as when a disk is not mounted. refuse: exit with an error;
+        start_anew: start at step 0.
     """
 
     every: int = 100

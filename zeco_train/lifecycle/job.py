@@ -48,7 +48,7 @@ class Advice:
 
     Attributes:
         lost_peer: after a rank is lost.
-        memory: after running out of memory: what reduces it.
+        memory: after running out of memory: how to use less.
         timeout_key: the setting of the communication timeout.
     """
 
@@ -170,7 +170,7 @@ class Job:
         """The error as a `ZecoError`; None for a bug."""
         if isinstance(error, ZecoError):
             return error
-        # Out of memory on CPUs is a plain RuntimeError in torch, also from libraries with their own GPU allocations.
+        # Out of memory raises a plain RuntimeError on CPUs, and in libraries with their own GPU allocations.
         signs = ("can't allocate memory", "out of memory")
         lacks_memory = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
         if lacks_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):

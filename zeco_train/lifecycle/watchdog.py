@@ -3,9 +3,9 @@
 A thread of every rank increments a heartbeat in the launcher's store. When a communication fails or times out, the
 first rank to notice checks which heartbeats have stopped: those ranks are dead, stopped (SIGSTOP) or on a lost node.
 The others read its result: if each of 256 ranks checked all heartbeats, the store would get 400,000 requests at once.
-A rank that fails with an error of its own stores its message there too. In normal operation each rank reads only its
-neighbour's heartbeat, since some waits have no timeout of their own (a host that waits for a CUDA stream). A rank that
-gives up sets a flag in the store, and all others exit within moments, whatever they are waiting for.
+A rank that fails with an error of its own stores its message there too. In normal operation each rank watches only its
+neighbour's heartbeat; this ends waits that have no timeout of their own (a host that waits for a CUDA stream). A rank
+that gives up sets a flag in the store, and all others exit within moments, whatever they are waiting for.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Watchdog:
             return True
 
     def diagnose(self, error: Exception) -> CommunicationError:
-        """The user's error for a failed communication: it names the rank at fault."""
+        """Build the user-facing error after a failed communication; it names the rank at fault."""
         rank, operation = self._launch.rank, self._operation(error)
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, CommunicationError):

@@ -183,8 +183,8 @@ def _most_products(parameters: Sequence[ParameterSpec], ranks: int, settings: Op
 
 
 def _working(parameters: Sequence[ParameterSpec]) -> int:
-    """Temporary memory in units of the largest matrix: shards of a round with send and receive buffers, the whole
-    matrix, two iterates and two square products; six in all."""
+    """Six times the largest matrix: shards of a round with its send and receive buffers, the whole matrix, two iterates
+    and two squares."""
     return 6 * max((math.prod(shape) for shape, rule in parameters if rule.is_projection), default=0)
 
 

@@ -23,8 +23,8 @@ Parameters = Sequence[tuple[Parameter, ParameterRule]]
 class AdjustLR(Enum):
     """How Muon's learning rate depends on a matrix [N, K], as in `torch.optim.Muon`.
 
-    original: times √max(1, N/K). match_rms_adamw: times 0.2 √max(N, K), so that AdamW's learning rate and weight decay
-    suit both.
+    original: times √max(1, N/K). match_rms_adamw: times 0.2 √max(N, K), so that both optimizers can use AdamW's
+    learning rate and weight decay.
     """
 
     original = "original"
@@ -88,7 +88,7 @@ class OptimizerSpec:
         name: the value of `optim=`.
         build: (parameters with their rules, settings) → the optimizer over them. Its groups may have an `lr_ratio`:
             the ratio of their learning rate to the schedule's.
-        state_bytes: (elements, itemsize, rule) → bytes of optimizer state for so many elements of a parameter.
+        state_bytes: (elements, itemsize, rule) → bytes of state for so many elements of a parameter, of that size each.
         settings: those that it reads besides lr, weight_decay and grad_clip; with another optimizer they are refused.
         products: (parameters, ranks, settings) → FLOPs of matrix products a step, on the rank that has the most.
         working: (parameters) → elements of temporary memory in a step, besides its state.
