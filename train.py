@@ -7,7 +7,7 @@ from zeco_train.system.packages import explained_if_missing
 from zeco_train.system.signals import remember_warning
 from zeco_train.system.terminal import show_any_text
 
-# Ctrl-C while torch is being imported ends the process without a traceback; the trainer sets handlers of its own.
+# Ctrl-C during the import of torch exits without a traceback; the trainer installs its own handlers later.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 remember_warning()
 show_any_text()

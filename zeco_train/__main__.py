@@ -1,4 +1,4 @@
-"""`zeco-train COMMAND …`, or `python -m zeco_train COMMAND …`: all commands under one name, from any folder.
+"""`zeco-train COMMAND …`, or `python -m zeco_train COMMAND …`: entry point of all commands, from any folder.
 
 On several ranks: `torchrun --nproc-per-node N -m zeco_train train KEY=VALUE …`.
 """
@@ -11,7 +11,7 @@ from typing import NoReturn
 from zeco_train.errors import ConfigError
 from zeco_train.system.signals import remember_warning, run_command
 
-# Module with the command's `main`, and its line of help.
+# Module with the command's `main`, and its help line.
 COMMANDS = {
     "train": ("zeco_train.cli", "train a model, or continue a run"),
     "prepare": ("data.prepare", "make a token store of texts or of a data set"),
@@ -35,7 +35,7 @@ def describe() -> str:
 
 
 def main() -> NoReturn:
-    """Run the command that the first argument names, on the others."""
+    """Run the command named by the first argument with the remaining arguments."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(describe())
@@ -45,7 +45,7 @@ def main() -> NoReturn:
         sys.exit(ConfigError.exit_code)
     sys.argv = [f"zeco-train {name}", *rest]
     if name == "train":
-        # Slurm's, as train.py does.
+        # Slurm's SIGUSR1, as in train.py.
         remember_warning()
     run_command(COMMANDS[name][0])
 

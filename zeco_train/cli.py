@@ -1,4 +1,4 @@
-"""What `train.py` runs: compose the configuration, build, train."""
+"""The `train` command: compose the configuration, build, train."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     """Open, build and train.
 
     Returns:
-        The exit code: 0, or what `signals.exit_code` gives for the signal that ended the run before its time.
+        The exit code: 0, or `signals.exit_code` of the signal that stopped the run early.
     """
     job.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
@@ -74,7 +74,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
 
 
 def _banner(config: Config, parts: Parts) -> str:
-    """What is about to run, in one line."""
+    """One-line summary of the run."""
     mesh, model, parameters = parts.mesh, config.model, spec_of(config.model).num_parameters
     start = f"from step {parts.progress.step}" if parts.progress.step else "from the start"
     return (

@@ -1,7 +1,7 @@
-"""How far the curves of several runs lie apart: `python -m zeco_train.compare RUN_DIR RUN_DIR … [--max-difference X]`.
+"""Compare the curves of several runs: `python -m zeco_train.compare RUN_DIR RUN_DIR … [--max-difference X]`.
 
 Reads each run's metrics.jsonl and compares loss and gradient norm, step by step, with those of the first run. Prints a
-table, and leaves `compare.png` and `compare.json` beside the first run's folder, or where `--out` says.
+table, and writes `compare.png` and `compare.json` beside the first run's folder, or to `--out`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 @errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
-    """Compare; returns the process's exit code: 1 where a loss differs by more than `--max-difference`."""
+    """Compare; returns the process's exit code: 1 if a loss differs by more than `--max-difference`."""
     options = _parse(arguments)
     runs = read_runs(options.runs)
     out = options.out or runs[0].path.parent

@@ -1,4 +1,4 @@
-"""The errors that a user can meet. Each is one line; `train.py` prints it from one rank and exits with a code ≠ 0."""
+"""User-facing errors. Each is one line; `train.py` prints it from one rank and exits with a code ≠ 0."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from zeco_train.system.terminal import visible
 
 
 class ZecoError(Exception):
-    """Base of all errors whose message is written for the user. `exit_code` is the process's exit status."""
+    """Base class of user-facing errors. `exit_code` is the process's exit code."""
 
     exit_code = 1
 
     @property
     def line(self) -> str:
-        """What the user reads."""
+        """The message as printed for the user, on one line."""
         return "error: " + visible(" ".join(str(self).split()))
 
     def __reduce__(self) -> tuple[Callable[..., ZecoError], tuple[object, ...]]:
-        # Python would call the constructor with the finished message alone; ranks send each other their errors.
+        # Ranks exchange errors by pickle, which would call the constructor with only the finished message.
         return _restore, (type(self), str(self), self.__dict__)
 
 
@@ -31,10 +31,10 @@ def _restore(kind: type[ZecoError], message: str, attributes: dict[str, object])
 
 @contextmanager
 def system_errors(explain: Callable[[str], ZecoError]) -> Iterator[None]:
-    """Turn an `OSError` of the block into an error for the user.
+    """Convert an `OSError` in the block to a `ZecoError`.
 
     Args:
-        explain: makes it, given the system's reason.
+        explain: builds it from the system's reason.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def system_errors(explain: Callable[[str], ZecoError]) -> Iterator[None]:
 
 
 class ConfigError(ZecoError):
-    """A configuration value that cannot be used: names the field, its value and what is allowed."""
+    """An invalid configuration value: names the field, its value and the allowed values."""
 
     exit_code = 2
 
@@ -52,14 +52,14 @@ class ConfigError(ZecoError):
         self.field = field
 
     def within(self, section: str) -> ConfigError:
-        """The error of a field of a section, which the section's own checks name without it."""
+        """The same error with the section's name before the field's; a section's own checks omit it."""
         error = ConfigError.__new__(ConfigError, f"{section}.{self}")
         error.field = f"{section}.{self.field}"
         return error
 
 
 class DataError(ZecoError):
-    """Files that cannot be used: names the subject (a path), the problem and the remedy."""
+    """Unusable files: names the subject (a path), the problem and the remedy."""
 
     exit_code = 3
 
@@ -68,19 +68,19 @@ class DataError(ZecoError):
 
 
 class CheckpointError(ZecoError):
-    """A checkpoint that cannot be written, read or continued."""
+    """A checkpoint that cannot be written, read or resumed from."""
 
     exit_code = 4
 
 
 class NonFiniteError(ZecoError):
-    """A loss or gradient that is NaN or infinite: names step, rank and the first tensor concerned."""
+    """A loss or gradient that is NaN or infinite: names step, rank and the first non-finite tensor."""
 
     exit_code = 5
 
 
 class CommunicationError(ZecoError):
-    """A peer that did not answer in time or is gone: names rank, operation and, where known, the peer."""
+    """A peer that timed out or is lost: names rank, operation and, if known, the peer."""
 
     exit_code = 6
 
@@ -91,7 +91,7 @@ class CommunicationError(ZecoError):
 
 
 class OutOfMemoryError(ZecoError):
-    """A rank that has not the memory for what it was asked to do: names rank, activity and what would help."""
+    """A rank out of memory: names rank, activity and a remedy."""
 
     exit_code = 7
 

@@ -1,6 +1,6 @@
-"""`python -m zeco_train.export RUN OUT`: a trained model as a folder that Hugging Face's libraries read.
+"""`python -m zeco_train.export RUN OUT`: export a trained model as a folder for Hugging Face's libraries.
 
-One process on a CPU, whatever the model was trained on; see `zeco_train.hf.export`.
+Runs in one process on a CPU, whatever the model was trained on; see `zeco_train.hf.export`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checkpoints: written and read, checked before anything of them is used, kept and removed."""
+"""Checkpoints: saving, verification before use, loading, retention."""

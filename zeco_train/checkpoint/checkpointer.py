@@ -1,8 +1,8 @@
-"""Checkpoints: written while training goes on, sound after a kill at any moment, loadable on any number of ranks.
+"""Checkpoints: asynchronous, consistent after a kill at any moment, loadable on any number of ranks.
 
-An asynchronous save copies the state to host memory beside the next step's passes, which do not change it, and writes
-it from a thread of `torch.distributed.checkpoint`, over a process group of its own. What is written, and when it
-counts, is in `zeco_train.checkpoint.files`.
+An asynchronous save copies the state to host memory during the next step's forward and backward passes, which do not
+change it, and writes it from a thread of `torch.distributed.checkpoint` with a process group of its own. The layout of
+a checkpoint, and when it is complete, is in `zeco_train.checkpoint.files`.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from zeco_train.errors import CheckpointError
 from zeco_train.system.ranges import check_least
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-# Torch 2.11 empties a stager once it has been used, so that its second use fails.
+# Torch 2.11 clears a stager after its first use, so a second use fails.
 _STAGERS_LAST = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 logger = logging.getLogger(__name__)
 
-# `async` is a word of Python's own, so not in the form of a class. See `CheckpointConfig`.
+# `async` is a Python keyword, so not a class statement. See `CheckpointConfig`.
 CheckpointMode = Enum("CheckpointMode", ["async", "sync"])
 
 
 class Missing(Enum):
-    """What to do where a run that had checkpoints has none any more."""
+    """What to do if a run that had checkpoints has none any more."""
 
     refuse = "refuse"
     start_anew = "start_anew"
@@ -70,16 +70,16 @@ class Missing(Enum):
 @dataclass
 class CheckpointConfig:
     """Attributes:
-    every: steps between two checkpoints; 0: none by count.
-    minutes: time after which one is due, since the last; 0: none by time. Whichever of both comes first; with neither,
-        there is one at the end, and when the run is told to stop, only.
-    keep: how many of the newest checkpoints stay; 0 keeps all. There has to be room for one more.
-    mode: async: training goes on while a checkpoint is written; takes host memory for what a rank holds of weights
-        and optimizer. sync: it waits. The last one is always waited for.
+    every: steps between two checkpoints; 0: none by step count.
+    minutes: time between two checkpoints; 0: none by time. With both set, whichever comes first; with neither, only at
+        the end and on a stop signal.
+    keep: how many of the newest checkpoints to keep; 0 keeps all. The disk needs room for one more.
+    mode: async: training continues while a checkpoint is written; takes host memory for a rank's part of weights and
+        optimizer state. sync: training waits. The last checkpoint is always waited for.
     load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
-        Hugging Face's form, exported by us or a model of flash-linear-attention.
-    missing: what a start does that finds no checkpoint of a run which had one, as when a disk is not mounted. refuse:
-        it ends; start_anew: it begins at step 0.
+        Hugging Face format, exported by this project or a model of flash-linear-attention.
+    missing: action if a run that had a checkpoint has none, as when a disk is not mounted. refuse: exit with an error;
+        start_anew: start at step 0.
     """
 
     every: int = 100
@@ -96,14 +96,14 @@ class CheckpointConfig:
 
 @dataclass
 class _Save:
-    """A save under way.
+    """A save in progress.
 
     Attributes:
-        step: after which it was begun.
-        partial: the folder that it fills.
-        written: ends when the checkpoint is complete, on all ranks, or has failed.
-        staged: ends when weights and optimizer may change again.
-        began: when, by the monotonic clock.
+        step: the step that is saved.
+        partial: the folder that it writes into.
+        written: resolves when the checkpoint is complete, on all ranks, or has failed.
+        staged: resolves when weights and optimizer state may change again.
+        began: start time on the monotonic clock.
     """
 
     step: int
@@ -114,7 +114,7 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and loads a run's state; every method, but for `close`, is collective.
+    """Saves and loads a run's state; every method except `close` is collective.
 
     Args:
         run_dir: the run's folder.
@@ -122,8 +122,8 @@ class Checkpointer:
         mesh: of all ranks.
 
     Attributes:
-        folder: where the checkpoints are.
-        group: of all ranks; its own, since the thread of a save talks while this one trains.
+        folder: holds the checkpoints.
+        group: a separate group of all ranks, since the save thread communicates while the main thread trains.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, mesh: ProcessMesh) -> None:
@@ -137,27 +137,27 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Whether, as far as this rank knows, a save is under way."""
+        """Whether this rank has a save in progress."""
         return self._save is not None and not self._save.written.done()
 
     def due(self, progress: Progress) -> bool:
-        """Whether it is time for a checkpoint. To be asked once after each step: it also tells how a save has ended."""
+        """Whether a checkpoint is due. Call once after each step: it also reports the outcome of a finished save."""
         if self._save is not None and self._save.written.done():
             self._settle()
         if self._config.every and progress.step % self._config.every == 0:
             return True
         if not self._config.minutes:
             return False
-        # One clock decides: those of the ranks drift, and a save takes all of them.
+        # Rank 0's clock decides: clocks of ranks drift, and a save is collective.
         late = torch.tensor(int(time.monotonic() - self._last >= 60 * self._config.minutes))
         dist.broadcast(late, src=0)
         return bool(late.item())
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Begin to save this step, in `async` mode; returns before weights and optimizer may change, see `wait_staged`.
+        """Start to save this step. In `async` mode, call `wait_staged` before weights or optimizer state change.
 
-        A save that is still under way is waited for. If the storage fails, that is said, the checkpoints before are
-        untouched, and the next save is another try.
+        Waits for the previous save. A storage failure is logged; earlier checkpoints stay intact, and the next save
+        tries again.
         """
         if self._save is not None:
             waited = time.monotonic()
@@ -170,13 +170,13 @@ class Checkpointer:
             self._settle()
 
     def save_last(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Save this step, unless it is, and return when it is on disk.
+        """Save this step, if it is not saved yet, and return when it is on disk.
 
-        A save that is under way comes to its end first: it is nearest to being something to go on from, should the
-        launcher's patience not suffice for both.
+        A save in progress is completed first: it is closest to a usable checkpoint, in case the launcher's grace period
+        does not suffice for both.
 
         Raises:
-            CheckpointError: the storage failed; the checkpoints before are untouched.
+            CheckpointError: the storage failed; earlier checkpoints stay intact.
         """
         self._settle()
         if self._saved_at == progress.step:
@@ -188,12 +188,12 @@ class Checkpointer:
         self._saved_at = progress.step
 
     def wait_staged(self) -> None:
-        """Return when weights and optimizer may change: what a save under way needs of them is in host memory."""
+        """Wait until a save in progress has copied weights and optimizer state to host memory, so they may change."""
         if self._save is not None:
             self._save.staged.result()
 
     def close(self) -> None:
-        """Let the save under way come to its end, within the time that a peer has to answer."""
+        """Wait for the save in progress, at most for the communication timeout."""
         save, self._save = self._save, None
         if save is not None:
             try:
@@ -207,12 +207,12 @@ class Checkpointer:
             self._stager = None
 
     def latest_sound(self) -> Path | None:
-        """The newest checkpoint that is still what was written; None if there is no checkpoint at all.
+        """The newest intact checkpoint; None if there is no checkpoint at all.
 
-        Damaged ones that are newer are said to be so, and renamed.
+        Newer ones that are damaged are logged and renamed.
 
         Raises:
-            CheckpointError: none is sound, and then nothing is changed; there is none, but the run had one (see
+            CheckpointError: all are damaged (none is renamed then); there is none, but the run had one (see
                 `CheckpointConfig.missing`); or the storage cannot be read.
         """
         found = [agree(self._mesh, lambda: complete_checkpoints(self._run_dir) if self._mesh.is_main else [])]
@@ -233,14 +233,14 @@ class Checkpointer:
         return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restore weights, optimizer and RNG in place, whatever the split they were saved from.
+        """Restore weights, optimizer state and RNG in place, resharding as needed.
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another model.
         """
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         rng_state = torch.get_rng_state()
-        # The settings of the optimizer's groups stay: they are the configuration's.
+        # The param groups' settings are kept: they come from the configuration.
         read_state({"model": model_state, "optim": optimizer_state, "rng": rng_state}, path, self.group)
         set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=_OPTIONS
@@ -251,7 +251,7 @@ class Checkpointer:
         return progress
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, wait: bool) -> _Save:
-        """Begin a save, or do all of it with `wait`; how that ended is in the future."""
+        """Start a save, or with `wait` do all of it; `written` holds the outcome."""
         began = time.monotonic()
         final = self.folder / checkpoint_name(progress.step)
         text = json.dumps(asdict(progress), indent=2)
@@ -268,7 +268,7 @@ class Checkpointer:
                 written.set_exception(error)
         else:
             if self._mesh.device.type == "cuda":
-                # The stager copies on a stream of its own, which knows nothing of the optimizer's kernels.
+                # The stager copies on its own stream, which is not ordered after the optimizer's kernels.
                 torch.cuda.current_stream().synchronize()
             response = dcp.async_save(
                 state, storage_writer=writer, process_group=self.group, async_stager=self._get_stager()
@@ -278,7 +278,7 @@ class Checkpointer:
         return _Save(progress.step, writer.partial, written, staged, began)
 
     def _get_stager(self) -> DefaultStager:
-        """Copies to host memory, which is kept from save to save where torch can: to make and to pin it takes long."""
+        """The stager that copies to host memory; reused where torch can, as allocating and pinning memory is slow."""
         if self._stager is not None and not _STAGERS_LAST:
             self._stager.close()
             self._stager = None
@@ -292,16 +292,16 @@ class Checkpointer:
         return self._stager
 
     def _settle(self) -> None:
-        """Wait for the save under way, if there is one; a failure of the storage is said, and training may go on."""
+        """Wait for the save in progress, if any; a storage failure is logged, and training may continue."""
         if self._save is not None and (error := self._end_save()) is not None:
             self._saved_at = None
             logger.warning("%s; the run goes on", error)
 
     def _end_save(self) -> CheckpointError | None:
-        """Wait for the save under way.
+        """Wait for the save in progress.
 
         Returns:
-            What the storage failed with, the same on all ranks.
+            The storage failure, the same on all ranks; None after success.
 
         Raises:
             RuntimeError: a peer is lost.
@@ -312,7 +312,7 @@ class Checkpointer:
             save.written.result()
         except CheckpointException as failure:
             if self._mesh.is_main:
-                # Half a checkpoint serves nobody, and the disk may be full.
+                # A partial checkpoint is useless, and the disk may be full.
                 shutil.rmtree(save.partial, ignore_errors=True)
             return CheckpointError(
                 f"{save.partial.with_suffix('')}: saving failed: {cause_of(failure)}; {self._left()}"
@@ -328,14 +328,14 @@ class Checkpointer:
         return f"the last complete checkpoint is {complete[-1].name}" if complete else "there is no checkpoint yet"
 
     def _go_on_from(self, sound: Path, damage: dict[Path, str]) -> None:
-        """Set newer, damaged checkpoints aside, and warn if others that are newer have gone."""
+        """Rename newer, damaged checkpoints, and warn if a newer one has been removed."""
         with suppress(FileNotFoundError):
             last = recorded_checkpoint(self._run_dir) or 0
             if last > max(step_of(path) for path in [sound, *damage]):
                 logger.warning("%s is not there any more; the run goes on from %s", checkpoint_name(last), sound.name)
         for path, problem in damage.items():
             try:
-                # First, so that it names a checkpoint at any moment; a file system without links has none.
+                # Before the rename, so that `latest` always names a checkpoint; absent on file systems without links.
                 if (path.parent / LATEST).is_symlink():
                     link_latest(sound)
                 aside = set_aside(path)

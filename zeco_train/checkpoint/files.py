@@ -1,7 +1,7 @@
-"""What a checkpoint's folder holds, and whether it is still what was written.
+"""The layout of a checkpoint's folder, and its verification.
 
-`step_XXXXXXXX` appears by one rename once all in it is on disk: a folder of that name was whole, and `checksums.json`
-in it says whether it still is. `latest` is a link to the newest one.
+`step_XXXXXXXX` appears by one rename once all its files are on disk, so a folder of that name was complete, and its
+`checksums.json` verifies that it still is. `latest` is a link to the newest one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CHECKSUMS_FILE = "checksums.json"
 LATEST = "latest"
 # Beside the folder of checkpoints, which may be on another disk: the step of the last complete one.
 RECORD_FILE = "last_checkpoint.json"
-# Before the path of a model in Hugging Face's form, and what is in it.
+# Prefix to the path of a model in Hugging Face format, and a file that its folder has.
 HF_PREFIX = "hf:"
 HF_CONFIG_FILE = "config.json"
-# Not those set aside, `step_XXXXXXXX.damaged.2`, nor what a user has made of one.
+# Excludes renamed ones, `step_XXXXXXXX.damaged.2`, and names that a user has given.
 _COMPLETE = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST_NUMBER = (1 << 63) - 1
@@ -38,15 +38,15 @@ _LARGEST_NUMBER = (1 << 63) - 1
 
 @dataclass
 class Progress:
-    """What a run has done so far; with weights, optimizer and RNG it is the run's whole state.
+    """A run's progress; together with weights, optimizer state and RNG it is the run's whole state.
 
     Attributes:
         step: optimizer steps done.
-        sequences: sequences consumed, which is the whole state of the data.
+        sequences: sequences consumed; the whole state of the data loader.
         tokens: tokens consumed.
         logger_run_id: the run's id in W&B.
-        skipped: steps left out for a loss or gradient that was not finite, over the whole run; they count as done.
-        skipped_in_row: of these, those since the last step that was not left out.
+        skipped: steps skipped for a non-finite loss or gradient, over the whole run; they count as done.
+        skipped_in_row: consecutive skipped steps up to now.
     """
 
     step: int = 0
@@ -57,27 +57,27 @@ class Progress:
     skipped_in_row: int = 0
 
     def advance(self, sequences: int, tokens: int, skipped: bool = False) -> None:
-        """Count one more optimizer step; `skipped` if it was left out."""
+        """Count one more optimizer step, `skipped` or not."""
         self.step, self.sequences, self.tokens = self.step + 1, self.sequences + sequences, self.tokens + tokens
         self.skipped, self.skipped_in_row = self.skipped + skipped, self.skipped_in_row + 1 if skipped else 0
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder of a checkpoint taken after `step` steps."""
+    """The folder name of a checkpoint taken after `step` steps."""
     return f"step_{step:08d}"
 
 
 def named_step(folder: Path) -> int | None:
-    """The step that a folder's name says; None if it is not the name of a complete checkpoint."""
+    """The step in a folder's name; None if it is not the name of a complete checkpoint."""
     return int(folder.name.removeprefix("step_")) if _COMPLETE.fullmatch(folder.name) else None
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that were written to their end, oldest first; none if there is no folder of them.
+    """A run's complete checkpoints, oldest first; none if there is no folder of them.
 
     Raises:
-        CheckpointError: the folder, or a checkpoint in it, is there and cannot be looked into: refused by the system,
-            or a link to a disk that is not mounted. A run that went on without it would start over.
+        CheckpointError: the folder, or a checkpoint in it, exists and cannot be accessed: refused by the system, or a
+            link to a disk that is not mounted. A run that ignored this would start over.
     """
     folder = run_dir / CHECKPOINT_FOLDER
     try:
@@ -111,7 +111,7 @@ def read_progress(path: Path) -> Progress:
     """The progress stored in a checkpoint.
 
     Raises:
-        CheckpointError: `run.json` is missing or is not ours.
+        CheckpointError: `run.json` is missing or invalid.
     """
     try:
         return parse_progress(read_json(path / PROGRESS_FILE))
@@ -121,14 +121,14 @@ def read_progress(path: Path) -> Progress:
 
 
 def parse_progress(stored: Any) -> Progress:
-    """The progress in the value of a `run.json`.
+    """The progress in the parsed content of a `run.json`.
 
     Raises:
-        ValueError: a field is missing, or has a value that no run gives it.
+        ValueError: a field is missing or invalid.
     """
     if not isinstance(stored, dict):
         raise ValueError("not a JSON object")
-    # Those from before steps could be skipped have no count of them.
+    # Older checkpoints, from before steps could be skipped, lack these fields.
     stored = {"skipped": 0, "skipped_in_row": 0} | stored
     if missing := [f.name for f in fields(Progress) if f.name not in stored]:
         raise ValueError(f"{missing[0]} is missing")
@@ -142,23 +142,22 @@ def parse_progress(stored: Any) -> Progress:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value from a file is a whole number ≥ 0 that 64 bits hold."""
+    """Whether a value from a file is a whole number from 0 to 2^63 − 1."""
     return type(value) is int and 0 <= value <= _LARGEST_NUMBER
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` is that of a file in a folder, and of nothing outside or below it."""
+    """Whether `name` is a plain file name, which cannot lead out of its folder or into a subfolder."""
     return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether this is a folder of a model in Hugging Face's form; which model, its configuration says."""
+    """Whether this is the folder of a model in Hugging Face format, of any architecture."""
     return (folder / HF_CONFIG_FILE).is_file()
 
 
 def find_weights(load: str) -> Path:
-    """What `checkpoint.load` names: a checkpoint itself, the newest one of a run's folder, or with `hf:` before it a
-    model in Hugging Face's form.
+    """Resolve `checkpoint.load`: a checkpoint, the newest one of a run's folder, or `hf:` and a Hugging Face folder.
 
     Raises:
         ConfigError: there is none.
@@ -170,7 +169,7 @@ def find_weights(load: str) -> Path:
             raise ConfigError("checkpoint.load", load, problem)
         return path
     path = Path(load)
-    # `latest` may be another one a moment later.
+    # Resolved, since `latest` may be relinked at any moment.
     candidates = [path.resolve()] if (path / PROGRESS_FILE).is_file() else complete_checkpoints(path)
     if not candidates:
         ways = "name a run's folder, a step_… folder, or hf:PATH for a Hugging Face model"
@@ -182,8 +181,8 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
     """Size in bytes and SHA-256 of a checkpoint's files, by name.
 
     Raises:
-        ValueError: what is wrong with the table of them, or that there is none.
-        OSError: the storage does not answer.
+        ValueError: the table is missing or invalid.
+        OSError: a storage failure.
     """
     try:
         table = read_json(folder / CHECKSUMS_FILE)
@@ -205,16 +204,16 @@ def read_checksums(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def write_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
-    """Leave size in bytes and SHA-256 of files, by name, for `read_checksums`."""
+    """Write size in bytes and SHA-256 of files, by name, for `read_checksums`."""
     rows = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(files.items())}
     write_durably(folder / CHECKSUMS_FILE, json.dumps(rows, indent=1))
 
 
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
-    """What is wrong with the first of `files` that is not what was written; None if all are.
+    """The problem of the first of `files` that is damaged; None if all are intact.
 
     Raises:
-        OSError: the storage does not answer, which says nothing about the files.
+        OSError: a storage failure, which does not mean damage.
     """
     for name, (size, _) in files.items():
         try:
@@ -235,7 +234,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no JSON object.
+        CheckpointError: the file cannot be read, or is not a JSON object.
     """
     try:
         record = read_json(path)
@@ -248,7 +247,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def record_checkpoint(run_dir: Path, step: int | None) -> None:
-    """Note in a run's folder the step of its last complete checkpoint; None: there has been none."""
+    """Record in a run's folder the step of its last complete checkpoint; None: there has been none."""
     write_durably(run_dir / RECORD_FILE, json.dumps({"step": step}))
 
 
@@ -256,7 +255,7 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
     """The step of the last checkpoint that a run has completed; None if it has completed none.
 
     Raises:
-        FileNotFoundError: the folder is that of a run from before there was a record.
+        FileNotFoundError: an older run, from before this record existed.
         CheckpointError: the record cannot be read.
     """
     path = run_dir / RECORD_FILE
@@ -272,10 +271,10 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
 
 
 def check_nothing_is_missing(run_dir: Path) -> None:
-    """Check, where no checkpoint was found, that the run has never completed one.
+    """Check, if no checkpoint was found, that the run has never completed one.
 
     Raises:
-        CheckpointError: it has, or rows of metrics.jsonl and no record of that suggest it.
+        CheckpointError: it has, or there is no record and rows of metrics.jsonl suggest so.
     """
     try:
         if (step := recorded_checkpoint(run_dir)) is None:
@@ -291,7 +290,7 @@ def check_nothing_is_missing(run_dir: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that nobody is to load; returns what it is called from now on."""
+    """Rename a damaged checkpoint so that it is not loaded; returns the new path."""
     number, aside = 1, folder.with_name(f"{folder.name}.damaged")
     while aside.exists():
         number += 1
@@ -300,7 +299,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Have the link beside it name this checkpoint."""
+    """Point `latest` at this checkpoint."""
     link = checkpoint.parent / LATEST
     temporary = link.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""Reads a checkpoint's `.metadata` as data.
+"""Reads a checkpoint's `.metadata` without executing code from it.
 
-`torch.distributed.checkpoint` (DCP) stores its description of a checkpoint as a pickle, and unpickling calls whatever
-the file names. Here every name that DCP writes stands for an inert record or a plain value, any other name is refused,
-and DCP's own objects are made from the records once each field has been checked: type, range, chunks that cover their
-tensor, files inside the folder.
+`torch.distributed.checkpoint` (DCP) stores its metadata as a pickle, and unpickling calls whatever the file names. Here
+every name that DCP writes maps to an inert record or a plain value, and any other name is refused. DCP's own objects
+are built from the records after each field has been checked: type, range, chunks that cover their tensor, files inside
+the folder.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, is_plain_n
 from zeco_train.errors import CheckpointError
 from zeco_train.system.small_files import read_json, read_small
 
-# 1,024 ranks that share the tensors of 20 layers, and their optimizer's, take about 90 MB.
+# 20 layers and their optimizer state, sharded over 1,024 ranks, take about 90 MB.
 _LARGEST_BYTES = 1 << 30
 _LARGEST_NUMBER = (1 << 63) - 1
 _MOST_DIMENSIONS = 64
-# A chunk of its own takes more than that in the file: with more chunks than bytes allow, they are one, listed often.
+# Each distinct chunk takes more bytes than this in the file; a list with more chunks repeats references to one object.
 _LEAST_BYTES_PER_CHUNK = 8
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _RECORDS = {
@@ -55,12 +55,12 @@ _RECORDS = {
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of the checkpoint in `folder`; nothing that the file names is imported or called.
+    """DCP's metadata of the checkpoint in `folder`; nothing that the file names is imported or called.
 
-    What loading does not need (`planner_data`, `storage_meta`, memory formats) is left out.
+    Fields that loading does not need (`planner_data`, `storage_meta`, memory formats) are omitted.
 
     Raises:
-        CheckpointError: the file is not such a description, or it contradicts itself; names the first entry concerned.
+        CheckpointError: the file is not DCP metadata, or is inconsistent; names the first entry concerned.
         OSError: it cannot be read.
     """
     content = read_small(folder / METADATA_FILE, _LARGEST_BYTES)
@@ -72,12 +72,12 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.lru_cache(maxsize=1)
 def _parse(content: bytes) -> Metadata:
-    """Kept for the next call, since a checkpoint is first checked and then loaded."""
+    """Parse the file; cached, since a checkpoint is first checked and then loaded."""
     return _Checked(content).metadata()
 
 
 def files_of(metadata: Metadata) -> dict[str, int]:
-    """The files that hold the entries, and the bytes that each must have at least."""
+    """The files that hold the entries, with the minimum size of each in bytes."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -85,14 +85,14 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 
 
 def find_contradiction(folder: Path, table: Mapping[str, tuple[int, str]]) -> str | None:
-    """What the parts of a checkpoint, each as it was written, contradict each other in; None if they agree.
+    """Find an inconsistency between the files of a checkpoint, each of which is intact; None if they agree.
 
     Args:
         folder: the checkpoint's.
         table: its `checksums.json`, see `read_checksums`.
 
     Raises:
-        OSError: the storage does not answer.
+        OSError: a storage failure.
     """
     for name in (METADATA_FILE, PROGRESS_FILE):
         if name not in table:
@@ -117,11 +117,11 @@ def find_contradiction(folder: Path, table: Mapping[str, tuple[int, str]]) -> st
 
 
 class _Refused(Exception):
-    """The file is not a description of a checkpoint; the message says why."""
+    """The file is not valid DCP metadata; the message gives the reason."""
 
 
 class _Record:
-    """Stands for an object of DCP: keeps the state that its pickle has, and does nothing."""
+    """Inert stand-in for a DCP object: keeps its pickled state."""
 
     __slots__ = ("state",)
     state: Any
@@ -136,14 +136,14 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives records and plain values for the names that DCP writes, and refuses all others.
+    """Maps the names that DCP writes to records and plain values, and refuses all others.
 
-    The stand-ins are made anew for each file: a pickle may set attributes of what it names.
+    The stand-in classes are created per file: a pickle may set attributes of the classes it names.
     """
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        # typing.Any: the classes are made here.
+        # typing.Any: the classes are created dynamically.
         self.kinds: dict[str, Any] = {name: type(name, (_Record,), {"__slots__": ()}) for _, name in _RECORDS}
 
         def size(numbers: object) -> object:
@@ -158,8 +158,7 @@ class _Unpickler(pickle.Unpickler):
         self._values: dict[tuple[str, str], Callable[..., object]] = {
             ("torch", "Size"): size,
             ("torch.serialization", "_get_layout"): layout,
-            # Not needed: the folder that the checkpoint was written into, and memory formats, which early versions of
-            # Python 3.11 store by their names.
+            # Not needed: the original folder, and memory formats, which early versions of Python 3.11 store by name.
             ("pathlib", "PosixPath"): nothing,
             ("pathlib", "WindowsPath"): nothing,
             ("pathlib._local", "PosixPath"): nothing,
@@ -184,7 +183,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Checked:
-    """The records of a file, as objects of DCP, each field checked."""
+    """Converts the records of a file to DCP objects, checking each field."""
 
     def __init__(self, content: bytes) -> None:
         unpickler = _Unpickler(content)
@@ -279,7 +278,7 @@ def _size(value: Any, where: str) -> torch.Size:
 
 
 def _cover(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether the chunks cover a tensor, each number once: what is not covered would stay as memory was found."""
+    """Whether the chunks cover each element of a tensor exactly once: the others would stay uninitialised memory."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     if any(len(offset) != len(size) or len(extent) != len(size) for offset, extent in boxes):
         return False
@@ -288,15 +287,15 @@ def _cover(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     boxes = [box for box in boxes if math.prod(box[1])]
     if sum(math.prod(extent) for _, extent in boxes) != math.prod(size):
         return False
-    # Inside, and as many numbers in all: they cover it unless two of them overlap.
+    # All are inside, and the element counts match: they cover the tensor unless two of them overlap.
     return not _overlap(boxes)
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether any two of the boxes (offset, extent) share a number.
+    """Whether any two of the boxes (offset, extent) share an element.
 
-    In the order of their starts along one dimension, a box is compared with those that begin before it ends. That is
-    the dimension with the most starts: shards are slices of one.
+    Boxes are sorted by start along one dimension, and each is compared with those that start before it ends. The
+    dimension is the one with the most distinct starts: shards are slices along one dimension.
     """
     if len(boxes) < 2:
         return False

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint on any number of ranks, and judges whether it is still what was written."""
+"""Loads a checkpoint's tensors on any number of ranks, and checks the checkpoint for damage."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from zeco_train.errors import CheckpointError, system_errors
 def read_state(
     state: dict[str, Any], path: Path, group: dist.ProcessGroup | None, reader: StorageReader | None = None
 ) -> None:
-    """Fill the tensors of `state` with what a checkpoint has under their names, each rank its parts. Collective.
+    """Load the tensors of `state` from a checkpoint by name, each rank its shards. Collective.
 
     Args:
-        state: nested dictionaries. Values that are no tensors have to be in the checkpoint, too, and stay as they are.
+        state: nested dictionaries. Non-tensor values must be in the checkpoint, too, and are left unchanged.
         group: of the ranks that read; None: this process reads alone.
-        reader: of another form of checkpoint than torch's own.
+        reader: for a checkpoint in another format than DCP.
 
     Raises:
-        CheckpointError: it lacks one of them, has it in another shape, or cannot be read.
+        CheckpointError: an entry is missing or has another shape, or the checkpoint cannot be read.
     """
     reader = reader or _Reader(path)
     try:
         with warnings.catch_warnings():
-            # That one process loads without the others is what is asked for.
+            # Loading in one process without the others is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -51,7 +51,7 @@ def read_state(
 
 
 class _Reader(FileSystemReader):
-    """Reads a DCP checkpoint without unpickling its description; tensors by torch's `weights_only` loader."""
+    """Reads a DCP checkpoint without unpickling its metadata; tensors by torch's `weights_only` loader."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See `StorageReader.read_metadata`."""
@@ -62,10 +62,10 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads tensors. Torch's own planner unpickles all other entries, and calls what they name."""
+    """Loads tensors safely. Torch's own planner unpickles all other entries, and so executes code from them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Check an entry that is stored as no tensor: it has to be a plain value, in place of one."""
+        """Check a non-tensor entry: it must be a plain value, and `state` must not expect a tensor."""
         name = read_item.dest_index.fqn
         if isinstance(self.state_dict[name], torch.Tensor):
             raise ValueError(f"{name} is not stored as a tensor; nothing of it was run")
@@ -76,20 +76,20 @@ class _Planner(DefaultLoadPlanner):
 
 
 def problem_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, read whole by this process; None if it is what was written.
+    """The damage of a checkpoint, which this process reads completely; None if it is intact.
 
     Raises:
-        CheckpointError: the storage does not answer.
+        CheckpointError: a storage failure.
     """
     with _storage_errors(path):
         return _problem(path, 0, 1)
 
 
 def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
-    """What is wrong with a checkpoint, each rank having read its share of the files; the same on all ranks.
+    """The damage of a checkpoint, of which each rank reads its share of the files; the same result on all ranks.
 
     Raises:
-        CheckpointError: the storage does not answer.
+        CheckpointError: a storage failure.
     """
 
     def check() -> str | None:
@@ -103,7 +103,7 @@ def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
 
 
 def _problem(path: Path, rank: int, world_size: int) -> str | None:
-    """What one of several processes finds: the first one looks at the small files, each at its share of the others."""
+    """The damage that this rank finds: rank 0 checks the small files, each rank its share of the others."""
     try:
         table = read_checksums(path)
     except ValueError as error:
@@ -111,7 +111,7 @@ def _problem(path: Path, rank: int, world_size: int) -> str | None:
     small = {name: entry for name, entry in table.items() if name in (METADATA_FILE, PROGRESS_FILE)}
     if rank == 0:
         problem = find_damage(path, small)
-        # Exports have neither.
+        # Hugging Face exports have neither file.
         if problem is None and not is_hf_folder(path):
             problem = find_contradiction(path, table)
         if problem is not None:

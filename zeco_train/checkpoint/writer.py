@@ -1,6 +1,6 @@
-"""Writes a checkpoint's files with their checksums, and makes them one checkpoint by a rename.
+"""Writes a checkpoint's files with their checksums, and publishes the checkpoint by a rename.
 
-All goes into `step_XXXXXXXX.tmp`. What a kill leaves of it is removed by the next save.
+Files are written into `step_XXXXXXXX.tmp`. The next save removes such a folder left by a kill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zeco_train.errors import CheckpointError
 from zeco_train.system.files import sync_folder, write_durably
 
 T = TypeVar("T")
-# A server that restarts, a quota that somebody raises. All of it fits into the 30 s of a launcher that ends a run.
+# For a file server that restarts or a quota that is raised. The total fits into a launcher's 30 s grace period.
 _RETRY_AFTER_SECONDS = (1.0, 3.0, 6.0)
 
 logger = logging.getLogger(__name__)
@@ -46,26 +46,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _HashedWrite(WriteResult):
-    """What `WriteResult` says of a tensor, and the SHA-256 of the whole file that it is in."""
+    """A tensor's `WriteResult` with the SHA-256 of the whole file that contains it."""
 
     sha256: str = ""
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes one checkpoint; its last act, on the coordinator, makes it visible.
+    """Writes one checkpoint; the coordinator publishes it at the end.
 
-    Errors of the storage are retried where they happen, for a bounded time. What is left of them reaches every rank as
-    torch's `CheckpointException`.
+    Storage errors are retried locally for a bounded time. Errors that persist reach every rank as torch's
+    `CheckpointException`.
 
     Args:
-        final: the folder that the checkpoint becomes.
+        final: the folder of the complete checkpoint.
         progress: the text of `run.json`.
-        keep: how many checkpoints stay; 0: all.
-        is_staged: what is written lies in host memory already.
+        keep: how many checkpoints to keep; 0: all.
+        is_staged: the state is in host memory already.
     """
 
     def __init__(self, final: Path, progress: str, keep: int, *, is_staged: bool) -> None:
-        # Copying ahead from a device would, in the thread of an asynchronous save, open a context on the first GPU.
+        # Copy-ahead from a device would, in the thread of an asynchronous save, create a CUDA context on GPU 0.
         super().__init__(final.with_suffix(".tmp"), per_thread_copy_ahead=0 if is_staged else 10_000_000)
         self.fs: _HashingFileSystem = _HashingFileSystem()
         self._final, self._progress, self._keep = final, progress, keep
@@ -74,7 +74,7 @@ class CheckpointWriter(FileSystemWriter):
 
     @property
     def partial(self) -> Path:
-        """The folder until it is complete."""
+        """The folder of the incomplete checkpoint."""
         return Path(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
@@ -82,7 +82,7 @@ class CheckpointWriter(FileSystemWriter):
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, on the coordinator: nobody writes before all ranks have planned."""
+        """Create the folder, on the coordinator: no rank writes before all ranks have planned."""
         if self._is_coordinator:
             retried(f"{self.partial}: cannot be made", self._make_folder)
         return plan
@@ -107,11 +107,11 @@ class CheckpointWriter(FileSystemWriter):
             try:
                 act()
             except (OSError, CheckpointError) as error:
-                # The checkpoint is there and will be found.
+                # The checkpoint is complete and will be found.
                 logger.warning("%s is complete, but %s: %s", self._final, act.__doc__, error)
 
     def _make_folder(self) -> None:
-        # What an earlier kill left behind is of no use to anybody.
+        # Leftovers of a killed save.
         for leftover in self._final.parent.glob("step_*.tmp"):
             shutil.rmtree(leftover)
         self.partial.mkdir(parents=True)
@@ -123,11 +123,11 @@ class CheckpointWriter(FileSystemWriter):
         except RuntimeError as error:
             if self.fs.error is None:
                 raise
-            # The C++ writer of tensors replaces the system's error by one of its own.
+            # The C++ tensor writer replaces the OSError by an error of its own.
             raise self.fs.error from error
 
     def _seal(self, finish: Callable[[], None], results: list[list[WriteResult]]) -> None:
-        """Write what goes with the tensors: torch's metadata, the run's progress and the checksums of it all."""
+        """Write the files beside the tensors: torch's metadata, the run's progress and the checksums of all files."""
         finish()
         written = (r for rank in results for r in rank if isinstance(r, _HashedWrite))
         sha256 = {r.storage_data.relative_path: r.sha256 for r in written}
@@ -140,7 +140,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def _publish(self) -> None:
         if self._final.exists():
-            # Somebody's hand was in it, or it would have been loaded; nothing is deleted that a user may want.
+            # A modified checkpoint of this step (an intact one would have been loaded): rename it, don't delete it.
             set_aside(self._final)
         self.partial.rename(self._final)
 
@@ -159,19 +159,19 @@ class CheckpointWriter(FileSystemWriter):
     def _drop_old(self) -> None:
         """older ones than checkpoint.keep could not be removed"""
         if self._keep:
-            # Not those with a higher number, which nobody but a user can have put there.
+            # Not those of later steps, which only a user can have put there.
             own = [path for path in complete_checkpoints(self._run_dir) if step_of(path) <= step_of(self._final)]
             for old in own[: -self._keep]:
-                # Renamed first, so that a kill in the middle cannot leave half of it under a complete one's name.
+                # Renamed first, so that a kill during the removal leaves no partial one under a complete one's name.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
 
 class _HashingFileSystem(FileSystem):
-    """Files whose checksum is taken while they are written: what a disk makes of them later does not count.
+    """Computes checksums of the bytes as they are written, so that later corruption on disk is detected.
 
     Attributes:
-        sha256: by name, of the files that were closed.
-        error: the system's last one.
+        sha256: by name, of the closed files.
+        error: the last `OSError`.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class _HashingFile(io.BufferedWriter):
 
 
 def retried(problem: str, action: Callable[[], T]) -> T:
-    """Do what the storage may refuse, again after a while if it does; the last error is raised."""
+    """Run a storage operation, retrying after an `OSError`; the last error is raised."""
     for seconds in _RETRY_AFTER_SECONDS:
         try:
             return action()

@@ -1,1 +1,1 @@
-"""Configurations: their schema, the rules between their fields, and what users set on the command line."""
+"""Configurations: schema, rules between fields, and command-line overrides."""

@@ -1,6 +1,6 @@
-"""Judges command-line overrides one by one, before Hydra composes them; and makes settings of them without Hydra.
+"""Validates command-line overrides one by one, before Hydra composes them; also builds settings without Hydra.
 
-Hydra's own errors take several lines and seldom say what is allowed, and for an unknown key behind a `+` there is none.
+Hydra's own errors take several lines and seldom list the allowed values, and an unknown key behind a `+` raises none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ C = TypeVar("C", bound="Settings")
 
 
 class Settings(Protocol):
-    """A dataclass of a command that composes no files."""
+    """The settings dataclass of a command that composes no configuration files."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -42,10 +42,10 @@ class Settings(Protocol):
 
 
 def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
-    """The settings that KEY=VALUE arguments, in Hydra's syntax, give.
+    """Build settings from KEY=VALUE arguments in Hydra's syntax.
 
     Raises:
-        ConfigError: an argument that is none, an unknown key, a value of the wrong type or out of range.
+        ConfigError: an argument of another form, an unknown key, a value of the wrong type or out of range.
     """
     settings = OmegaConf.structured(schema)
     number = next(entry.name for entry in dataclasses.fields(schema) if type(settings[entry.name]) is int)
@@ -57,7 +57,7 @@ def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
 
 
 def describe_settings(schema: type[Settings]) -> str:
-    """What `--help` says of settings: what they mean, and their defaults as one writes them."""
+    """The `--help` text of settings: their meaning, and their defaults as overrides."""
     settings = OmegaConf.structured(schema)
     lines = [describe_attributes(schema), ""]
     for entry in dataclasses.fields(schema):
@@ -68,13 +68,13 @@ def describe_settings(schema: type[Settings]) -> str:
 
 
 def describe_attributes(schema: type[Settings]) -> str:
-    """The attributes of a docstring, a line each."""
+    """The `Attributes:` section of a docstring, indented for `--help`."""
     text = inspect.cleandoc(schema.__doc__ or "").rpartition("Attributes:\n")[2]
     return textwrap.indent(textwrap.dedent(text), "  ")
 
 
 def as_override(value: Any) -> str:
-    """A value as an override has it."""
+    """A value in the syntax of overrides."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool):
@@ -83,7 +83,7 @@ def as_override(value: Any) -> str:
 
 
 def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Check form, key and type of each override; ranges are left to the sections' own `validate`.
+    """Check form, key and type of each override; each section's `validate` checks ranges.
 
     Args:
         overrides: in Hydra's syntax, KEY=VALUE.
@@ -91,10 +91,10 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
         groups: the options of each configuration group.
 
     Returns:
-        The value that each key gets, groups aside.
+        The new value of each key, without groups.
 
     Raises:
-        ConfigError: names the override, and what is allowed in its place.
+        ConfigError: names the override and the allowed values.
     """
     return _apply(overrides, OmegaConf.structured(schema), groups, "train.steps=100")
 
@@ -102,7 +102,7 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
 def _apply(
     overrides: Sequence[str], settings: Any, groups: Mapping[str, Sequence[str]], example: str
 ) -> dict[str, Any]:
-    """`check_overrides`, which leaves the values in `settings`, an instance of the schema."""
+    """`check_overrides`, which also sets the values in `settings`, an instance of the schema."""
     schema, values = OmegaConf.get_type(settings), {}
     for text in overrides:
         override = _parse(text, example)
@@ -135,9 +135,9 @@ def _parse(text: str, example: str) -> Override:
 
 
 def _check_group(override: Override, shown: str, options: Sequence[str], has_default: bool) -> None:
-    """Check an override that picks a file of a group; a group without a default, as `experiment`, is added by a `+`."""
+    """Check an override that selects a group's file; a group without a default, such as `experiment`, needs a `+`."""
     group, value = override.key_or_group, override.value()
-    # Files may be added by the list where there is no default to replace.
+    # A list of files may be added if there is no default to replace.
     chosen = value if isinstance(value, list) and not has_default else [value]
     if any(option not in options for option in chosen):
         raise ConfigError(group, shown, f"must be one of {', '.join(options)}")
@@ -147,7 +147,7 @@ def _check_group(override: Override, shown: str, options: Sequence[str], has_def
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of an override whose value may be a dictionary."""
+    """Flatten an override, whose value may be a dictionary, to keys and values."""
     if not isinstance(value, dict):
         yield key, value
         return
@@ -168,7 +168,7 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mappin
         return
     _make_room(key, settings, schema)
     if str in (kind, *typing.get_args(kind)) and isinstance(value, int | float) and isinstance(shown, str):
-        # A commit such as 1234e56 is no number.
+        # A commit hash such as 1234e56 is not a number.
         value = shown
     try:
         OmegaConf.update(settings, key, value, merge=True)
@@ -185,13 +185,13 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mappin
 
 
 def _section_of(kind: Any) -> type | None:
-    """The dataclass that the elements of a list are; None for everything else."""
+    """The element type of a list of dataclasses; None for every other type."""
     element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
     return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
 
 
 def _check_sections(key: str, value: Any, shown: Any, section: type, settings: Any) -> None:
-    """Check the value of a list of sections, key by key of each."""
+    """Check the value of a list of sections, each key by key."""
     kinds = typing.get_type_hints(section)
     names = ", ".join(kinds)
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
@@ -208,7 +208,7 @@ def _check_sections(key: str, value: Any, shown: Any, section: type, settings: A
 
 
 def _make_room(key: str, settings: Any, schema: Any) -> None:
-    """Let a list of sections have the one that `key` goes through; files may give it, which are not judged here."""
+    """Extend a list of sections up to the index in `key`; files, which are not read here, may define the sections."""
     match = re.match(r"(.+?)\.(\d{1,3})\.", key)
     if match and (section := _section_of(_type_of(match[1], schema))):
         sections = OmegaConf.select(settings, match[1])
@@ -230,7 +230,7 @@ def _type_of(key: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields; of a section its default's, which may be narrower than the annotation."""
+    """The types of a dataclass's fields; for a section its default's, which may be narrower than the annotation."""
     hints, kinds = typing.get_type_hints(schema), {}
     for entry in dataclasses.fields(schema):
         default: Any = entry.default_factory
@@ -239,7 +239,7 @@ def _kinds(schema: Any) -> dict[str, Any]:
 
 
 def _allowed(kind: Any) -> str:
-    """What values a type takes, in words."""
+    """Describe the allowed values of a type."""
     if isinstance(kind, types.UnionType):
         return " or ".join(_allowed(member) for member in typing.get_args(kind))
     if kind is types.NoneType:
@@ -264,7 +264,7 @@ def _keys(schema: Any, prefix: str = "") -> list[str]:
 def _unknown(key: str, known: Sequence[str]) -> str:
     if key.partition(".")[0] == "hydra":
         return "Hydra only composes the configuration of train.py, and there are no hydra settings"
-    # `steps` for train.steps: a forgotten section is likelier than a misspelt name of another.
+    # `steps` for train.steps: a forgotten section is likelier than a misspelt key.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     close = close or difflib.get_close_matches(key, known, n=1)
     return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "--help lists all")

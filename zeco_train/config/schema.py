@@ -1,7 +1,7 @@
 """The run's configuration: schema, composition from `configs/` with Hydra's compose API, and validation.
 
-Each section's dataclass lives beside what it configures. `load_config` turns overrides into plain dataclasses once;
-nothing past it sees a `DictConfig`.
+Each section's dataclass is defined in the module that it configures. `load_config` converts overrides to plain
+dataclasses once; no other module sees a `DictConfig`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Dtype(Enum):
 
 
 class Compile(Enum):
-    """Whether `torch.compile` fuses what lies between matrix products. `auto`: on CUDA devices."""
+    """Whether to fuse the operations between matrix products with `torch.compile`. `auto`: on CUDA devices."""
 
     auto = "auto"
     always = "always"
@@ -75,15 +75,15 @@ class TrainConfig:
     steps: optimizer steps of the whole run.
     log_every: steps between two rows of metrics.jsonl.
     eval_every: steps between two validation losses (0: only at the end).
-    eval_sequences: how many held-out sequences a validation loss takes at most (0: no validation).
-    segments: parts, in time, of a sequence: one after another through the model, the last state of one being the
-        first of the next. Memory is that of one part; the gradient is that of the whole sequence.
-    recompute: what the backward pass computes again.
+    eval_sequences: largest number of held-out sequences for a validation loss (0: no validation).
+    segments: parts of a sequence, run through the model one after another; the last state of each is the initial state
+        of the next. Memory is that of one part; the gradient is that of the whole sequence.
+    recompute: activations that the backward pass recomputes.
     compile: whether to compile the blocks.
-    nonfinite: what a step whose loss or gradient norm is NaN or infinite does to the run. `stop` ends it. `skip:N` goes
-        on without it, up to N such steps in a row; data, step and learning rate move on, weights do not.
-    profile: START:STOP, the steps (counted from 1, STOP included) to write a profiler's trace of; None: none.
-    profile_ranks: the ranks that write one.
+    nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips up
+        to N such steps in a row; data, step and learning rate advance, weights do not change.
+    profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
+    profile_ranks: the ranks to profile.
     """
 
     steps: int = 1000
@@ -108,13 +108,13 @@ class TrainConfig:
         check_profile(self.profile, self.profile_ranks, self.steps)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
+        """Keys that have an effect only with another setting: (key or section, that setting, whether it is set)."""
         yield "profile_ranks", "train.profile", self.profile is not None
 
 
 @dataclass
 class Config:
-    """A whole run. `name`: what it is called; `run_dir`: its folder; `seed`: of the weights and the data's order."""
+    """A whole run. `name`: its name; `run_dir`: its folder; `seed`: of the initial weights and the data order."""
 
     name: str = MISSING
     run_dir: str = MISSING
@@ -130,7 +130,7 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for what can be judged without the data and the number of ranks."""
+        """Run all checks that need neither the data nor the world size; raises `ConfigError`."""
         for name in ("name", "run_dir"):
             if not getattr(self, name).strip():
                 raise ConfigError(name, getattr(self, name), "must not be empty")
@@ -145,14 +145,14 @@ class Config:
         if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
             raise ConfigError("checkpoint.load", shown(load), problem)
         if self.logger.kind is not LoggerKind.none and self.logger.timeout_seconds >= self.parallel.timeout_seconds:
-            # The other ranks wait for rank 0 meanwhile, and would give it up.
+            # The other ranks wait for rank 0 meanwhile and would time out.
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"
             raise ConfigError("logger.timeout_seconds", self.logger.timeout_seconds, allowed)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is trained on what; a run's folder holds one identity for ever.
+        """The settings that define model, data and numerics; they cannot change during the life of a run's folder.
 
-        What the opened stores add to it is `data.opening.OpenedData.identity`.
+        `data.opening.OpenedData.identity` adds those of the opened stores.
         """
         data = to_plain(self.data)
         return {
@@ -180,7 +180,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
 
     Args:
-        base: a whole configuration to override, in place of that of `configs/train.yaml`.
+        base: a whole configuration to override, instead of `configs/train.yaml`.
 
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
@@ -190,7 +190,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     config.validate()
     if (found := find_interpolation(to_plain(config))) is not None:
         raise ConfigError(*found, "must not have ${ in it once it is resolved; config.yaml keeps values only")
-    # What the files of `configs/` set, and nothing would read, is not judged.
+    # Only overrides are checked: files of `configs/` may set keys without effect.
     for key, value in given.items():
         if (needed := unmet_need(key, config)) is not None:
             raise ConfigError(key, value, f"would be ignored; it needs {needed}")
@@ -198,7 +198,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
 
 
 def unmet_need(key: str, config: Config) -> str | None:
-    """What has to be set for anything to read a key, where `config` does not set it; each section knows (`needs`)."""
+    """The missing setting without which a key has no effect, from each section's `needs`; None if none is missing."""
     section, _, rest = key.partition(".")
     needs = getattr(getattr(config, section, None), "needs", tuple)
     for name, needed, is_met in needs():
@@ -208,10 +208,10 @@ def unmet_need(key: str, config: Config) -> str | None:
 
 
 def read_config(path: Path) -> Config:
-    """The configuration that a run has left in its folder; what it has no value for, as it is older, has the default.
+    """Read a run's stored configuration; keys that an older run lacks get their defaults.
 
     Raises:
-        ConfigError: it cannot be read, or is not of this program.
+        ConfigError: it cannot be read, or is not a run's configuration.
     """
     try:
         return config_of(read_values(path))
@@ -221,10 +221,10 @@ def read_config(path: Path) -> Config:
 
 
 def config_of(plain: Any) -> Config:
-    """What `to_plain` made of a configuration, as one again.
+    """The inverse of `to_plain`.
 
     Raises:
-        ValueError, OmegaConfBaseException: it is none, or holds interpolations, which are not resolved.
+        ValueError, OmegaConfBaseException: not a configuration, or it has interpolations, which are not resolved.
     """
     if not isinstance(plain, dict):
         raise ValueError("not a mapping")
@@ -232,7 +232,7 @@ def config_of(plain: Any) -> Config:
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain)))
     except ConfigError as error:
-        # Of a section that checks itself when it is made; the caller names the file.
+        # From a section's own checks in its constructor; the caller names the file.
         raise ValueError(str(error)) from error
     assert isinstance(config, Config)
     return config
@@ -246,7 +246,7 @@ def _compose(overrides: list[str], base: Config | None = None) -> Config:
     if base is not None:
         primary = "base"
         store.store(name=primary, node=base)
-        # Without a list of defaults there is nothing to replace: a group's file is added, on top of the base.
+        # Without a defaults list there is nothing to replace: a group's file is added on top of the base.
         groups = group_options()
         overrides = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
     try:
@@ -261,7 +261,7 @@ def _compose(overrides: list[str], base: Config | None = None) -> Config:
 
 def group_options() -> dict[str, list[str]]:
     """The configuration groups and their options, `{"sp": ["dp", "lasp1", …], …}`."""
-    # The other folders there are not for runs, such as the recipes of `data.prepare`.
+    # Other folders in `configs/` are not for runs, such as the recipes of `data.prepare`.
     names = ["experiment", *(section.name for section in dataclasses.fields(Config))]
     groups = [CONFIG_DIR / name for name in sorted(names) if (CONFIG_DIR / name).is_dir()]
     options = {
@@ -273,7 +273,7 @@ def group_options() -> dict[str, list[str]]:
 
 
 def describe(overrides: list[str]) -> str:
-    """The text of `train.py --help`: groups with their options, and the configuration that `overrides` give."""
+    """The text of `train.py --help`: groups with their options, and the configuration with `overrides` applied."""
     groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
     check_overrides(overrides, Config, group_options())
     config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides))))
@@ -284,7 +284,7 @@ def describe(overrides: list[str]) -> str:
 
 
 def _explain(error: Exception, overrides: list[str]) -> ConfigError:
-    """What `check_overrides` cannot see, in one line: interpolations, and mistakes in the files of `configs/`."""
+    """A one-line error for what `check_overrides` cannot detect: interpolations, and errors in files of `configs/`."""
     text = str(error).strip() or type(error).__name__
     full_key = re.search(r"full_key: (\S+)", text)
     key = full_key[1] if full_key else ""

@@ -1,1 +1,1 @@
-"""The ranks: their mesh, the device of each, how a model is spread over them, and what must be the same on all."""
+"""Process mesh, devices, sharding of the model, and the check that all ranks have the same setup."""

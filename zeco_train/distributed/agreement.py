@@ -1,6 +1,6 @@
-"""What has to be the same on every rank before the first step: configuration, code, versions, variables, and the data.
+"""Checks that configuration, code, versions, environment variables and data are the same on every rank.
 
-Ranks that differ in one of them train something else in silence, or wait for each other for ever.
+Ranks that differ in one of them silently train something else, or deadlock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zeco_train.distributed.mesh import gather
 from zeco_train.errors import ConfigError
 from zeco_train.system.environment import version
 
-# A node may have its own copy of the data, or mount the run's folder elsewhere: what lies there is compared, not where.
+# Not compared, only their contents: a node may have its own copy of the data, or mount the run's folder elsewhere.
 _PATHS = ("run_dir", "path", "validation_path", "cache_dir", "load")
 
-# Variables that decide which algorithm a rank takes part in, or in which order it issues its work; those that name a
-# node's own hardware (network interfaces and the like) rightly differ.
+# Variables that select a collective's algorithm, or the order in which a rank issues its work; those for a node's
+# hardware (network interfaces and the like) may differ.
 _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_ALGO",
@@ -40,14 +40,14 @@ _PACKAGES = ("zeco_train", "models", "data")
 
 
 def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
-    """Check that all ranks have the same values; only a digest travels, unless they have not. Collective.
+    """Check that all ranks have the same values; only a digest is gathered, unless they differ. Collective.
 
     Args:
-        values: what JSON can hold, by the name that a user knows it by.
-        remedy: what to do if they have not.
+        values: JSON values, by the name shown to the user.
+        remedy: advice to the user if they differ.
 
     Raises:
-        ConfigError: on every rank; names the first value that differs, and the ranks that are not with the majority.
+        ConfigError: on every rank; names the first value that differs, and the ranks that differ from the majority.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest, world_size))) == 1:
@@ -58,7 +58,7 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
 
 
 def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What decides how a rank computes, for `check_same`: a run's configuration (plain values), and its environment."""
+    """A rank's configuration (plain values) and environment, for `check_same`."""
     values = {name: value for name, value in flat(config) if name.rpartition(".")[2] not in _PATHS}
     values |= {f"variable {name}": os.environ.get(name, "not set") for name in _VARIABLES}
     values |= {
@@ -73,11 +73,9 @@ def setup(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> ConfigError:
-    """Args:
-    keys: the values that differ; by_rank: the first of them.
-    """
+    """The error for the values `keys`, which differ; `by_rank` has the first one's value on each rank."""
     counts = Counter(by_rank)
-    # The first of equals.
+    # Ties: the lowest rank's value.
     usual = max(counts, key=lambda value: (counts[value], -by_rank.index(value)))
     ranks = [rank for rank, value in enumerate(by_rank) if value != usual]
     others = "the others have" if counts[usual] > 1 else f"{name_ranks([by_rank.index(usual)])} has"
@@ -100,7 +98,7 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(`data.seq_len`, 4096) and so on; of a list each item by its number."""
+    """Flatten to pairs such as (`data.seq_len`, 4096); list items by their index."""
     if isinstance(value, Mapping | list):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
@@ -110,7 +108,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _code_version() -> str:
-    """A digest of this project's sources, whether git knows them or not."""
+    """A digest of this project's sources, tracked by git or not."""
     root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Which device a rank works on."""
+"""Selects a rank's device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeco_train.system.code_cache import use_private_caches
 
 
 class Device(Enum):
-    """Where to run. `auto` takes CUDA devices if there are any."""
+    """Where to run. `auto` uses CUDA devices if there are any."""
 
     auto = "auto"
     cpu = "cpu"
@@ -20,10 +20,10 @@ class Device(Enum):
 
 
 def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.device:
-    """This rank's device, made the current one.
+    """Select this rank's device and make it current.
 
     Args:
-        key: the setting that `wanted` is of.
+        key: the name of the setting `wanted`.
 
     Raises:
         ConfigError: there are fewer CUDA devices than ranks on this machine; no private folder for compiled code.

@@ -1,6 +1,7 @@
 """The process mesh: `dp · sp = world`, ranks of one SP group adjacent.
 
-Process groups come from here and are handed to whoever communicates; nothing else reads the launcher's environment.
+Creates the process groups and passes them to the modules that communicate; only this module reads the launcher's
+environment.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ T = TypeVar("T")
 
 
 class OwnRankError(ConfigError):
-    """A mistake in the variables of this rank, which those of the other ranks need not have."""
+    """An error in this rank's environment variables, which the other ranks need not have."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process, before any process group exists."""
+    """The launcher's description of this process, before any process group exists."""
 
     rank: int
     world_size: int
@@ -44,8 +45,7 @@ class Launch:
         """Read torchrun's variables; without `RANK` this is a single process, whatever else a cluster has set.
 
         Raises:
-            ConfigError: there are some of them only, one is no number or out of range, or no machine is called
-                `MASTER_ADDR`.
+            ConfigError: some are missing, one is not a number or out of range, or `MASTER_ADDR` cannot be resolved.
         """
         if "RANK" not in os.environ:
             return cls(0, 1, 0)
@@ -63,7 +63,7 @@ class Launch:
             ("RANK", launch.rank, "WORLD_SIZE", launch.world_size),
             ("LOCAL_RANK", launch.local_rank, "LOCAL_WORLD_SIZE", launch.local_world_size),
         ):
-            # Launchers other than torchrun may leave out how many ranks a node has.
+            # Launchers other than torchrun may not set LOCAL_WORLD_SIZE.
             if size in os.environ and number >= count:
                 raise OwnRankError(f"variable {name}", number, f"must be < {size}={count}; start with torchrun")
         check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
@@ -71,7 +71,7 @@ class Launch:
 
 
 _LAUNCH_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-# What torch joins the ranks by.
+# Needed for torch's rendezvous.
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DIGITS = re.compile(r"[0-9]{1,7}")
 _LARGEST_PORT = 65535
@@ -79,10 +79,10 @@ _SECONDS_BETWEEN_TRIES = 0.5
 
 
 def check_address(host: str, port: str) -> None:
-    """Check that ranks could meet there; torch itself would try for minutes, and end in a traceback.
+    """Check the rendezvous address; torch itself would retry for minutes, and end in a traceback.
 
     Raises:
-        ConfigError: no port has this number, or no machine this name.
+        ConfigError: the port is invalid, or the host cannot be resolved.
     """
     if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _LARGEST_PORT:
         raise ConfigError("variable MASTER_PORT", port, f"must be a whole number from 1 to {_LARGEST_PORT}")
@@ -95,10 +95,10 @@ def check_address(host: str, port: str) -> None:
 
 
 def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
-    """Wait until somebody listens there.
+    """Wait until a connection to the address succeeds.
 
     Returns:
-        Why nobody could be reached for all of the time; None if somebody was.
+        None on success; the problem after `timeout`.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -115,13 +115,13 @@ def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """This process's place among all of them.
+    """This process's position in the mesh of all ranks.
 
     Attributes:
         devices: the (dp, sp) device mesh.
-        scan_groups: the SP group twice, for scans forward and in reverse. One communicator runs its operations in
-            series, so each direction has its own.
-        timeout: bound of every wait for a peer.
+        scan_groups: the SP group twice, for forward and reverse scans. A communicator serialises its operations, so
+            each direction has its own.
+        timeout: of every communication.
     """
 
     rank: int
@@ -149,14 +149,14 @@ class ProcessMesh:
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that owns the run's folder and speaks to the user."""
+        """True on rank 0, which owns the run's folder and prints to the terminal."""
         return self.rank == 0
 
     def split(self, seq_len: int, micro_batch: int, *, documents: bool = False, segments: int = 1) -> DataSplit:
-        """What of sequences this rank reads.
+        """The part of each sequence that this rank reads.
 
         Args:
-            documents: the state is reset at their borders.
+            documents: whether the state is reset at document boundaries.
 
         Raises:
             ConfigError: see `DataSplit`.
@@ -167,10 +167,10 @@ class ProcessMesh:
 
 
 def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
-    """The SP size that `sp.size` asks for: −1 means the whole world, or 1 for a backend that keeps whole sequences.
+    """Resolve `sp.size`: −1 means the world size, or 1 for a backend that does not shard sequences.
 
     Raises:
-        ConfigError: a size that does not divide the world, or that the backend refuses.
+        ConfigError: a size that does not divide the world size, or that the backend does not support.
     """
     if sp_size == -1:
         return world_size if BACKENDS[backend].scans else 1
@@ -187,18 +187,18 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
 
 
 def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timedelta) -> ProcessMesh:
-    """Join the process group, if that has not been done, and lay the mesh over it."""
+    """Initialise the default process group, if it is not yet, and create the mesh."""
     join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     rows = devices.mesh.tolist()
-    # Scans are small and waited for: they go before the compute that they overlap.
+    # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
     urgent = device.type == "cuda"
     forward, reverse = (_group(rows, timeout, f"scan {way}", urgent=urgent) for way in ("forward", "reverse"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
 
 
 def join(device: torch.device, timeout: timedelta) -> None:
-    """Join the process group of all ranks, unless that has been done."""
+    """Initialise the default process group, unless it exists."""
     if dist.is_initialized():
         return
     record_communication()
@@ -211,10 +211,10 @@ def join(device: torch.device, timeout: timedelta) -> None:
 
 
 def _await_rank_0(timeout: timedelta) -> None:
-    """Without a launcher's store, rank 0 makes one; torch would wait for it as long, and print a page of C++ frames.
+    """Wait for rank 0's store if the launcher has none; on a timeout, torch would print a page of C++ frames.
 
     Raises:
-        CommunicationError: rank 0 does not come.
+        CommunicationError: rank 0's store is not reachable within `timeout`.
     """
     rank = int(os.environ["RANK"])
     if rank == 0 or has_launcher_store():
@@ -226,27 +226,27 @@ def _await_rank_0(timeout: timedelta) -> None:
 
 
 def has_launcher_store() -> bool:
-    """Whether the ranks meet in torchrun's store, not in one of rank 0."""
+    """Whether the rendezvous uses torchrun's store, not one of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def device_mesh(device: str, shape: tuple[int, int], names: tuple[str, str], timeout: timedelta) -> DeviceMesh:
-    """A mesh of all ranks in order, every group of which has `timeout`; torch's own give theirs 10 or 30 minutes."""
+    """A mesh of all ranks in order, whose groups have `timeout`; torch's `init_device_mesh` uses 10 or 30 minutes."""
     ranks = torch.arange(shape[0] * shape[1]).view(shape)
     groups = [_group(ranks.T.tolist(), timeout, names[0]), _group(ranks.tolist(), timeout, names[1])]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
 def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> DeviceMesh:
-    """A mesh of one dimension over all ranks, with `timeout` as in `device_mesh`."""
+    """A one-dimensional mesh of all ranks, with `timeout` as in `device_mesh`."""
     return DeviceMesh.from_group(_group([list(range(world_size))], timeout, name), device, mesh_dim_names=(name,))
 
 
 def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
-    """This rank's group of those listed; with `urgent`, NCCL uses streams of high priority. Collective.
+    """Create the groups in `members`; returns this rank's. With `urgent`, NCCL uses high-priority streams. Collective.
 
     Args:
-        name: what flight recorders call it.
+        name: shown by flight recorders.
     """
     options = None
     if urgent:
@@ -258,25 +258,25 @@ def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool
 
 
 def host_group(mesh: ProcessMesh) -> dist.ProcessGroup:
-    """A group of all ranks between hosts, for a thread that waits for storage beside the training. Collective.
+    """A gloo group of all ranks, for a thread that waits for storage during training. Collective.
 
-    Its waits are bounded by an hour: one that writes its part more slowly than the rest is no lost peer, and a peer
-    that is lost closes its connections.
+    Its timeout is at least an hour: a rank that writes its part slowly is not lost, and a lost peer closes its
+    connections.
     """
     return dist.new_group(backend="gloo", timeout=max(mesh.timeout, timedelta(hours=1)))
 
 
 def gather(value: T, world_size: int) -> list[T]:
-    """Every rank's value, by rank; it must pickle. Collective over all ranks."""
+    """All-gather a picklable value; returns the values by rank. Collective over all ranks."""
     values = [value] * world_size
     dist.all_gather_object(values, value)
     return values
 
 
 def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
-    """Run `action`; if it ends in a user's error on any rank, raise the first such error on every rank.
+    """Run `action`; if it raises a `ZecoError` on any rank, raise the lowest rank's on every rank.
 
-    What fails on one rank only (a file missing on one node) would otherwise leave the others waiting for it.
+    A failure on one rank only (a file missing on one node) would otherwise leave the other ranks waiting for it.
     """
     error: ZecoError | None = None
     result: T | None = None
@@ -291,7 +291,7 @@ def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
 
 
 def main_first(mesh: ProcessMesh, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and, once that is done, on the others; any rank's user error is raised on all."""
+    """Run `action` on rank 0, then on the others; a `ZecoError` of any rank is raised on all."""
     if mesh.is_main:
         result = agree(mesh, action)
         agree(mesh, lambda: None)

@@ -1,13 +1,13 @@
-"""How parameters, gradients and optimizer state lie over the ranks: FSDP2 in four arrangements.
+"""Sharding of parameters, gradients and optimizer state: FSDP2 with four strategies.
 
-All of them are one mechanism with another mesh, so that gradient sums, norms and checkpoints need no special case:
+All use FSDP2 and differ in the mesh, so gradient sums, norms and checkpoints need no special case:
 
 | strategy | mesh | parameters | gradients, optimizer state |
 |---|---|---|---|
-| `ddp` | (world, 1) | whole on every rank | whole on every rank |
-| `zero2` | (world,) | sharded, whole from a step's first forward pass to its last backward pass | sharded |
+| `ddp` | (world, 1) | replicated | replicated |
+| `zero2` | (world,) | sharded, gathered from a step's first forward pass to its last backward pass | sharded |
 | `zero3` | (world,) | sharded, gathered around each block in both passes | sharded |
-| `hsdp` | (dp, sp) | sharded over an SP group, copied over dp | likewise |
+| `hsdp` | (dp, sp) | sharded over an SP group, replicated over dp | likewise |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Strategy(Enum):
 @dataclass
 class ParallelConfig:
     """Attributes:
-    strategy: where parameters live.
+    strategy: how parameters, gradients and optimizer state are sharded.
     timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
     """
 
@@ -55,45 +55,44 @@ class ParallelConfig:
 def parallelize(
     model: nn.Module, units: Sequence[nn.Module], strategy: Strategy, compute_dtype: torch.dtype, mesh: ProcessMesh
 ) -> None:
-    """Shard an initialised model in place, `units` (its blocks) apart from the rest.
+    """Shard an initialised model in place; each of `units` (its blocks) is an FSDP unit of its own.
 
     Gradients are *summed* over all ranks: the loss is already divided by the tokens of the global batch, and each
-    rank holds other tokens. They are summed in fp32 where the compute dtype is bf16.
+    rank holds different tokens. With bf16 compute, they are reduced in fp32.
     """
-    # Activations have the compute dtype from the embedding on; the states beside them are to stay in fp32.
+    # Activations have the compute dtype from the embedding on; recurrent states must stay in fp32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard_mesh = _shard_mesh(strategy, mesh)
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
-    # Without a word, a unit's parameters are asked for when its own forward pass begins. The last one's, those of the
-    # head, are left to that: a pass for the states alone does without.
+    # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The last unit,
+    # the head, is not prefetched: a states-only pass does not use it.
     for unit, after in itertools.pairwise(units[:-1]):
         assert isinstance(unit, FSDPModule)
         assert isinstance(after, FSDPModule)
         unit.set_modules_to_forward_prefetch([after])
     for module in model.modules():
-        # The setting does not reach nested FSDP modules by itself; missed ones divide by the world size.
+        # The setting does not propagate to nested FSDP modules, which would divide by the world size.
         if not isinstance(module, FSDPModule):
             continue
         if mesh.world_size == 1:
             module.set_custom_reduce_scatter(_OneRank())  # type: ignore[arg-type]
         else:
             module.set_gradient_divide_factor(1.0)
-            # A factor of its own makes FSDP use a pre-multiplied sum, which gloo does not have.
+            # A custom divide factor makes FSDP use PREMUL_SUM, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
 
 
 class _OneRank:
-    """Over one rank there is nothing to reduce, and no need for the copy of all gradients that FSDP2 makes instead:
-    what it reduces from is what it reduces to."""
+    """Reduce-scatter over one rank, in place: a no-op that avoids FSDP2's copy of all gradients."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input of a reduction, and then, asked again, its output: the same tensor."""
+        """The input of a reduction; the next call returns the same tensor as its output."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             self._buffer = buffer = torch.empty(size, dtype=dtype, device=device)
@@ -116,11 +115,11 @@ def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
 
 
 def begin_micro_batch(model: nn.Module, strategy: Strategy, last: bool) -> None:
-    """Set what the micro-batch's backward pass communicates; `last` is the optimizer step's last one.
+    """Set the communication of the micro-batch's backward pass; `last` is the optimizer step's last micro-batch.
 
-    Whole gradients (`ddp`, or between the copies of `hsdp`) are summed once a step. Sharded ones are reduced in every
-    micro-batch: until then each rank would hold a whole gradient, which is what sharding is to avoid. `zero2` keeps its
-    gathered parameters through the micro-batches of a step.
+    Replicated gradients (`ddp`, and `hsdp` across dp) are all-reduced once a step. Sharded gradients are
+    reduce-scattered in every micro-batch; otherwise each rank would hold whole gradients. `zero2` keeps its gathered
+    parameters through the micro-batches of a step.
     """
     assert isinstance(model, FSDPModule)
     match strategy:
@@ -135,13 +134,13 @@ def begin_micro_batch(model: nn.Module, strategy: Strategy, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered parameters after forward passes that no backward pass follows."""
+    """Free gathered parameters after forward passes without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def global_norm(model: nn.Module) -> torch.Tensor:
-    """The 2-norm of the whole gradient, the same scalar on every rank, whatever the strategy."""
+    """The global gradient 2-norm, the same scalar on every rank and for every strategy."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

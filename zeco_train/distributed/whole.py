@@ -1,8 +1,8 @@
-"""Whole matrices out of sharded parameters, each on one rank at a time, so that work on them is spread over the ranks.
+"""Gathers sharded matrices onto owner ranks, one whole matrix per rank and round, to distribute the work on them.
 
-Every matrix has an owner. In each round a rank owns at most one: `gather` sends the shards of a round's matrices to
-their owners, `scatter` sends what the owners made of them back. Both are one all-to-all, whatever the strategy: only
-which rows a rank has differs, and copies of a shard (`ddp`, `hsdp`) are sent by one rank and received by all.
+Every matrix has an owner. `gather` sends the shards of a round's matrices to their owners, `scatter` sends the owners'
+results back. Each is one all-to-all under every strategy: only the rows per rank differ, and replicated shards (`ddp`,
+`hsdp`) are sent by one rank and received by all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Spread work over ranks: the most costly first, each to the rank that has least so far (Graham, 1969).
+    """Assign items to ranks greedily, most costly first, each to the least loaded rank (Graham, 1969).
 
     Returns:
-        By rank, the indices of its pieces of work, most costly first.
+        By rank, the indices of its items, most costly first.
     """
     loads = [(0.0, rank) for rank in range(ranks)]
     owned: list[list[int]] = [[] for _ in range(ranks)]
@@ -32,19 +32,20 @@ def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory."""
+    """This rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class WholeMatrices:
-    """The owners of a list of matrices, and the rounds in which they have them.
+    """Assigns matrices to owner ranks and rounds.
 
     Args:
-        parameters: matrices [N, K], all cut alike: over rows or not at all, on a mesh of all ranks or of this one.
+        parameters: matrices [N, K], all with the same placement: sharded over rows or replicated, on a mesh of all
+            ranks or of this one.
         costs: the owner's work for each.
 
     Attributes:
-        rounds: the matrices of each round, by owner: an index, or None for one that has no matrix left.
+        rounds: the matrices of each round, by owner: an index, or None for a rank without a matrix left.
     """
 
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
@@ -56,10 +57,10 @@ class WholeMatrices:
             assert mesh.size() == dist.get_world_size(), "a mesh of some of the ranks"
             assert all(isinstance(p, DTensor) and p.placements == placements for p in parameters)
             self._rank, table = dist.get_rank(), _table(mesh.mesh, placements)
-        # By copy and part: the rank that has these rows.
+        # [replica][shard]: the rank that holds these rows.
         self._ranks: list[list[int]] = table.tolist()
         self._parts = {rank: part for row in self._ranks for part, rank in enumerate(row)}
-        # The ranks that together have a matrix once, this one among them.
+        # The ranks of this rank's replica, which together hold each matrix once.
         self._copy = next(row for row in self._ranks if self._rank in row)
         owned = assign(costs, table.numel())
         self.rounds = [
@@ -68,21 +69,21 @@ class WholeMatrices:
         ]
 
     def owned(self, owners: Sequence[int | None]) -> int | None:
-        """The matrix that this rank owns in a round, if there is one."""
+        """The index of this rank's matrix in a round, if any."""
         return owners[self._rank]
 
     def gather(self, owners: Sequence[int | None], shards: Sequence[Tensor]) -> Tensor | None:
-        """The whole matrix that this rank owns in a round; None where it has none.
+        """Gather the whole matrix that this rank owns in a round; None if it owns none.
 
         Args:
             owners: the round.
-            shards: this rank's rows of its matrices, in their order.
+            shards: this rank's rows of the round's matrices, in order.
         """
         if len(owners) == 1:
             return shards[0]
         mine, flat = owners[self._rank], iter(shards)
         sent = [next(flat).flatten() if index is not None else shards[0].new_empty(0) for index in owners]
-        # Each copy's ranks send to the owners among themselves.
+        # The ranks of a replica send only to owners in the same replica.
         sent = [x if owner in self._copy else x[:0] for owner, x in enumerate(sent)]
         counts = [self._elements(mine, rank) if rank in self._copy else 0 for rank in range(len(owners))]
         received = _exchange(sent, counts)
@@ -91,12 +92,12 @@ class WholeMatrices:
         return torch.cat([received[rank] for rank in self._copy]).view(self._shapes[mine])
 
     def scatter(self, owners: Sequence[int | None], whole: Tensor | None, like: Tensor) -> list[Tensor]:
-        """This rank's rows of a round's matrices, in their order, as the owners have them now.
+        """Scatter a round's matrices back from their owners; returns this rank's rows of each, in order.
 
         Args:
             owners: the round.
             whole: the matrix that this rank owns.
-            like: a tensor of the dtype and device of all of them.
+            like: a tensor with the matrices' dtype and device.
         """
         if len(owners) == 1:
             assert whole is not None
@@ -110,7 +111,7 @@ class WholeMatrices:
         return [x.view(-1, self._shapes[index][1]) for x, index in owned]
 
     def _rows(self, index: int | None, rank: int) -> int:
-        """How many rows of a matrix a rank has: those of `torch.chunk`, as FSDP2 cuts them."""
+        """How many rows of a matrix a rank holds: split like `torch.chunk`, as in FSDP2."""
         if index is None:
             return 0
         total, part = self._shapes[index][0], self._parts[rank]
@@ -122,10 +123,10 @@ class WholeMatrices:
 
 
 def _table(ranks: Tensor, placements: Sequence[Placement]) -> Tensor:
-    """[copies, parts] of a matrix over the ranks of a mesh.
+    """The mesh's ranks as a table [replicas, shards].
 
     Args:
-        ranks: as the mesh has them.
+        ranks: the mesh's tensor of ranks.
         placements: by dimension of the mesh.
     """
     cut = [dim for dim, placement in enumerate(placements) if placement == Shard(0)]
@@ -136,7 +137,7 @@ def _table(ranks: Tensor, placements: Sequence[Placement]) -> Tensor:
 
 
 def _exchange(sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
-    """To each rank its tensor of `sent`, all flat; from each rank so many elements."""
+    """All-to-all of flat tensors: sends `sent[rank]` to each rank, and receives `counts[rank]` elements from each."""
     flat = torch.cat(list(sent))
     received = flat.new_empty(sum(counts))
     dist.all_to_all_single(received, flat, list(counts), [x.numel() for x in sent])

@@ -1,1 +1,1 @@
-"""The process of a rank from start to end: errors, exit codes, lost peers, log files."""
+"""Process lifecycle of a rank: errors, exit codes, lost peers, log files."""

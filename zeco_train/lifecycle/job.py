@@ -1,8 +1,8 @@
-"""One rank of a command of ours, from its start to its end, whatever that is.
+"""Process lifecycle of one rank: start, error handling, exit code.
 
-A command that succeeds waits for all ranks and lets go of their groups. Everything that is expected to go wrong, a
-user's mistake, a lost peer, too little memory, ends with one line on stderr from one rank and an exit code of its own;
-once the ranks have joined, nobody waits for anybody then. What is not expected is raised: it is a fault of ours.
+A command that succeeds synchronises all ranks and destroys the process groups. Expected failures (user error, lost
+peer, out of memory) print one line on stderr from one rank and exit with a code of their own; after the rendezvous, a
+failing rank waits for no other. Any other exception is a bug and propagates.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from zeco_train.system.terminal import nobody_reads
 
 logger = logging.getLogger(__name__)
 
-# A launcher kills all ranks once one has ended, so the others leave rank 0 the time to speak: until it has imported
-# what it needs on a busy machine, or, once all work together, for a moment.
+# A launcher kills all ranks once one has exited, so the others give rank 0 time to print its error: before the
+# rendezvous, the time of its imports on a busy machine; afterwards, a moment.
 _SECONDS_TO_IMPORT = 20.0
 _SECONDS_AMONG_RANKS = 2.0
 _LOOK_SECONDS = 0.5
@@ -44,12 +44,12 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Advice:
-    """What a command tells its user to do.
+    """Remedies that a command's error messages give.
 
     Attributes:
         lost_peer: after a rank is lost.
-        memory: with too little of it: what needs less.
-        timeout_key: the setting that bounds waits.
+        memory: after running out of memory: how to use less.
+        timeout_key: the setting of the communication timeout.
     """
 
     lost_peer: str
@@ -58,13 +58,13 @@ class Advice:
 
 
 class Job:
-    """What a command has of this rank while it runs.
+    """A command's handle on its rank while it runs.
 
     Attributes:
-        launch: this rank and how many there are.
-        watchdog: its heartbeat.
-        closing: what is closed at the end, but after the user has been told: a tracker may take its time to finish.
-            Not closed after a peer is lost, which is what it might wait for, nor after a fault of ours.
+        launch: rank and world size.
+        watchdog: this rank's heartbeat.
+        closing: resources to close at exit, after the message is printed, since a tracker may be slow to finish. Not
+            closed after a lost peer, for which they might wait, nor after a bug.
     """
 
     def __init__(self, launch: Launch, advice: Advice) -> None:
@@ -77,46 +77,46 @@ class Job:
         self._ending = threading.RLock()
 
     def enter(self, activity: str) -> None:
-        """Say what this rank is doing now, for messages about it."""
+        """Set this rank's current activity, for error messages."""
         self.watchdog.enter(activity)
 
     def guard(self, timeout: timedelta) -> None:
-        """From now on, end this rank if the next one is silent for longer than `timeout`; see `Watchdog.guard`.
+        """From now on, end this rank if the next one's heartbeat stops for longer than `timeout`; see `Watchdog.guard`.
 
-        SIGTERM no longer ends it at once: a launcher sends it to the survivors within 0.1 s of a rank's death, and
-        those that have not yet run by then could not name the rank that is lost.
+        SIGTERM no longer ends it at once: a launcher sends it to the survivors within 0.1 s of a rank's death, often
+        before they have noticed the loss, and an immediate exit could not name the lost rank.
         """
         if self._store is not None:
             catch_in_this_process(signal.SIGTERM, self._remember_termination)
         self.watchdog.guard(timeout, self._abandon, self._hear_of_loss)
 
     def keep_evidence(self, log: Path) -> None:
-        """From now on, leave a postmortem beside this rank's log file if the job is lost. Collective."""
+        """From now on, write a postmortem beside this rank's log file if the job fails. Collective."""
         start = [time.strftime("%Y%m%dT%H%M%S")]
         dist.broadcast_object_list(start, src=0)
         self._postmortem.open(log, start[0])
 
     def finish(self, code: int) -> None:
-        """A regular end, with that exit code. Collective, if the ranks have joined."""
+        """Shut down regularly with exit code `code`. Collective once the process group exists."""
         self.closing.close()
         if dist.is_initialized():
-            # A launcher that sees one rank end with a code ≠ 0 terminates the others: all end together, and what is
-            # left to do from here on is not worth another code.
+            # A launcher terminates the other ranks when one exits with a code ≠ 0. So all exit together, and a signal
+            # during the rest of the shutdown does not change the exit code.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             dist.barrier()
-        # Before the groups that couriers wait in are destroyed.
+        # Before the process groups on which courier threads wait are destroyed.
         _end_threads(code)
         self._postmortem.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def fail(self, error: Exception) -> int | None:
-        """End because of an error.
+        """Shut down because of an error.
 
         Returns:
-            The exit code; None for a fault of this program, whose traceback is due. Once the ranks have joined, a
-            failure that is expected ends the process here.
+            The exit code; None for a bug, whose traceback is due. After the rendezvous, an expected failure exits the
+            process here.
         """
         self._end_alone()
         expected = self._as_expected(error)
@@ -125,7 +125,7 @@ class Job:
         if expected is None:
             self.watchdog.report_failure(f"{type(error).__name__}: {_first_line(error)}")
             return None
-        # At a level that only a log file takes: the terminal gets one line.
+        # At info level the traceback goes to the log file only; the terminal gets one line.
         logger.info("ending", exc_info=error)
         self.watchdog.report_failure(str(expected), expected.exit_code)
         self._say_once(expected)
@@ -135,13 +135,12 @@ class Job:
         return expected.exit_code
 
     def leave(self, number: signal.Signals) -> int:
-        """End in silence: the user has left, by Ctrl-C or by reading no further.
+        """Exit without a message after Ctrl-C or a closed stdout.
 
         Returns:
-            The exit code, as a shell has it for what a signal has ended; once the ranks have joined, the process ends
-            here.
+            The exit code, 128 + signal as in a shell; after the rendezvous the process exits here.
         """
-        # A launcher forwards what a terminal has already sent.
+        # A launcher forwards the SIGINT that the terminal has already sent.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._end_alone()
         self.watchdog.report_failure(number.name)
@@ -151,27 +150,27 @@ class Job:
         return 128 + number
 
     def _remember_termination(self, number: int, frame: FrameType | None) -> None:
-        # A plain attribute: what interrupts the main thread must not take locks.
+        # A plain attribute: a signal handler must not take locks.
         self.watchdog.is_terminated = True
 
     def _hear_of_loss(self) -> None:
-        """Another rank has given up: write down what this one is doing, unless it ends for a reason of its own."""
+        """Write the postmortem because another rank has given up, unless this one is already shutting down."""
         if self._ending.acquire(blocking=False):
             self._ending.release()
             self._postmortem.write()
 
     def _end_alone(self) -> None:
-        """Have this thread be the one that ends the process; another one that would do so, too, comes no further."""
+        """Claim the shutdown for this thread; any other thread that tries stops here."""
         if not self._ending.acquire(blocking=False):
             if threading.current_thread() is not threading.main_thread():
                 raise SystemExit  # ends this thread only, and without a message
             threading.Event().wait()
 
     def _as_expected(self, error: Exception) -> ZecoError | None:
-        """The error as one whose message is written for the user; None for a fault of this program."""
+        """The error as a `ZecoError`; None for a bug."""
         if isinstance(error, ZecoError):
             return error
-        # On CPUs torch raises a plain RuntimeError, and so do libraries that allocate on GPUs by themselves.
+        # Out of memory raises a plain RuntimeError on CPUs, and in libraries with their own GPU allocations.
         signs = ("can't allocate memory", "out of memory")
         lacks_memory = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
         if lacks_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -180,9 +179,9 @@ class Job:
         return None
 
     def _say_once(self, error: ZecoError) -> None:
-        """Mostly every rank has the error, and rank 0 speaks; the others hold back meanwhile.
+        """Print an error once: rank 0 prints one that all ranks have, while the others wait.
 
-        One that is still there after that is alone with its error, and speaks itself.
+        A rank that is still alive after the wait is the only one with this error and prints it itself.
         """
         joined = dist.is_initialized()
         if self.launch.rank != 0:
@@ -190,20 +189,20 @@ class Job:
             while not joined and waited < _SECONDS_TO_IMPORT and not self.watchdog.has_spoken():
                 time.sleep(_LOOK_SECONDS)
                 waited += _LOOK_SECONDS
-            # The end of this rank has its launcher end the others, in the middle of a word; unless it is at it already.
+            # When this rank exits, its launcher kills the others, perhaps mid-message; no wait if it already has begun.
             waited = 0.0
             while waited < _SECONDS_AMONG_RANKS and not self.watchdog.is_terminated:
                 time.sleep(_LOOK_SECONDS)
                 waited += _LOOK_SECONDS
-        # Without the launcher's store nobody knows who has spoken, and before the ranks have joined nobody agrees.
-        if (not joined and self._store is None) or self.watchdog.may_speak():
+        # Without the launcher's store, or before the rendezvous, ranks cannot agree on which one prints.
+        if (not joined and self._store is None) or self.watchdog.claim_reporting():
             _say(error)
 
     def _abandon(self, error: Exception) -> NoReturn:
-        """Leave after a peer is lost: name it, save nothing, wait for nobody."""
+        """Exit after a peer is lost: name it, save nothing, wait for no rank."""
         self._end_alone()
         if threading.current_thread() is threading.main_thread():
-            # A launcher that has seen the peer die terminates this process at once, too.
+            # A launcher that has seen the peer die sends SIGTERM to this process at once.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         logger.info("communication failed", exc_info=error)
         self.watchdog.report_loss()
@@ -214,16 +213,16 @@ class Job:
         self.watchdog.report_leaving()
         if explained.exit_code != TERMINATED:
             self._postmortem.write()
-            if self.watchdog.may_speak():
+            if self.watchdog.claim_reporting():
                 _say(explained)
         _leave(explained.exit_code)
 
 
 def run_job(command: Callable[[Job], int], advice: Advice) -> int:
-    """Run a command on this rank; returns the process's exit code, if the process outlives the command's failure.
+    """Run a command on this rank; returns the exit code, unless a failure exits the process directly.
 
     Raises:
-        Exception: a fault of the command, as it is.
+        Exception: a bug, unchanged.
     """
     try:
         launch = Launch.from_environment()
@@ -231,17 +230,17 @@ def run_job(command: Callable[[Job], int], advice: Advice) -> int:
             die_with_launcher()
         job = Job(launch, advice)
     except ZecoError as error:
-        # Nobody can be asked who speaks: one rank of a node does.
+        # There is no store yet to elect the reporting rank: one rank a node prints.
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OwnRankError):
             _say(error)
         return error.exit_code
-    code = 1  # Python's, for what is raised
+    code = 1  # Python's exit code after an uncaught exception
     try:
         code = _run(command, job)
     except KeyboardInterrupt:
         code = job.leave(signal.SIGINT)
     except SystemExit as end:
-        code = int(end.code or 0)  # help was asked for, and has been printed
+        code = int(end.code or 0)  # --help has been printed
         raise
     finally:
         _end_threads(code)
@@ -263,7 +262,7 @@ def _run(command: Callable[[Job], int], job: Job) -> int:
 
 
 def _say(error: ZecoError) -> None:
-    # A terminal that is gone changes nothing of what is to follow, nor of the exit code.
+    # A closed terminal changes neither the shutdown nor the exit code.
     with suppress(OSError):
         # Above a progress bar, if there is one.
         tqdm.write(error.line, file=sys.stderr)
@@ -271,14 +270,14 @@ def _say(error: ZecoError) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Not sys.exit: shutting the process groups down would wait for whoever is lost."""
+    """Exit at once. Not sys.exit: destroying the process groups would wait for the lost rank."""
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
 
 
 def _end_threads(code: int) -> None:
-    """Before the interpreter ends, see `background`: with a thread that does not, leave without that."""
+    """Join background threads (see `background`); if one keeps running, exit without finalising the interpreter."""
     if running := background.stop_all():
         logger.info("still running: %s", ", ".join(running))
         if isinstance(error := sys.exception(), Exception):

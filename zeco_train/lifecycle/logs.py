@@ -1,4 +1,4 @@
-"""Log files, one a rank: everything that Python logs or warns of, and on the terminal only our own warnings."""
+"""One log file per rank with all Python logs and warnings; on the terminal only this project's warnings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _installed: list[tuple[logging.Logger, logging.Handler]] = []
 def setup_logging(run_dir: str | Path, rank: int, level: int = logging.INFO) -> Path:
     """Send logging and Python's warnings to `run_dir/logs/rank_{rank}.log`, appending.
 
-    Rank 0 also shows our own warnings and errors on stderr, one line each; other packages' go to the file only.
-    Torch's loggers, which print to stderr by themselves, are redirected unless the user asked for them with
-    `TORCH_LOGS`. What C++ code writes to stderr is out of reach. May be called again: the newest call counts.
+    Rank 0 also shows this project's warnings and errors on stderr, one line each; other packages' go to the file only.
+    Torch's loggers have stderr handlers and are redirected unless the user has set `TORCH_LOGS`. The stderr output of
+    C++ code is not captured. May be called again: the newest call counts.
 
     Returns:
         The log file.
@@ -69,26 +69,26 @@ def _install(logger: logging.Logger, handler: logging.Handler) -> None:
 
 
 def _redirect_torch() -> None:
-    """Take away the stderr handlers of torch's loggers and let their records reach the root logger's file."""
+    """Remove the stderr handlers of torch's loggers and let their records propagate to the root logger's file."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] != "torch" or not isinstance(logger, logging.Logger):
             continue
         for handler in list(logger.handlers):
-            # Not the subclasses, which write to files that the user asked for.
+            # Not its subclasses, which write to files that the user has requested.
             if type(handler) is logging.StreamHandler:
                 logger.removeHandler(handler)
                 logger.propagate = True
 
 
 class _Formatter(logging.Formatter):
-    """Files are read in terminals."""
+    """Escapes control characters, since log files are read in terminals."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
-    """A log that a full disk cuts short, and nothing else."""
+    """A log file that ignores I/O errors: a full disk truncates the log, but does not end the run."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -105,12 +105,12 @@ class _TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = visible(" ".join(record.getMessage().split()))
-            # tqdm.write takes the bar away, prints, and draws it again, whichever stream it is on.
+            # tqdm.write clears the bar, prints, and redraws the bar, whichever stream it is on.
             tqdm.write(f"{record.levelname.lower()}: {text}", file=sys.stderr)
             sys.stderr.flush()
         except OSError:
             # The terminal is gone; the record is in the file.
             return
         except Exception:
-            # What logging asks of every handler: a bad format string must not end the program.
+            # The contract of logging handlers: a bad format string must not end the program.
             self.handleError(record)

@@ -1,12 +1,11 @@
-"""Who is at fault when a peer does not answer.
+"""Finds the rank at fault when communication fails or times out.
 
-Every rank counts up a heartbeat in the launcher's store from a thread of its own. When a communication fails or times
-out, the first rank to notice looks whose heartbeat has stopped: a rank that is dead, stopped (SIGSTOP) or on a lost
-node. The others read what it has found: if each of 256 looked at all, the one store would get 400,000 requests at once.
-A rank that ends with an error of its own leaves its message there too. While all goes well each rank reads its
-neighbour's heartbeat only: some waits have no bound of their own (a host that waits for a CUDA stream), and end through
-this. And word of a lost job spreads: once one rank gives up, all others end within moments, whatever they are waiting
-for.
+A thread of every rank increments a heartbeat in the launcher's store. When a communication fails or times out, the
+first rank to notice checks which heartbeats have stopped: those ranks are dead, stopped (SIGSTOP) or on a lost node.
+The others read its result: if each of 256 ranks checked all heartbeats, the store would get 400,000 requests at once.
+A rank that fails with an error of its own stores its message there too. In normal operation each rank watches only its
+neighbour's heartbeat; this ends waits that have no timeout of their own (a host that waits for a CUDA stream). A rank
+that gives up sets a flag in the store, and all others exit within moments, whatever they are waiting for.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from zeco_train.errors import CommunicationError
 from zeco_train.system import background
 
 _PERIOD_SECONDS = 0.5
-# Six periods: a rank that is merely slow (two cores, eight processes) still beats within that.
+# Six periods: the heartbeat of a rank that is merely slow (two cores, eight processes) still advances within that.
 _LISTEN_SECONDS = 3.0
-# How often a rank looks at its neighbour, and whether the job is lost.
+# How often a rank checks its neighbour's heartbeat and whether the job is lost.
 _WATCH_SECONDS = 2.0
-# A rank that hears of the loss may be about to meet it itself, and then has more to say.
+# A rank informed of the loss may be about to hit the failure itself, which gives a more specific error.
 _GRACE_SECONDS = 6.0
-# For the launcher's store to be reached.
+# To reach the launcher's store.
 _STORE_TIMEOUT = timedelta(seconds=10)
 
-# Exit code of ranks that their launcher has ended although none of them was lost, as a shell has it.
+# Exit code of ranks that their launcher has terminated although none was lost: 128 + signal, as in a shell.
 TERMINATED = 128 + signal.SIGTERM
 
 logger = logging.getLogger(__name__)
@@ -50,8 +49,8 @@ logger = logging.getLogger(__name__)
 class _Finding:
     """Attributes:
     culprits: the ranks at fault, and why; empty if all are alive.
-    places: what ranks were doing.
-    exit_code: of all that end for this; `TERMINATED` if the launcher has ended ranks of which none is at fault.
+    places: the ranks' activities.
+    exit_code: of all ranks that exit for this; `TERMINATED` if the launcher has terminated them and none is at fault.
     """
 
     culprits: str
@@ -60,17 +59,17 @@ class _Finding:
 
 
 class Watchdog:
-    """This rank's heartbeat, and a reader of the others'.
+    """Publishes this rank's heartbeat and reads those of the others.
 
     Args:
-        launch: this rank and how many there are.
-        store: where heartbeats go, see `launcher_store`; without one nothing is kept and nobody can be named.
-        remedy: what to do about a lost rank, for the user.
-        timeout_key: the setting that bounds waits.
+        launch: rank and world size.
+        store: holds the heartbeats, see `launcher_store`; without one there are none, and no rank can be blamed.
+        remedy: advice to the user about a lost rank.
+        timeout_key: the setting of the communication timeout.
 
     Attributes:
-        activity: what this rank is doing now, see `enter`.
-        is_terminated: set once this rank has got SIGTERM, for `guard` to act on.
+        activity: this rank's current activity, see `enter`.
+        is_terminated: set once this rank has received SIGTERM, for `guard` to act on.
     """
 
     def __init__(
@@ -84,55 +83,55 @@ class Watchdog:
         self.activity = "start"
         self.is_terminated = False
         self._stop = threading.Event()
-        # A launcher that restarts a failed group keeps its store, and the words of the dead in it.
+        # After a restart by the launcher, its store still holds the keys of the previous attempt.
         self._prefix = f"zeco/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._spoken = f"{self._prefix}/spoken"
         if store is not None:
             background.start(self._beat, name="heartbeat", stop=self.stop)
 
     def enter(self, activity: str) -> None:
-        """Say what this rank is doing now, for the message of whoever finds it silent."""
+        """Set this rank's current activity, for the error of a rank that finds this one unresponsive."""
         self.activity = activity
 
     def guard(self, timeout: timedelta, abandon: Callable[[Exception], object], on_loss: Callable[[], object]) -> None:
-        """Watch the next rank from now on: once it is silent for longer than `timeout`, call `abandon` from a thread.
+        """Watch the next rank from now on: if its heartbeat stops for longer than `timeout`, a thread calls `abandon`.
 
-        Communication that is bounded by `timeout` fails earlier, and on its own. If another rank has given up,
-        `on_loss` is called at once, and `abandon` after a moment. `abandon` is also called after SIGTERM, by which a
-        launcher ends the survivors of a lost rank, and all ranks if it has been terminated itself.
+        Communication with this `timeout` fails earlier by itself. If another rank has given up, `on_loss` is called at
+        once, and `abandon` after a grace period. `abandon` is also called after SIGTERM, which a launcher sends to the
+        survivors of a lost rank, and to all ranks if it has been terminated itself.
         """
         if self._store is not None:
             limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
             background.start(self._watch, self._store, limit, abandon, on_loss, name="watchdog", stop=self.stop)
 
     def stop(self) -> None:
-        """End the heartbeat and the watch, at a regular end; their threads are joined by `background.stop_all`."""
+        """Stop the heartbeat and the watch at a regular shutdown; `background.stop_all` joins their threads."""
         self._stop.set()
 
     def report_failure(self, message: str, exit_code: int = CommunicationError.exit_code) -> None:
-        """Leave word that this rank ends through a fault of its own, and which.
+        """Store the error with which this rank exits.
 
         Args:
-            exit_code: of the others, too: by that of whoever ends first a launcher judges whether to start again.
+            exit_code: the other ranks exit with it, too: a launcher decides on a restart by the first exit code.
         """
         self._add_word("failed", message, exit_code)
         self.report_loss()
 
     def report_leaving(self) -> None:
-        """Leave word that this rank ends because a peer is lost, so that nobody takes it for the culprit."""
+        """Record that this rank exits because a peer is lost, so that it is not taken for the culprit."""
         self._add_word("left")
 
     def report_loss(self) -> None:
-        """Leave word that the job is lost: all ranks are to end."""
+        """Record that the job is lost: all ranks are to exit."""
         self._add_word("lost")
 
-    def may_speak(self) -> bool:
-        """True for the first rank that asks: one failure, which all ranks meet, is explained to the user once.
+    def claim_reporting(self) -> bool:
+        """True for the first caller among all ranks, so that a failure common to all is reported once.
 
-        With the launcher's store gone, once a node.
+        Without the launcher's store, once a node.
         """
         if self._store is None:
-            # Before they have joined, no other rank is known to have the same error.
+            # Before the rendezvous, no other rank is known to have the same error.
             return self._launch.rank == 0 or not dist.is_initialized()
         try:
             return self._store.add(self._spoken, 1) == 1
@@ -141,7 +140,7 @@ class Watchdog:
             return self._launch.local_rank == 0
 
     def has_spoken(self) -> bool:
-        """True once a rank has been given the word by `may_speak`, or when that cannot be known any more."""
+        """True once a rank has succeeded in `claim_reporting`, or if the store is gone and that cannot be known."""
         if self._store is None:
             return False
         try:
@@ -150,7 +149,7 @@ class Watchdog:
             return True
 
     def diagnose(self, error: Exception) -> CommunicationError:
-        """The error for the user behind a failed communication: it names the rank at fault."""
+        """Build the user-facing error after a failed communication; it names the rank at fault."""
         rank, operation = self._launch.rank, self._operation(error)
         detail = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, CommunicationError):
@@ -172,11 +171,11 @@ class Watchdog:
         return explained
 
     def _find(self, store: dist.Store) -> _Finding:
-        """What the first rank that asks finds, on every rank; should that one be lost meanwhile, the next one looks."""
+        """The finding of the first rank that calls this, on every rank; if that rank is lost, the next one looks."""
         turn = 0
         while store.add(f"{self._prefix}/looking/{turn}", 1) > 1:
             deadline = time.monotonic() + 2 * _LISTEN_SECONDS
-            # Not by the store's own wait, which would hold up this rank's heartbeat on the same connection.
+            # Not `store.wait`, which would block this rank's heartbeat on the same connection.
             while time.monotonic() < deadline:
                 if (text := self._get("finding")) is not None:
                     return _Finding(**json.loads(text))
@@ -187,7 +186,7 @@ class Watchdog:
         return finding
 
     def _look(self, store: dist.Store) -> _Finding:
-        """Listen to all other ranks."""
+        """Check the heartbeats of all other ranks."""
         others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
         before = self._heartbeats(store, others)
         time.sleep(_LISTEN_SECONDS)
@@ -198,7 +197,7 @@ class Watchdog:
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
         places = {self._launch.rank: self.activity} | {r: after[r][1] for r in others if r not in left}
-        # Of the first one that failed.
+        # That of the first rank that failed.
         exit_code = next((code for _, code in failed.values()), CommunicationError.exit_code)
         if self.is_terminated and not culprits:
             exit_code = TERMINATED
@@ -214,7 +213,7 @@ class Watchdog:
                 return
 
     def _operation(self, error: Exception) -> str:
-        """What this rank was doing: its activity, and the communication that has failed, or the last one."""
+        """This rank's activity, and the communication that has failed, or the last one."""
         if isinstance(error, CommunicationError):
             last = "" if error.operation == self.activity else error.operation
         else:
@@ -234,7 +233,7 @@ class Watchdog:
                 lost = self._words("lost")
                 count, _ = self._heartbeats(store, [neighbour])[neighbour]
             except (dist.DistError, RuntimeError):
-                # The store's node is gone. Communication will fail, or the launcher terminate this rank.
+                # The store's node is gone. Communication will fail, or the launcher will terminate this rank.
                 continue
             if lost:
                 on_loss()
@@ -249,10 +248,10 @@ class Watchdog:
                 return
 
     def _heartbeats(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """The last beat of each rank, and what it was doing, in one request if all of them have started."""
+        """The last heartbeat of each rank with its activity, in one request if all of them have started."""
         keys = {rank: f"{self._prefix}/heartbeat/{rank}" for rank in ranks}
         if not store.check([*keys.values()]):
-            # To ask for the value of one that is not there would be to wait for it.
+            # multi_get blocks on missing keys.
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
         values = store.multi_get([*keys.values()]) if keys else []
         heartbeats = dict.fromkeys(ranks, ("0", "start"))
@@ -262,11 +261,11 @@ class Watchdog:
         return heartbeats
 
     def _words(self, kind: str) -> dict[int, list[Any]]:
-        """What ranks have left by `_add_word`, the first one first."""
+        """The ranks' entries by `_add_word`, in order of time."""
         return dict(json.loads(line) for line in (self._get(kind) or "").splitlines())
 
     def _add_word(self, kind: str, *word: str | int) -> None:
-        """Append to a key that all ranks share: it is there to be read in one request, whoever has left a word."""
+        """Append an entry to a key that all ranks share, so that one request reads the entries of all."""
         if self._store is None:
             return
         try:
@@ -294,7 +293,7 @@ def _where(activities: Mapping[int, str]) -> str:
 
 
 def is_communication_failure(error: BaseException) -> bool:
-    """True for what torch.distributed raises when a peer is gone or late."""
+    """Whether torch.distributed raises this error when a peer is gone or late."""
     if isinstance(error, CommunicationError | dist.DistError):
         return True
     # gloo's failures are plain RuntimeErrors.
@@ -304,7 +303,7 @@ def is_communication_failure(error: BaseException) -> bool:
 
 
 def launcher_store(launch: Launch) -> dist.TCPStore | None:
-    """A connection of its own to torchrun's store; None in a world of one, and under launchers that have no store.
+    """A separate connection to torchrun's store; None with one rank, and under launchers that have no store.
 
     Raises:
         CommunicationError: it cannot be reached.

@@ -1,1 +1,1 @@
-"""What a process has of its machine: users' files and paths, small files of strangers, signals, threads, terminals."""
+"""Operating-system helpers: files and paths, untrusted small files, signals, threads, terminals."""

@@ -1,4 +1,4 @@
-"""Command lines that have options of their own, beside or without KEY=VALUE."""
+"""Command lines with options, with or without KEY=VALUE arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 
 def errors_in_a_line(command: Callable[P, int]) -> Callable[P, int]:
-    """Decorates the `main` of a command: a `ZecoError` becomes its line on stderr, and its exit code the result."""
+    """Decorator of a command's `main`: prints a `ZecoError` as one line on stderr and returns its exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -30,17 +30,17 @@ def errors_in_a_line(command: Callable[P, int]) -> Callable[P, int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose mistakes are a line, as all of ours."""
+    """An argument parser that raises usage errors as `ConfigError`, which are printed as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError("argument", shown(" ".join(sys.argv[1:])), f"{message}; --help lists all")
 
 
 def user_path(text: str) -> Path:
-    """The type of an option that takes a path; a variable of the shell that is empty does not mean this folder.
+    """The argparse type of a path; an empty shell variable does not mean the current folder.
 
     Raises:
-        argparse.ArgumentTypeError: no file or folder can have this path.
+        argparse.ArgumentTypeError: not a valid path.
     """
     if (problem := path_problem(text)) is not None:
         raise argparse.ArgumentTypeError(f"{shown(text)}: {problem}" if text else problem)

@@ -1,11 +1,10 @@
-"""Background threads of this process, all of which end before the interpreter does.
+"""Background threads, which are joined before the interpreter finalises.
 
-Once Python 3.11 has begun to finalise, a thread that asks for the interpreter lock is ended by `pthread_exit`. If it
-comes back from a call of torch (a request to a store, the release of a tensor), that unwinds through a C++ destructor,
-which must not throw, and the process dies of SIGABRT: "terminate called without an active exception", whatever its exit
-code was to be. So each thread is started here, and asked to end and joined at the end of a command, see
-`zeco_train.lifecycle.job`, or of any other process that uses these modules. Threads are daemons besides: one that waits
-for a peer that is gone must not keep the process from ending.
+Once Python 3.11 has begun to finalise, a thread that requests the GIL is ended by `pthread_exit`. If it returns from a
+torch call (a store request, the release of a tensor), that unwinds through a noexcept C++ destructor, and the process
+dies of SIGABRT, "terminate called without an active exception", instead of its exit code. So each thread is started
+here, and stopped and joined at the end of a command, see `zeco_train.lifecycle.job`, or of any other process that uses
+these modules. Threads are also daemons: one that waits for a lost peer must not block the exit.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# For a request to a store, or a read, that is under way.
+# For a store request or a read in progress.
 _SECONDS_TO_END = 5.0
 
 _lock = threading.Lock()
@@ -29,11 +28,11 @@ def start(
 
     Args:
         name: of the thread.
-        stop: makes the thread end soon; called from another one, possibly after the thread has ended.
+        stop: makes the thread end soon; called from another thread, possibly after this one has ended.
     """
     thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
     with _lock:
-        # Not by the threads themselves: they would still have a little to do afterwards.
+        # Threads do not deregister themselves: they would still run for a moment afterwards.
         for ended in [other for other in _running if not other.is_alive()]:
             del _running[ended]
         thread.start()
@@ -42,10 +41,10 @@ def start(
 
 
 def stop_all(seconds: float = _SECONDS_TO_END) -> list[str]:
-    """Have all threads end, and wait for that; the calling thread may be one of them, and is left alone.
+    """Stop and join all threads, except the calling one if it is among them.
 
     Args:
-        seconds: bound of the wait for all of them together.
+        seconds: timeout for all of them together.
 
     Returns:
         The names of the threads that are still running. The interpreter must not be finalised then.

@@ -1,9 +1,9 @@
-"""Folders of compiled code, which only this user can write: what lies there is loaded and run.
+"""Cache folders of compiled code that only this user can write, since their contents are loaded and executed.
 
-torch's own default for `torch.compile`, /tmp/torchinductor_USER, has a name that everybody knows: another user of the
-machine who makes it first has the code of others run. The default here has a random name on a disk of the node. It is
-kept in the user's home, so that the next process finds the kernels that were compiled before.
-`python -m zeco_train.system.code_cache` prints it. Whatever folder is used, it is checked.
+torch's default for `torch.compile`, /tmp/torchinductor_USER, has a predictable name: another user of the machine who
+creates it first can have others execute any code. The default here has a random name on a disk of the node. The name is
+stored in the user's home, so that later processes reuse the compiled kernels.
+`python -m zeco_train.system.code_cache` prints it. Every folder is checked before use.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pathlib import Path
 from zeco_train.errors import ConfigError
 from zeco_train.system.arguments import errors_in_a_line
 
-# What Triton, Inductor and CUDA's driver call theirs, and ours in it.
+# The variables of Triton, Inductor and the CUDA driver, and the subfolder for each.
 _VARIABLES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
 _KEY_FILE = "zeco-train/code_cache"
-# What errors call the default one.
+# The default folder's name in error messages.
 KEY = "code cache"
 
 
 def default_folder() -> Path:
-    """A folder of the node for this user; its name is drawn when it is first asked for. The folder is not made.
+    """This user's folder on the node; the first call draws its random name. Does not create the folder.
 
     Raises:
-        ConfigError: there is nowhere to keep the name.
+        ConfigError: the name cannot be stored.
     """
     # Not in $ZECO_CACHE, which users may share.
     path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", _KEY_FILE)
     try:
         path = path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A link that leads nowhere is made whole in one go, and by one of the ranks that all come here at once.
+        # A dangling symlink is created atomically, by exactly one of the ranks that call this concurrently.
         with suppress(FileExistsError):
             path.symlink_to(secrets.token_hex(16))
         key = str(path.readlink())
@@ -51,16 +51,16 @@ def default_folder() -> Path:
 
 
 def private_folder(key: str, path: Path) -> Path:
-    """Make a folder that only this user can write, unless it is there.
+    """Create a folder that only this user can write, or check an existing one.
 
     Args:
-        key: the setting that it is of.
+        key: the setting that names it.
 
     Returns:
-        Its path without links, so that nobody can lead it elsewhere later.
+        Its path with links resolved, so that no one can redirect it later.
 
     Raises:
-        ConfigError: it cannot be made, belongs to somebody else, or others may write or replace it.
+        ConfigError: it cannot be created, belongs to another user, or others can write or replace it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def private_folder(key: str, path: Path) -> Path:
         problem = f"others may write there (mode {mode:o}), and so have this process run any code"
         raise ConfigError(key, path, f"{problem}; chmod go-w it, or name another folder")
     for parent in real.parents:
-        # In a sticky one, such as /tmp, nobody can rename what belongs to others.
+        # In a sticky folder, such as /tmp, users can rename only their own files.
         if (mode := parent.stat().st_mode) & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ConfigError(key, path, f"anybody may put another folder in its place, in {parent}; name another one")
     return real
@@ -92,17 +92,17 @@ def _reason(error: OSError | RuntimeError) -> str:
 
 
 def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
-    """Have this process and its children compile into folders of their user alone.
+    """Set the compile caches of this process and its children to private folders.
 
-    Variables that name one count, and are checked.
+    Folders that the environment names take precedence, and are checked.
 
     Args:
-        folder: for those that no variable names; without it `torch.compile` gets the default one, and Triton and CUDA
-            keep to theirs, in the user's home.
-        key: the setting that `folder` is of.
+        folder: for caches that no variable names; without it `torch.compile` gets the default one, and Triton and CUDA
+            keep their own defaults in the user's home.
+        key: the setting that names `folder`.
 
     Raises:
-        ConfigError: a folder cannot be made, belongs to somebody else, or others may write there.
+        ConfigError: a folder cannot be created, belongs to another user, or others can write there.
     """
     for variable, name in _VARIABLES.items():
         if named := os.environ.get(variable):

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, figures and axes; and matplotlib with the Agg backend, whatever is configured."""
+"""Shared colours, figures and axes of all plots; imports matplotlib with the Agg backend."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#2a6fbb", "#d9720f", "#5f6b76"
-# Of curves that are not backends, which have colours of their own.
+# For curves other than backends, which have their own colours.
 CURVES = (BLUE, ORANGE, "#3b8f4f", "#a23b72", GREY, "#8c6d1f", "#3aa6a6", "#7a5cc0")
 
 
 def import_matplotlib() -> None:
-    """To be called before the first import of matplotlib or a part of it.
+    """Import matplotlib with the Agg backend; call before its first import.
 
-    A notebook sets MPLBACKEND for its children to a backend that may not be installed where they run, and matplotlib
-    then fails on import. The variable keeps its value, and a matplotlib that is already there its backend.
+    A notebook sets MPLBACKEND for its children to a backend that may not be installed in their environment, and
+    matplotlib then fails on import. The variable is restored; an already imported matplotlib keeps its backend.
     """
     if "matplotlib" in sys.modules:
         return
@@ -38,7 +38,7 @@ def import_matplotlib() -> None:
 
 
 def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: float) -> Figure:
-    """A figure without contents; `size` in inches."""
+    """An empty figure; `size` in inches."""
     import_matplotlib()
     # Not pyplot: its backend would look for a display, and its figures stay in memory until closed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,12 +51,12 @@ def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: floa
 
 
 def plain(text: str) -> str:
-    """Text that is drawn as it is: between dollar signs there would be a formula."""
+    """Escape dollar signs, between which matplotlib would typeset a formula."""
     return text.replace("$", r"\$")
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG in one go, so that a reader never sees half of one; returns its path.
+    """Write a PNG atomically, so that readers never see a partial file; returns its path.
 
     Raises:
         DataError: it cannot be written.
@@ -69,7 +69,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def finish_axes(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """A faint grid behind what is drawn, and no frame but the two axes."""
+    """Draw a faint grid behind the data, and hide the top and right spines."""
     axes.grid(alpha=0.25, which="major", axis=grid)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

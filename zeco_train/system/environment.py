@@ -1,4 +1,4 @@
-"""Where results are from: machine, versions, commit, and the variables that change a figure."""
+"""Provenance of results: machine, versions, commit, and environment variables that affect measurements."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTI
 
 
 def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
-    """Versions, devices, the commit, and what else decides a figure; for JSON.
+    """Versions, devices, commit and variables that affect measurements; for JSON.
 
     Args:
-        device: what was measured on.
-        commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
+        device: the measured device.
+        commit: of this source tree; empty: ask git. A copy of the tree may have no git data, or outdated data.
     """
     import torch
 
@@ -42,7 +42,7 @@ def environment(device: torch.device, commit: str = "") -> dict[str, Any]:
 
 
 def installation(commit: str = "") -> dict[str, Any]:
-    """What `environment` has of this machine's software, without importing torch, which takes seconds."""
+    """The software part of `environment`, without importing torch, which takes seconds."""
     commit = commit or _commit() or ""
     return {
         "python": platform.python_version(),
@@ -65,7 +65,7 @@ def processor() -> str:
 
 
 def process_memory(kind: str) -> int | None:
-    """Bytes of this process, as Linux counts them under a name of /proc/self/status; None elsewhere."""
+    """A memory field of /proc/self/status in bytes; None on systems other than Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -74,7 +74,7 @@ def process_memory(kind: str) -> int | None:
 
 
 def version(package: str) -> str | None:
-    """An installed package's version; None if it is not there."""
+    """A package's version; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -82,7 +82,7 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with `+` where it has changes; None without git."""
+    """The commit of this source tree, with `+` if it has uncommitted changes; None without git."""
     root = Path(__file__).resolve().parents[1]
     answers = []
     for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):

@@ -1,4 +1,4 @@
-"""Files and the names in folders on disk, whole or not at all; and what the system refuses, in one line."""
+"""Atomic, durable writes of files and folders, file locks, and one-line errors for system failures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from zeco_train.system.jsonable import jsonable
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path beside `path`; the file that the block has written there becomes `path` when it ends.
+    """Write `path` atomically: yields a temporary path beside it, which replaces `path` after the block.
 
-    It is on disk then. If the block raises, or the process is killed, `path` is as it was.
+    The file is flushed to disk. If the block raises, or the process is killed, `path` is unchanged.
     """
     partial = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -36,19 +36,19 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file in full or not at all, and have it on disk when this returns."""
+    """Write a file atomically and flush it to disk."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a file's contents, in hexadecimal."""
+    """The SHA-256 of a file's contents, in hexadecimal."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_file(path: Path) -> None:
-    """Have the contents of a file on disk when this returns."""
+    """Flush a file's contents to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -57,20 +57,20 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on disk when this returns."""
+    """Flush a folder's entries to disk."""
     try:
         sync_file(path)
     except OSError as error:
-        # Some network file systems know no fsync of a folder, and have no need of it.
+        # Some network file systems neither support nor need fsync of a folder.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
 
 def take_lock(path: Path) -> tuple[int, str | None]:
-    """Open and lock a file, made if it is not there; the lock ends with the descriptor, and so with the process.
+    """Open and lock a file, creating it if needed; the lock is held until the descriptor closes or the process exits.
 
     Returns:
-        The descriptor; why the file system cannot lock, None if it can.
+        The descriptor; and the reason why the file system cannot lock, None if it can.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -88,13 +88,13 @@ def take_lock(path: Path) -> tuple[int, str | None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor, problem
-        # Its last owner has removed it, between our open and our lock.
+        # The last owner has removed the file between the open and the lock.
         os.close(descriptor)
 
 
 @contextmanager
 def read_errors(path: Path, remedy: str = "") -> Iterator[None]:
-    """Turn an `OSError` of the block into the `DataError` that `path` cannot be read."""
+    """Convert an `OSError` in the block to a `DataError`: `path` cannot be read."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def read_errors(path: Path, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
-    """Turn an `OSError` of the block into the `DataError` that `path` cannot be written."""
+    """Convert an `OSError` in the block to a `DataError`: `path` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -111,7 +111,7 @@ def write_errors(path: Path, remedy: str = "") -> Iterator[None]:
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write a file of results for the user, and its folder.
+    """Write a results file for the user, creating its folder.
 
     Raises:
         DataError: it cannot be written.
@@ -122,5 +122,5 @@ def write_result(path: Path, text: str) -> None:
 
 
 def write_json_result(path: Path, value: Any) -> None:
-    """`write_result` of a value as JSON, in which NaN and infinities are text."""
+    """`write_result` of a value as JSON, with NaN and infinities as text."""
     write_result(path, json.dumps(jsonable(value), indent=1, allow_nan=False) + "\n")

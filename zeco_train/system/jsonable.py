@@ -1,4 +1,4 @@
-"""Values for JSON, which has neither NaN nor infinities."""
+"""Converts values for JSON, which has neither NaN nor infinities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def jsonable(value: Any, replace: Callable[[float], Any] = str) -> Any:
-    """`value` with `replace(x)`, text as a rule, for every float x that JSON has not; in mappings and lists, too."""
+    """Replace each non-finite float x by `replace(x)`, by default text, recursively in mappings and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else replace(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Labels that do not count."""
+"""The label of tokens that the loss ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages: this project's own come first; one that is not installed is a line with the command that installs it."""
+"""Puts this project's packages first on the import path; reports missing packages with the command to install them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _OWN = ("zeco_train", "data", "models")
 
 
 def put_own_packages_first() -> None:
-    """Find `data` and `models` beside this package, whatever is called so in the current folder."""
+    """Import `data` and `models` from beside this package, even if the current folder has modules of these names."""
     if sys.path[:1] != [str(_ROOT)]:
         sys.path.insert(0, str(_ROOT))
 
 
 @contextmanager
 def explained_if_missing() -> Iterator[None]:
-    """End the process with a line if the block, which imports, lacks a package of others; needs none of them itself.
+    """Exit with a one-line error if an import in the block lacks a third-party package; uses none itself.
 
     Raises:
         SystemExit: a package is missing.
@@ -33,7 +33,7 @@ def explained_if_missing() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if not package or package in _OWN:
             raise
-        # One rank of a node is enough.
+        # Print on one rank a node.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(_missing(package).line, file=sys.stderr, flush=True)
         sys.exit(ConfigError.exit_code)
@@ -41,7 +41,7 @@ def explained_if_missing() -> Iterator[None]:
 
 def _missing(package: str) -> ConfigError:
     own = _ROOT / ".venv"
-    # As launch/environment.sh makes it.
+    # Created by launch/environment.sh.
     if (own / "bin" / "python").exists() and Path(sys.prefix).resolve() != own.resolve():
         remedy = f"take the environment of this repository: source {own}/bin/activate"
     else:

@@ -1,4 +1,4 @@
-"""Paths that a user names: refused in one line, before any work, where the system could not use them."""
+"""Early checks of user-given paths: unusable ones are refused with a one-line error before any work."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from zeco_train.errors import ConfigError
 
-# Linux takes 4096 bytes; the rest is for the names of files inside.
+# Linux allows 4096 bytes; the rest is for the names of files inside.
 _MOST_BYTES = 3500
 _SHOWN_CHARACTERS = 500
 
 
 def path_problem(path: str | Path) -> str | None:
-    """Why the system cannot look up this path: it is empty, too long, a loop of links, behind a folder that this user
-    may not enter, on a failing disk, or has a NUL character.
+    """Why the system cannot look up a path (None if it can): empty, too long, a loop of links, in a folder without
+    search permission, on a failing disk, or with a NUL character.
 
-    `Path.exists()` and its like answer False for some of these and raise OSError, RuntimeError or ValueError for
-    others. A path where nothing lies has no problem of this kind.
+    `Path.exists()` and the like return False for some of these and raise OSError, RuntimeError or ValueError for
+    others. A path that merely does not exist is no problem.
     """
     text = os.fspath(path)
     if not text:
@@ -48,7 +48,7 @@ def check_path(field: str, path: str | Path) -> None:
 
 
 def check_output_file(field: str, path: str | Path) -> None:
-    """Check, without changing anything, that a file can be written in the end; its folder has to exist.
+    """Check, without changing anything, that a file can be written later; its folder must exist.
 
     Raises:
         ConfigError: it cannot.
@@ -60,17 +60,17 @@ def check_output_file(field: str, path: str | Path) -> None:
     if not _is_folder(file.parent):
         problem = "its folder does not exist" if _is_folder(file.parent) is None else "its folder is a file"
         raise ConfigError(field, path, problem)
-    # What exists is written into, or replaced by a file made beside it.
+    # An existing file is overwritten, or replaced by a temporary file in its folder.
     for place in (file.parent, file):
         if _is_folder(place) is not None and not os.access(place, os.W_OK):
             raise ConfigError(field, path, f"cannot be written ({_denied(place)})")
 
 
 def check_output_folder(field: str, path: str | Path, remedy: str = "name another folder") -> None:
-    """Check, without making it, that a folder exists and can be written into, or can be made with its parents.
+    """Check, without creating it, that a folder is writable, or can be created with its parents.
 
     Args:
-        remedy: what a user can do where not.
+        remedy: advice to the user.
 
     Raises:
         ConfigError: it cannot.
@@ -87,7 +87,7 @@ def check_output_folder(field: str, path: str | Path, remedy: str = "name anothe
 
 
 def check_outputs(field: str, folder: str | Path, names: Sequence[str]) -> None:
-    """`check_output_folder` for results of these names, and `warn_of_replacing` for those that lie there.
+    """`check_output_folder` for result files of these names, and `warn_of_replacing` for existing ones.
 
     Raises:
         ConfigError: one of them could not be written.
@@ -101,7 +101,7 @@ def check_outputs(field: str, folder: str | Path, names: Sequence[str]) -> None:
 
 
 def warn_of_replacing(files: Iterable[str | Path]) -> None:
-    """Tell the user, on stderr, which files of an earlier time the results of this one will replace."""
+    """Warn the user on stderr which existing files the results will replace."""
     existing = [str(path) for path in files if _is_folder(Path(path)) is False]
     if existing:
         verb = "exists and is" if len(existing) == 1 else "exist and are"
@@ -109,13 +109,13 @@ def warn_of_replacing(files: Iterable[str | Path]) -> None:
 
 
 def shown(path: str | Path) -> str:
-    """A path for a message: without NUL characters, and cut where it is very long."""
+    """A path for a message: NUL characters escaped, and truncated if very long."""
     text = str(path).replace("\0", "\\0")
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _is_folder(path: Path) -> bool | None:
-    """None where nothing can be found."""
+    """None if the path does not exist or cannot be looked up."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError:
@@ -123,6 +123,6 @@ def _is_folder(path: Path) -> bool | None:
 
 
 def _denied(place: Path) -> str:
-    """Why `place` is not writable, as the system calls it."""
+    """The system's reason why `place` is not writable."""
     flags = os.statvfs(place).f_flag
     return f"{place}: {os.strerror(errno.EROFS if flags & os.ST_RDONLY else errno.EACCES)}"

@@ -1,4 +1,4 @@
-"""Settings that have a least value."""
+"""Lower bounds of settings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from zeco_train.errors import ConfigError
 
 
 def check_least(settings: object, section: str = "", /, **least: float) -> None:
-    """Check fields of `settings`, which messages call SECTION.NAME, or NAME without a section.
+    """Check lower bounds of fields of `settings`; messages name them SECTION.NAME, or NAME without a section.
 
     Raises:
-        ConfigError: the first one that is below its least value.
+        ConfigError: for the first field below its bound.
     """
     for name, smallest in least.items():
         if (value := getattr(settings, name)) < smallest:

@@ -1,4 +1,4 @@
-"""Names in a run's folder that more than one room needs."""
+"""File names in a run's folder that several packages use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a request to save and leave; and an end of ranks whose launcher is gone.
+"""Handles Ctrl-C, SIGTERM and SIGUSR1 as requests to save and exit; and ends ranks whose launcher has died.
 
-SIGUSR1 is what Slurm is asked to warn with before a time limit (`sbatch --signal=USR1@300`). Slurm sends it to every
-process of a step, so the launcher has to be started with it ignored (`trap '' USR1` in the shell before): torchrun
-itself would die of it, and take its ranks along. Ranks inherit that, and set a handler of their own all the same.
+SIGUSR1 is Slurm's warning before a time limit (`sbatch --signal=USR1@300`). Slurm sends it to every process of a step,
+so the launcher must be started with the signal ignored (`trap '' USR1` in the shell before): otherwise torchrun would
+die of it and kill its ranks. Ranks inherit the ignored signal and install their own handler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeco_train.system.terminal import nobody_reads, show_any_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# What a batch system may start again: a run that was told to stop, and has saved (EX_TEMPFAIL of sysexits.h).
+# Exit code of a run that was stopped and has saved, which a batch system may requeue (EX_TEMPFAIL of sysexits.h).
 REQUEUE_EXIT_CODE = 75
 
 _PR_SET_PDEATHSIG = 1
@@ -35,22 +35,22 @@ _before_fork = threading.local()
 
 
 def remember_warning() -> None:
-    """Take note of SIGUSR1 from now on, for the `StopRequest` to come; by itself it would end the process."""
+    """Record SIGUSR1 from now on for the later `StopRequest`; its default action would end the process."""
     signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
 
 
 def run_command(module: str) -> NoReturn:
-    """Run the `main` of a module as a command that Ctrl-C ends without a traceback.
+    """Run the `main` of a module as a command, which Ctrl-C ends without a traceback.
 
-    To import torch takes seconds, and it answers a KeyboardInterrupt in ways of its own: until it is there, the signal
-    ends the process. A module that is also the command calls this before its other imports, and is imported again, by
+    Importing torch takes seconds, and it does not handle a KeyboardInterrupt cleanly: until the import is done, SIGINT
+    ends the process. A module that is itself the command calls this before its other imports, and is imported again by
     its name.
     """
     show_any_text()
     put_own_packages_first()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Some packages are imported by what needs them only.
+    # `main` is inside, too: some packages are imported on first use.
     with explained_if_missing():
         main = importlib.import_module(module).main
         signal.signal(signal.SIGINT, before)
@@ -67,30 +67,30 @@ def run_command(module: str) -> NoReturn:
 
 
 def exit_code(stopped_by: signal.Signals) -> int:
-    """Of a process that a signal has stopped: 130 after Ctrl-C, `REQUEUE_EXIT_CODE` after what batch systems send."""
+    """Exit code of a stopped process: 130 after Ctrl-C, `REQUEUE_EXIT_CODE` after a batch system's signal."""
     return 128 + stopped_by if stopped_by is signal.SIGINT else REQUEUE_EXIT_CODE
 
 
 def die_with_launcher() -> None:
     """Have the kernel kill this process when its launcher dies, on Linux.
 
-    torchrun starts ranks in sessions of their own: if it is killed with SIGKILL they would train on, unsupervised, and
-    get in the way of the next start of the same run.
+    torchrun starts ranks in their own sessions: after a SIGKILL of torchrun they would continue unsupervised and
+    conflict with the run's next start.
     """
     if sys.platform != "linux":
         return
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        # It died before the call; nobody will tell.
+        # It died before the call, so no signal will come.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def catch_in_this_process(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
-    """Set a signal's handler for this process; children that it forks get the default action back.
+    """Set a signal's handler for this process; forked children get the default action back.
 
-    The signal is blocked while a child is forked. Python forgets in a new child which signals have just come (their
-    handlers run later), so one that arrives before the child has the default action would be lost.
+    The signal is blocked during a fork. Python clears pending signals (whose handlers run later) in a new child, so one
+    that arrives before the child has restored the default action would be lost.
     """
     if not _caught:
         os.register_at_fork(
@@ -116,8 +116,8 @@ def _drop_handlers_in_child() -> None:
 
 
 class StopRequest:
-    """While entered, remembers the first stop signal instead of dying of it. Later ones change nothing: a launcher
-    forwards what a terminal has already sent, so a second signal is no sign of impatience."""
+    """Context manager that records the first stop signal instead of letting it end the process. Later ones are ignored:
+    a launcher forwards the signal that the terminal has already sent, so a second one does not mean urgency."""
 
     def __init__(self) -> None:
         self.signal = _early[0] if _early else None
@@ -131,7 +131,7 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
-            # It has still to be explained, and a launcher terminates the survivors of a lost rank at once.
+            # The error is still to be reported, and a launcher sends SIGTERM to survivors of a lost rank at once.
             return
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

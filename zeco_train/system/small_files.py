@@ -1,7 +1,7 @@
-"""Reads small files that may be a stranger's: regular files of a bounded size, and JSON of a bounded depth.
+"""Reads small untrusted files: regular files of bounded size, and JSON of bounded depth.
 
-A store, a run or an export can be somebody else's folder, and any file in it a link to anything: reading `/dev/zero`
-or a FIFO would never end. Their readers treat an `OSError` of this module like one of the system.
+A store, a run or an export may come from someone else, and any file in it may link to anything: reading `/dev/zero` or
+a FIFO would never end. Callers treat an `OSError` of this module like one of the system.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Far more than our largest: 100,000 shards of a token store, or tensors of an index, are about 15 MB of JSON.
+# Far more than this project writes: 100,000 shards of a token store, or tensors of an index, are about 15 MB of JSON.
 LARGEST_BYTES = 64 << 20
-# Ours have four levels. Python's own limit ends a program with RecursionError, which is no ValueError.
+# This project's files have four levels. Beyond Python's own limit, parsing raises RecursionError, not ValueError.
 DEEPEST = 32
 
 _READ_BYTES = 1 << 20
-# A tokenizer's model_max_length has 31. Python refuses to print those of more than 4300 digits, wherever that may be.
+# A tokenizer's model_max_length has 31. Python raises wherever an integer of more than 4300 digits is printed.
 _MOST_DIGITS = 400
 
 
 def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
-    """The contents of a regular file of at most `largest` bytes, to which `path` may be a link.
+    """The contents of a regular file, or a link to one, of at most `largest` bytes.
 
     Raises:
-        OSError: it is no such file, or cannot be read; `strerror` says which.
+        OSError: not such a file, or it cannot be read; `strerror` has the reason.
     """
     check_regular(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check_regular(os.fstat(file.fileno()), path)
         contents = bytearray()
-        # Not by its size: files of /proc say 0.
+        # Does not use st_size, which is 0 for files of /proc.
         while len(contents) <= largest and (part := file.read(_READ_BYTES)):
             contents += part
     if len(contents) > largest:
@@ -44,7 +44,7 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
 
 def check_regular(path: str | Path) -> None:
     """Check that `path` is a regular file or a link to one, before it is opened: opening a FIFO waits for a writer, and
-    opening a device may do anything.
+    opening a device may have side effects.
 
     Raises:
         OSError: it is not.
@@ -66,7 +66,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value that a JSON text holds.
 
     Raises:
-        ValueError: it is not JSON, or is nested deeper, or has larger integers, than anything that we write.
+        ValueError: not JSON, nested deeper than `DEEPEST`, or an integer of more than 400 digits.
     """
     try:
         value = json.loads(text, parse_int=_integer)

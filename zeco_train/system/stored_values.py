@@ -1,6 +1,6 @@
-"""Reads configurations that were stored by a program, perhaps a stranger's: they hold values, and nothing to resolve.
+"""Reads stored configurations, which may be untrusted: they contain values, and no interpolations.
 
-`${oc.env:NAME}` in such a file would put a variable of this machine's environment into all that is made of it.
+`${oc.env:NAME}` in such a file would copy an environment variable of this machine into every output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zeco_train.system.small_files import DEEPEST, read_small
 
-# A run of a mixture of 10,000 stores; YAML takes 10 s for a megabyte.
+# Enough for a run with a mixture of 10,000 stores; YAML takes 10 s for a megabyte.
 _LARGEST_BYTES = 1 << 20
 _LARGEST_INT_BITS = 64
 _INTERPOLATION = "${"
@@ -27,13 +27,13 @@ def read_values(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is too large.
-        ValueError: it is no YAML, no mapping, is nested too deeply, or has aliases or interpolations.
+        ValueError: not YAML, not a mapping, nested too deeply, or with aliases or interpolations.
     """
     text = read_small(path, _LARGEST_BYTES).decode()
     try:
         _check_structure(text)
         if _INTERPOLATION in text:
-            # OmegaConf would refuse some of them without their key.
+            # OmegaConf would reject some of them without naming the key.
             check_values(yaml.safe_load(io.StringIO(text)))
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
@@ -45,10 +45,10 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def check_values(values: Any) -> None:
-    """Check that nested values, at most `DEEPEST` levels of them, are such as we store.
+    """Check nested values, of at most `DEEPEST` levels, for interpolations and oversized integers.
 
     Raises:
-        ValueError: names the key of an interpolation, or of a number that no field can have.
+        ValueError: names the key of an interpolation, or of an integer of more than 64 bits.
     """
     if (found := find_interpolation(values)) is not None:
         raise ValueError(f"{found[0]}={found[1]}: stored configurations hold values, not interpolations")
@@ -58,7 +58,7 @@ def check_values(values: Any) -> None:
 
 
 def find_interpolation(values: Any) -> tuple[str, str] | None:
-    """The key and the text of the first of nested values that OmegaConf would resolve, or try to."""
+    """The key and the text of the first nested value that OmegaConf would try to resolve."""
     for key, value in _leaves(values, ""):
         if isinstance(value, str) and _INTERPOLATION in value:
             return key, value
@@ -66,7 +66,7 @@ def find_interpolation(values: Any) -> tuple[str, str] | None:
 
 
 def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Keys, as overrides have them (`data.stores.0.path`), with their values; mappings' own keys are values, too."""
+    """Flatten to (key, value), with keys as in overrides (`data.stores.0.path`); mapping keys are values, too."""
     if isinstance(values, dict | list):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             inner = f"{key}.{name}" if key else str(name)
@@ -77,9 +77,9 @@ def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_structure(text: str) -> None:
-    """Refuse what makes a short text long or endless, before anything is made of it."""
+    """Reject aliases and deep nesting, which let a short text expand without bound, before it is parsed."""
     depth = 0
-    # A stream, for an error in a text quotes it, and the file may be a link to another.
+    # As a stream: errors of a string quote its text, and the file may be a link to a private one.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"has an alias (*{event.anchor}); stored configurations have none")

@@ -1,4 +1,4 @@
-"""What our commands print, on terminals and in files of any encoding."""
+"""Safe output of the commands, on terminals and in files of any encoding."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import re
 import select
 import sys
 
-# What moves the cursor, changes colours, titles or the clipboard, or shows text in another order than it has: C0, C1,
-# and the bidirectional embeddings, overrides and isolates. Tabs and ends of lines stay.
+# Characters that move the cursor, change colours, titles or the clipboard, or reorder the displayed text: C0, C1, and
+# the bidirectional embeddings, overrides and isolates. Tabs and line ends are kept.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
 
 
 def visible(text: str) -> str:
-    """`text` with its control characters as one could write them, "\\x1b": what is named in a stranger's file, or is
-    the text of a document, would otherwise be a command to the terminal."""
+    """Escape control characters, as in "\\x1b": in names from an untrusted file, or in a document's text, they would
+    be commands to the terminal."""
     return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def show_any_text() -> None:
-    """Have stdout show a question mark for what its encoding lacks; by itself it would end the command.
+    """Make stdout print a question mark for characters that its encoding lacks, instead of raising.
 
-    A locale without UTF-8 has no Greek letters, arrows or dots of ours; and no encoding has the bytes of a path that
-    is not text. stderr shows such as escapes by itself.
+    A locale without UTF-8 lacks the Greek letters, arrows and dots of messages, and no encoding has the bytes of a path
+    that is not valid text. stderr already escapes such characters.
     """
-    # A test, or a notebook, may have put something else in its place.
+    # Tests and notebooks may have replaced sys.stdout.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def nobody_reads() -> bool:
-    """Whether stdout leads nowhere any more, as after `| head`; if so, what is written to it from now on is dropped."""
+    """Whether the reader of stdout is gone, as after `| head`; if so, redirects stdout to /dev/null."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -1,1 +1,1 @@
-"""Training: what is built for a run, the step, and the loop around it."""
+"""Training: construction of a run, the optimizer step, and the training loop."""

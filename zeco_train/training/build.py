@@ -1,4 +1,4 @@
-"""Puts a run together, in the order in which mistakes can be found: cheap checks first, on every rank alike."""
+"""Builds the parts of a run; cheap checks come first, on every rank alike."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Parts:
-    """All that the trainer works with."""
+    """The parts of a run that the trainer uses."""
 
     mesh: ProcessMesh
     watchdog: Watchdog
@@ -86,16 +86,16 @@ class OpenedRun:
     log: Path
 
     def release(self) -> None:
-        """Let other processes train in the folder."""
+        """Release the lock on the run's folder."""
         if self.folder is not None:
             self.folder.release()
 
 
 def init(config: Config, launch: Launch) -> ProcessMesh:
-    """Check what the number of ranks decides, join them, and check that they are set up alike.
+    """Check the settings against world size and machine, then join the ranks, see `join_ranks`.
 
     Raises:
-        ConfigError: a split that the number of ranks, or a setting that the machine, does not allow; ranks that differ.
+        ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ.
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
@@ -107,21 +107,21 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
 
 
 def join_ranks(config: Config, launch: Launch, sp_size: int, device: torch.device) -> ProcessMesh:
-    """Join the ranks, and check that they are set up alike.
+    """Initialise the process groups, and check that all ranks have the same setup.
 
     Raises:
         ConfigError: ranks that differ.
     """
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     join(device, timeout)
-    # Before anything that ranks of different settings would wait for each other in, such as the making of groups.
+    # Before the first operation in which ranks of different settings would deadlock, such as the creation of groups.
     remedy = "start all ranks with the same command line, code and environment"
     check_same(setup(to_plain(config), device), launch.world_size, remedy)
     return init_mesh(launch, sp_size, device, timeout)
 
 
 def _check_memory(config: Config, device: torch.device) -> None:
-    """Refuse a model that no rank could initialise, before the system ends the process, or another one."""
+    """Refuse a model too large to initialise on a rank, before the OOM killer ends this or another process."""
     count = spec_of(config.model).num_parameters
     needed = count * config.train.dtype.master.itemsize
     if device.type == "cuda":
@@ -134,7 +134,7 @@ def _check_memory(config: Config, device: torch.device) -> None:
 
 
 def _check_compiler(setting: Compile, device: torch.device) -> None:
-    """Check that there is what `torch.compile` makes code for CPUs with; it would look for it in the first step."""
+    """Check that `torch.compile` has a C++ compiler for CPUs; it would fail only in the first step."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if setting is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
         allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
@@ -142,10 +142,11 @@ def _check_compiler(setting: Compile, device: torch.device) -> None:
 
 
 def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:
-    """Open the data, then the run's folder, and send logging there.
+    """Open the data, then the run's folder, and direct logging to it.
 
     Raises:
-        ZecoError: on every rank, the first one's mistake: data, folder, or a run that cannot go on like this.
+        ZecoError: on every rank, the first rank's error: data, folder, or a run that cannot be resumed with these
+            settings.
     """
     data = main_first(mesh, lambda: _open_data(config, mesh))
     check_alike(data, mesh.world_size)
@@ -153,7 +154,7 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
     path = Path(config.run_dir)
     load = config.checkpoint.load
     if load is not None:
-        # Before the folder is claimed: a slip here should not leave one behind.
+        # Before the folder is created: an error here should not leave one behind.
         agree(mesh, lambda: _check_load(load, config) if not complete_checkpoints(path) else None)
     folder = agree(mesh, lambda: RunFolder(path, identity) if mesh.is_main else None)
     try:
@@ -174,13 +175,13 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
 
 
 def resolve(config: Config, mesh: ProcessMesh) -> Config:
-    """The configuration with what it leaves to the number of ranks and the machine."""
+    """The configuration with `sp.size` and `train.device` resolved for this world size and machine."""
     sp = replace(config.sp, size=mesh.sp_size)
     return replace(config, sp=sp, train=replace(config.train, device=Device(mesh.device.type)))
 
 
 def _check_load(load: str, config: Config) -> None:
-    """Check what `checkpoint.load` names, as far as small files tell."""
+    """Check the target of `checkpoint.load` without reading its tensors."""
     path = find_weights(load)
     if is_hf_folder(path):
         check_continuation(path, config.model)
@@ -198,14 +199,14 @@ def _begin(
 
 
 def _check_shared_folder(path: Path, folder: RunFolder | None, mesh: ProcessMesh) -> None:
-    """Every rank writes its part of a checkpoint into the run's folder, so it has to be one and the same."""
+    """Check that all ranks see the same run folder, since each writes its part of a checkpoint into it."""
     mark = [folder.mark if folder is not None else ""]
     dist.broadcast_object_list(mark, src=0)
     agree(mesh, lambda: check_shared(path, mark[0], mesh.rank))
 
 
 def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
-    """Say, on rank 0, what the user may miss."""
+    """Log warnings about the setup, on rank 0."""
     load = config.checkpoint.load
     if load is not None and not complete_checkpoints(folder.path):
         path, own = find_weights(load), config.identity() | data.identity()
@@ -328,18 +329,18 @@ def _build_step(
 def build_model(
     model_config: LanguageModelConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
 ) -> LanguageModel:
-    """The model from its seed, laid over the ranks, with recomputation and compilation as configured.
+    """Build the model, initialise it from its seed and shard it, with recomputation and compilation as configured.
 
     Raises:
         ConfigError: no private folder for compiled code.
     """
     compiled = config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda")
     if compiled:
-        use_private_caches()  # before parts of torch take its default when they are imported
-    with torch.device("meta"):  # torch's own initial values take as long to draw as ours, and are overwritten
+        use_private_caches()  # before parts of torch read its default at import
+    with torch.device("meta"):  # skips torch's own initialisation, which is slow and would be overwritten
         model = spec_of(model_config).build().to(config.dtype.master)
     model.to_empty(device=mesh.device)
-    # The whole model from the seed, then shards: initialised shards would depend on the number of ranks.
+    # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
     model.init_weights(seed)
     parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh)
     model.set_recompute(config.recompute)
@@ -349,9 +350,9 @@ def build_model(
 
 
 def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
-    """Check on the first batch that the ranks of a sequence have the same one, and that their shards of it join.
+    """Check on the first batch that the ranks of an SP group have the same sequences, and that their shards fit.
 
-    A shard's last label is the first token of the next shard, read there from another node's copy of the tokens.
+    A shard's last label must equal the first token of the next shard, which another node may read from its own copy.
 
     Raises:
         DataError: on every rank; names the first two ranks that differ.

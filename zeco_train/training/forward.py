@@ -1,4 +1,4 @@
-"""The model's forward pass over this rank's part of sequences, whole or segment by segment."""
+"""The model's forward pass over this rank's shards of sequences, whole or segment by segment."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zeco_train.ops.segments import LayerStates
 
 
 class SequenceForward:
-    """What training and evaluation do with a batch. All methods are collective.
+    """Forward passes for training and evaluation. All methods are collective.
 
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
-        scan: joins the shards of a sequence.
+        scan: passes states between the shards of a sequence.
         mesh: the ranks.
     """
 
@@ -33,7 +33,7 @@ class SequenceForward:
         return self.model(input_ids, self._shard(batch, seq_len), labels, states)
 
     def fill_states(self, batch: Batch, seq_len: int, states: LayerStates) -> None:
-        """Run a segment for its states alone."""
+        """Run a segment only to compute its states."""
         input_ids, _ = self._tokens(batch)
         self.model(input_ids, self._shard(batch, seq_len), None, states, states_only=True)
 
@@ -50,25 +50,25 @@ class SequenceForward:
         """Loss and prediction of each token of a micro-batch; memory is that of one segment.
 
         Args:
-            segments: this rank's shards of the micro-batch's segments, in order; one where the sequence is not cut.
-                The head is applied to the tokens whose label is not −100, and to no other.
+            segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
+                The head is applied only to tokens whose label is not −100.
             seq_len: of the whole sequence.
 
         Yields:
-            The scores of this rank's tokens of each segment, on the device. All must be taken, on every rank.
+            The scores of this rank's tokens of each segment, on the device. Every rank must consume all of them.
         """
         for batch, states in self._in_order(segments):
             input_ids, labels = self._tokens(batch)
             yield self.model(input_ids, self._shard(batch, seq_len), labels, states, scores=True)
 
     def zero_carries(self, segments: Sequence[Batch]) -> list[Tensor] | None:
-        """The states before a sequence. Where it is not cut there is no need for them."""
+        """The initial states of a sequence; None if it is not segmented and needs none."""
         if len(segments) == 1:
             return None
         return self.model.zero_states(segments[0].input_ids.shape[0], self.mesh.device)
 
     def _in_order(self, segments: Sequence[Batch]) -> Iterator[tuple[Batch, LayerStates]]:
-        """Each segment with the states that those before it, once they have been run, leave for it."""
+        """Yield each segment with the states of the previous one; the caller runs it before taking the next."""
         carries = self.zero_carries(segments)
         for batch in segments:
             states = LayerStates(carry_in=carries, want_carry=len(segments) > 1)
@@ -84,7 +84,7 @@ class SequenceForward:
 
 
 def _to_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """A copy from ordinary memory would wait for all that the device has to do before it."""
+    """Copy to the device; pinned, since a copy from pageable memory would wait for the device's queued work."""
     if device.type == "cuda" and not tokens.is_cuda:
         tokens = tokens.pin_memory()
     return tokens.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What follows a loss or a gradient norm that is NaN or infinite: the first such tensor is named.
+"""Finds the first non-finite tensor behind a loss or gradient norm that is NaN or infinite.
 
-Such a step never changes weights or optimizer state (`zeco_train.training.step`); whether the run goes on without it is
-`train.nonfinite`.
+Such a step never changes weights or optimizer state (`zeco_train.training.step`); `train.nonfinite` sets whether the
+run skips it or ends.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 from zeco_train.distributed.mesh import gather
 from zeco_train.errors import ConfigError
 
-# When it happened: (phase, position within the phase), and what.
+# Time as (phase, position within the phase), and a description of the tensor.
 Finding = tuple[tuple[int, int], str]
 
 
 def skip_limit(policy: str) -> int:
-    """How many steps in a row `train.nonfinite` lets a run leave out: 0 for `stop`, n for `skip:n`.
+    """How many steps in a row `train.nonfinite` allows to skip: 0 for `stop`, n for `skip:n`.
 
     Raises:
         ConfigError: it is neither.
@@ -39,13 +39,13 @@ def explain(model: nn.Module, symptom: str, forwards: Iterable[Callable[[], obje
     Collective: every rank runs the step's forward passes once more, with hooks, on unchanged weights.
 
     Args:
-        symptom: what was seen, such as "the loss is nan".
+        symptom: such as "the loss is nan".
         forwards: the forward pass of each of this rank's micro-batches.
 
     Returns:
-        Symptom, tensor with its layer, and rank, in words; the same on every rank.
+        Symptom, tensor with its layer, and rank, as text; the same on every rank.
     """
-    # Gradients before the forward passes, which gather the parameters and leave their gradients out of reach.
+    # Gradients before the forward passes, which all-gather the parameters and so hide their sharded gradients.
     findings = [
         _first_parameter(model, "weight"),
         _first_parameter(model, "gradient"),
@@ -60,7 +60,7 @@ def explain(model: nn.Module, symptom: str, forwards: Iterable[Callable[[], obje
 
 
 def _first_parameter(model: nn.Module, kind: str) -> Finding | None:
-    """The first parameter whose weight, or gradient, is not finite, in the order in which they are used or computed."""
+    """The first parameter whose weight, or gradient, is not finite, in order of use, or of computation."""
     parameters = list(enumerate(model.named_parameters()))
     for position, (name, parameter) in parameters if kind == "weight" else reversed(parameters):
         tensor = parameter if kind == "weight" else parameter.grad
@@ -85,9 +85,9 @@ def _first_activation(model: nn.Module, forwards: Iterable[Callable[[], object]]
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
-        # Compiled code runs no hooks of the modules inside it.
+        # Compiled code does not run the hooks of inner modules.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            # All of them, also after a find: the other ranks take part in each.
+            # All of them, even after a finding: the forward passes are collective.
             for forward in forwards:
                 forward()
     finally:

@@ -1,13 +1,12 @@
-"""`train.profile=START:STOP`: what the chosen ranks did in these steps, as files of the run's folder.
+"""`train.profile=START:STOP`: profiles of these steps on the chosen ranks, in the run's folder.
 
     profile/rank_R_steps_A_B.json.gz         a trace of CPU and device for chrome://tracing, ui.perfetto.dev, …; each
-                                             step lies under a label "step N"
+                                             step has a label "step N"
     profile/rank_R_steps_A_B_memory.pickle   CUDA only: the allocator's history and state for pytorch.org/memory_viz;
-                                             what was allocated before step A is there without its origin
+                                             allocations from before step A have no stack
 
-A and B are the first and last step that is in them: all of START to STOP, or what was left of that when the run went
-on from a checkpoint, or was ended, in the middle of step B perhaps. A file that is there already, from an earlier start
-of the run that did these steps too, stays; the new one gets a number.
+A and B are the first and last profiled step: START and STOP, unless the run resumed from a checkpoint or ended in
+between, perhaps within step B. Files of an earlier start that ran the same steps are kept; the new ones get a number.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 _REMEDY = "free space there or name another run_dir"
 
 FOLDER = "profile"
-# Of the allocator's history, which keeps the newest: tens of steps.
+# In the allocator's history, which keeps the newest events: tens of steps.
 _MEMORY_EVENTS = 200_000
 
 
@@ -40,7 +39,7 @@ def parse_profile(text: str) -> tuple[int, int]:
     """START and STOP of `train.profile`, steps counted from 1, both included.
 
     Raises:
-        ConfigError: it is anything but START:STOP with 1 ≤ START ≤ STOP.
+        ConfigError: not START:STOP with 1 ≤ START ≤ STOP.
     """
     parts = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     start, stop = (int(parts[1]), int(parts[2])) if parts else (0, 0)
@@ -51,10 +50,10 @@ def parse_profile(text: str) -> tuple[int, int]:
 
 
 def check_profile(text: str | None, ranks: Sequence[int], total_steps: int) -> None:
-    """Check `train.profile` and `train.profile_ranks` as far as the number of ranks does not decide.
+    """Check `train.profile` and `train.profile_ranks`, except against the world size.
 
     Raises:
-        ConfigError: not a range of steps, one that the run ends before, or no ranks.
+        ConfigError: not a range of steps, STOP after the run's last step, or invalid ranks.
     """
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
         raise ConfigError("train.profile_ranks", list(ranks), "must be a list of different ranks ≥ 0, one at least")
@@ -63,27 +62,26 @@ def check_profile(text: str | None, ranks: Sequence[int], total_steps: int) -> N
 
 
 def check_profile_ranks(ranks: Sequence[int], world_size: int) -> None:
-    """Raise `ConfigError` for a rank that there is not."""
+    """Raise `ConfigError` for a rank ≥ the world size."""
     for rank in ranks:
         if rank >= world_size:
             raise ConfigError("train.profile_ranks", list(ranks), f"rank {rank} must be < {world_size}, the world size")
 
 
 class StepProfiler:
-    """Profiles this rank's steps, if it is one of those chosen; else, and outside of the steps, it does nothing.
+    """Profiles the chosen steps if this rank is one of the chosen ranks; otherwise does nothing.
 
-    Use: `begin(step)` before a step and `end(step)` after it, `close` when no more steps come.
+    Use: `begin(step)` before a step, `end(step)` after it, `close` after the last step.
 
     Args:
-        steps: `train.profile`, checked; None is none.
-        ranks: those that are profiled.
+        steps: `train.profile`, checked; None: no profile.
+        ranks: the profiled ranks.
         run_dir: the run's folder.
-        rank: this one.
+        rank: this rank.
         device: of this rank.
 
     Raises:
-        DataError: the run's folder cannot be written. What cannot be written later is said, and the run goes on: no
-            training needs its profile.
+        DataError: the run's folder cannot be written. Later write errors are logged and the run continues.
     """
 
     def __init__(self, steps: str | None, ranks: Sequence[int], run_dir: Path, rank: int, device: torch.device) -> None:
@@ -93,13 +91,13 @@ class StepProfiler:
         self._label = ExitStack()
         self._first = self._last = 0
         if self._stop:
-            # Now, and not when the steps have been done.
+            # Fail now, not after the profiled steps.
             with write_errors(self._folder, _REMEDY):
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, step: int) -> None:
-        """A step is about to start. The first one that is profiled waits for the device, so that its trace holds
-        nothing of the step before."""
+        """Call before a step. The first profiled step synchronises the device, so that the trace excludes earlier
+        work."""
         if not self._start <= step <= self._stop:
             return
         if self._profile is None:
@@ -108,27 +106,27 @@ class StepProfiler:
         self._label.enter_context(record_function(f"step {step}"))
 
     def end(self, step: int) -> None:
-        """The step is done. The last one that is profiled waits for the device, and writes the files."""
+        """Call after a step. The last profiled step synchronises the device and writes the files."""
         self._label.close()
         if self._profile is not None and step >= self._stop:
             self._end_profile()
 
     def close(self) -> None:
-        """Write what there is of a range that was not finished. May be called again."""
+        """Write the profile of an unfinished range, if there is one. May be called again."""
         self._label.close()
         if self._profile is not None:
             self._end_profile()
 
     def _begin_profile(self, step: int) -> None:
         self._first = step
-        # Else the profiler's library tells the terminal of each start and stop. Read at its first use.
+        # Otherwise Kineto prints each start and stop to the terminal. Read at its first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         logger.info("profiling from step %d to step %d", step, self._stop)
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self._device)
-            # Frames of Python only: those of C++ make the file several times as large.
+            # Python frames only: C++ frames make the file several times as large.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         else:
             logger.info("no memory snapshot: only the allocator of CUDA devices keeps a history")
@@ -153,21 +151,21 @@ class StepProfiler:
                 finally:
                     torch.cuda.memory._record_memory_history(enabled=None)
         with _new_file(self._folder, name, ".json.gz") as partial:
-            # Not the profiler's own .gz, which goes through /tmp: a trace may be larger than what there is room for.
+            # Not the profiler's own .gz export, which goes through /tmp: a trace may be larger than the space there.
             plain = partial.with_suffix(".json")
             try:
                 ended.export_chrome_trace(str(plain))
                 with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
                     shutil.copyfileobj(source, target)
             finally:
-                # With what the profiler's library leaves under another name where the disk is full.
+                # Including the file that Kineto leaves under another name when the disk is full.
                 for left in self._folder.glob(f"{plain.name}*"):
                     left.unlink()
 
 
 @contextmanager
 def _new_file(folder: Path, name: str, suffix: str) -> Iterator[Path]:
-    """A path to write to, which becomes `folder/name` with the suffix when that is done, or a numbered name beside it.
+    """A temporary path to write to; renamed afterwards to `folder/name` plus suffix, with a number if that exists.
 
     Raises:
         DataError: it could not be written.

@@ -23,10 +23,10 @@ class ScheduleKind(Enum):
 @dataclass
 class ScheduleConfig:
     """Attributes:
-    kind: shape of the schedule.
-    warmup_steps: steps of linear growth from 0 to the peak; a run shorter than that warms up all the way.
-    decay_fraction: `wsd` only, the last part of the run, over which the rate falls linearly.
-    min_ratio: the last step's learning rate over the peak.
+    kind: the schedule's shape.
+    warmup_steps: steps of linear growth from 0 to the peak; a shorter run warms up to its end.
+    decay_fraction: `wsd` only, the last fraction of the run, in which the rate decays linearly.
+    min_ratio: the last step's learning rate, relative to the peak.
     """
 
     kind: ScheduleKind = ScheduleKind.cosine
@@ -45,7 +45,7 @@ class ScheduleConfig:
                 raise ConfigError(f"sched.{name}", getattr(self, name), allowed)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that need another setting to be read, which one, and whether it is set."""
+        """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
         yield "decay_fraction", "sched=wsd", self.kind is ScheduleKind.wsd
         yield "min_ratio", "sched=wsd or cosine", self.kind is not ScheduleKind.constant
 
@@ -63,13 +63,13 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
             ratio = schedule.min_ratio + (1 - schedule.min_ratio) * cosine
         case ScheduleKind.wsd:
             decay_steps = max(1, round(schedule.decay_fraction * steps))
-            # The last step has 1 / decay_steps left, not 0: a step without a learning rate would be wasted.
+            # The last step has 1 / decay_steps left, not 0: a step with learning rate 0 would be wasted.
             remaining = min(1.0, (steps - step + 1) / decay_steps)
             ratio = schedule.min_ratio + (1 - schedule.min_ratio) * remaining
     return peak * ratio
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group for the step to come; one with an `lr_ratio` has so many times it."""
+    """Set every group's learning rate for the next step, times the group's `lr_ratio` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)

@@ -1,24 +1,24 @@
-"""Are the data of a run still those of its last start?
+"""Detects changes of a run's data since its last start.
 
-A run's identity has the digests of meta.json, which say nothing of a file that changes under it, and to hash a terabyte
-at each start would take hours. So `data_seen.json` in the run's folder keeps the size and the modification time that
-each token file had at the last start, and a start compares:
+A run's identity contains the digests in meta.json, which do not reveal a token file that changes later, and hashing a
+terabyte at each start would take hours. So `data_seen.json` in the run's folder records size and modification time of
+each token file at the last start, and a start compares:
 
-- A file that no start has noted (at a first start, or the first one of a run from before there was a record) is noted
+- A file without a record (at the first start, or the first one of an older run without `data_seen.json`) is recorded
   and not hashed. `data.verify=true` hashes all files at each start.
-- A file of the noted size and time is taken as unchanged. A change that keeps both (`touch -r`, a decaying disk) is
-  found by `data.verify=true` only.
-- Any other file is hashed once and compared with meta.json. If it is as prepared (a copy), its size and time are noted;
-  if not, the start is refused. With `data.verify_changed=false` it is neither hashed nor noted and the log names it, so
+- A file with the recorded size and time counts as unchanged. A change that keeps both (`touch -r`, disk corruption) is
+  detected by `data.verify=true` only.
+- Any other file is hashed once and compared with meta.json. If it matches (a copy), its size and time are recorded; if
+  not, the start is refused. With `data.verify_changed=false` it is neither hashed nor recorded but named in the log, so
   a later start without that setting hashes it.
 
-doc_offsets.npy, which decides where documents begin, is compared with meta.json whenever a store is opened, and the
-digests in meta.json with those of the last start.
+doc_offsets.npy, the starts of documents, is compared with meta.json whenever a store is opened, and the digests in
+meta.json with those of the last start.
 
-Nodes may have copies of their own under one path, whose times differ. Files are therefore noted by their digest in
+Nodes may have their own copies under one path, with different times. Files are therefore recorded by their digest in
 meta.json, without path and host, with the size and time of every copy. Ranks that see the same files share the hashing;
-ranks of a node with its own copy hash that one. Inode and device numbers are not noted: they change with each mount of
-a network file system.
+ranks of a node with its own copy hash that copy. Inode and device numbers are not recorded: they change with each mount
+of a network file system.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from zeco_train.system.small_files import read_json
 
 RECORD_FILE = "data_seen.json"
 _SKIP = "data.verify_changed=false"
-# Ranks meet this often while they hash, so that no rank waits for longer for those with more to read.
+# Ranks synchronise this often while hashing, so that no rank waits longer in a collective for ranks with more to read.
 _ROUND_SECONDS = 2.0
 _REPORT_SECONDS = 10.0
-# How much of the hashing a kill can cost.
+# Period of saving the record: how much of the hashing a kill can lose.
 _SAVE_SECONDS = 30.0
-# Copies of a file on as many nodes; and of all files together, so that the record stays a small file.
+# Recorded copies of one file (on as many nodes), and of all files together, so that the record stays a small file.
 _MOST_COPIES, _MOST_NOTES = 64, 1_000_000
 _NAMED_FILES = 5
 
@@ -63,10 +63,11 @@ Note = tuple[int, int]
 
 @dataclass
 class DataRecord:
-    """What `data_seen.json` holds.
+    """The contents of `data_seen.json`.
 
     Attributes:
-        stores: `path` and, from meta.json, the digests `tokens` and `documents` of each store, by `OpenedData.stores`.
+        stores: `path` and, from meta.json, the digests `tokens` and `documents` of each store, by name as in
+            `OpenedData.stores`.
         files: the copies of each token file, newest last, by the digest in meta.json.
     """
 
@@ -75,10 +76,10 @@ class DataRecord:
 
     @classmethod
     def read(cls, run_dir: Path) -> DataRecord:
-        """The record of a run.
+        """Read a run's record.
 
         Raises:
-            OSError: it is not there, or cannot be read.
+            OSError: it is missing, or cannot be read.
             ValueError: it is damaged.
         """
         match read_json(run_dir / RECORD_FILE):
@@ -95,7 +96,7 @@ class DataRecord:
         notes.append(note)
 
     def write(self, run_dir: Path) -> None:
-        """Have it on disk when this returns. Raises ConfigError where the folder cannot be written."""
+        """Write and flush the record to disk. Raises `ConfigError` if the folder cannot be written."""
         most = max(1, min(_MOST_COPIES, _MOST_NOTES // max(1, len(self.files))))
         files = {digest: notes[-most:] for digest, notes in self.files.items()}
         try:
@@ -150,8 +151,8 @@ class SeenData:
     """The result of `check_seen` on this rank.
 
     Attributes:
-        record: on rank 0, that of this start.
-        messages: for the log, with their level.
+        record: on rank 0, the record of this start.
+        messages: log messages, each with its level.
     """
 
     record: DataRecord = field(default_factory=DataRecord)
@@ -159,7 +160,7 @@ class SeenData:
 
 
 def check_alike(data: OpenedData, world_size: int) -> None:
-    """Check that the stores of all ranks are the same by their meta.json: nodes may have different ones under a path.
+    """Check by meta.json that all ranks have the same stores: nodes may have different ones under the same path.
 
     Raises:
         ConfigError: see `check_same`. Collective.
@@ -172,17 +173,17 @@ def check_alike(data: OpenedData, world_size: int) -> None:
 
 
 def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: bool, mesh: ProcessMesh) -> SeenData:
-    """Compare the data with those of the run's last start, and hash what that asks for. Collective.
+    """Compare the data with those of the run's last start, and hash changed files. Collective.
 
     Args:
         data: of this start.
-        config: of data.
-        run_dir: the run's folder, held by rank 0.
-        has_begun: on rank 0, whether the folder is a run's by an earlier start.
+        config: the data settings.
+        run_dir: the run's folder, locked by rank 0.
+        has_begun: on rank 0, whether the folder has a run from an earlier start.
 
     Raises:
-        DataError: on every rank; names the first file that differs from what was prepared, or a store whose meta.json
-            has other digests than at the last start.
+        DataError: on every rank; names the first file that differs from its digest in meta.json, or a store whose
+            meta.json has other digests than at the last start.
     """
     seen = SeenData()
     if not data.stores():
@@ -209,7 +210,7 @@ def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: b
 
 
 def _read(run_dir: Path, has_begun: bool, seen: SeenData) -> DataRecord:
-    """The record of the last start; an empty one where there is none."""
+    """The record of the last start; an empty one if there is none."""
     path = run_dir / RECORD_FILE
     try:
         return DataRecord.read(run_dir)
@@ -234,7 +235,7 @@ def _compare_stores(stores: Mapping[str, TokenStore], earlier: DataRecord, confi
         }
         before = earlier.stores.get(name, now)
         others = [what for what in ("tokens", "documents") if before[what] != now[what]]
-        # Another validation store is a setting that a start may change, training on another one is another run.
+        # A restart may change the validation store; another training store means another run.
         if others and (name.startswith(TRAINING) or before["path"] == now["path"]):
             kinds = " and ".join(others)
             problem = f"gives other {kinds} than at the run's last start (a store prepared again, or replaced)"
@@ -247,7 +248,7 @@ def _compare_stores(stores: Mapping[str, TokenStore], earlier: DataRecord, confi
 
 
 def _ranks_with_these(files: Sequence[_File], mesh: ProcessMesh) -> list[int]:
-    """The ranks that see the very files that this one sees, which is one of them."""
+    """The ranks that see the same files as this one, including itself."""
     view = [(file.digest, file.store.versions[file.index]) for file in files]
     views = gather(hashlib.sha256(repr(view).encode()).hexdigest(), mesh.world_size)
     return [rank for rank in range(mesh.world_size) if views[rank] == views[mesh.rank]]
@@ -256,11 +257,11 @@ def _ranks_with_these(files: Sequence[_File], mesh: ProcessMesh) -> list[int]:
 def _note_unhashed(
     files: Sequence[_File], sharing: Sequence[int], record: DataRecord, earlier: DataRecord, mesh: ProcessMesh
 ) -> None:
-    """Note, in rank 0's record, files that were not seen before, of all nodes; and those seen again."""
+    """Add files to rank 0's record without hashing them: new ones of all nodes, and unchanged ones."""
     if mesh.is_main:
         for file in files:
             record.note(file.digest, file.note)
-    # Of each further set of copies one rank reports.
+    # One rank reports each further set of copies.
     own = sharing[0] == mesh.rank and not mesh.is_main
     news = [(file.digest, file.note) for file in files if own and not file.is_noted(earlier)]
     everyone: list[list[tuple[str, Note]]] | None = [[]] * mesh.world_size if mesh.is_main else None
@@ -270,11 +271,11 @@ def _note_unhashed(
 
 
 def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path | None, mesh: ProcessMesh) -> None:
-    """Hash files, each rank its share, and note on rank 0 those that are as prepared. Collective.
+    """Hash files, each rank its share, and add those that match to rank 0's record. Collective.
 
     Args:
         own: the share of this rank.
-        run_dir: where to keep the record meanwhile; None if the folder is not a run's yet.
+        run_dir: where to save the record during the hashing; None if the folder has no run yet.
     """
     shares = gather((len(own), sum(file.note[0] for file in own)), mesh.world_size)
     count, total = (sum(column) for column in zip(*shares, strict=True))
@@ -293,7 +294,7 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
             print(f"data: {short_number(done, 'B')} of {short_number(total, 'B')} compared, {left}", flush=True)
         if mesh.is_main and run_dir is not None and (error is not None or now - saved >= _SAVE_SECONDS):
             saved = now
-            # A folder that cannot be written is an error once the start writes there for good.
+            # If the folder cannot be written, the final write of the record raises.
             with contextlib.suppress(ConfigError):
                 seen.record.write(run_dir)
     if error is not None:
@@ -306,9 +307,8 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
 def _rounds(
     own: Sequence[_File], explain: Explain, mesh: ProcessMesh
 ) -> Iterator[tuple[int, list[tuple[str, Note]], DataError | None]]:
-    """Hash files on all ranks; yields, of every round and all ranks, the bytes read, the files found to be as
-    prepared, and the first error, which ends it.
-    """
+    """Hash files on all ranks in rounds; yields, per round and over all ranks, the bytes read, the matching files, and
+    the first error, which ends the iteration."""
     found: list[tuple[str, Note]] = []
     reading = _compare(own, explain, found)
     while True:
@@ -331,7 +331,7 @@ def _rounds(
 
 
 def _compare(files: Sequence[_File], explain: Explain, found: list[tuple[str, Note]]) -> Iterator[int]:
-    """Read files one after another, and add those that are as prepared to `found`; yields the bytes of each part.
+    """Hash files one after another, and append those that match to `found`; yields the bytes of each part.
 
     Raises:
         DataError: a file differs or cannot be read.
@@ -344,7 +344,7 @@ def _compare(files: Sequence[_File], explain: Explain, found: list[tuple[str, No
 
 
 def _different(file: _File, config: DataConfig, earlier: DataRecord) -> DataError:
-    """The error of a file that is not as prepared."""
+    """The error for a file that does not match its digest."""
     problem, remedy = "its contents differ from what was prepared", COPY_AGAIN
     if config.kind is DataKind.embedded:
         remedy = f"remove {file.store.path}, which the next start prepares again"

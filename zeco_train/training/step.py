@@ -1,8 +1,8 @@
 """One optimizer step: forward and backward passes of its micro-batches, then the update.
 
-The host only issues work here: it waits for the device where it reads a step's numbers (`Numbers.read`), and those are
-ready before the optimizer has run, so the next step is issued while it does. What a wrong step must not do to the
-weights is therefore decided on the device: a loss or a norm that is not finite leaves them as they are.
+The host only launches work here. It synchronises only to read a step's numbers (`Numbers.read`), which are ready before
+the optimizer has run, so the next step is launched meanwhile. Skipping a non-finite step is therefore decided on the
+device: the weights are not changed if loss or norm is not finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeco_train.training.forward import SequenceForward
 
 
 class Numbers:
-    """Loss and gradient norm of a step, on their way to the host."""
+    """Loss and gradient norm of a step, copied to the host asynchronously."""
 
     def __init__(self, loss: Tensor, norm: Tensor) -> None:
         both = torch.stack([loss.double(), norm.double()])
@@ -35,7 +35,7 @@ class Numbers:
             self._ready.record()
 
     def read(self) -> tuple[float, float]:
-        """Loss and norm, once the device has got so far."""
+        """Wait for the copy; returns loss and norm."""
         if self._ready is not None:
             self._ready.synchronize()
         loss, norm = self._values.tolist()
@@ -47,16 +47,16 @@ class TrainingStep:
 
     Args:
         model: parallelised (`zeco_train.distributed.parallelize`).
-        optimizer: fused AdamW.
-        scan: joins the shards of a sequence.
+        optimizer: reads `found_inf` and `grad_scale`, as torch's fused optimizers do.
+        scan: passes states between the shards of a sequence.
         mesh: the ranks.
         strategy: how the model is parallelised.
         grad_clip: largest global gradient norm; 0 clips nothing.
-        tokens_per_step: of the global batch; what a batch says of the labels that count in it comes first.
+        tokens_per_step: of the global batch; a batch's own count of labels takes precedence.
         seq_len: of a whole sequence.
 
     Attributes:
-        forward: the forward passes by themselves.
+        forward: the forward passes.
     """
 
     def __init__(
@@ -79,19 +79,20 @@ class TrainingStep:
     def backward(
         self, segments: Sequence[Batch], *, last: bool, proceed: Callable[[], bool] = lambda: True
     ) -> Tensor | None:
-        """Add the gradient of one micro-batch: forward over all segments but the last, then back from that.
+        """Accumulate the gradient of one micro-batch.
 
-        The loss is the sum over this rank's tokens, divided by the labels of the *global* batch, so that the sum of
-        gradients over all ranks and micro-batches is the gradient of the mean, however the batch is split.
+        A first pass computes the states of all segments but the last; then each segment, last to first, is run forward
+        and backward. The loss is the sum over this rank's tokens, divided by the labels of the *global* batch, so that
+        the sum of gradients over all ranks and micro-batches is the gradient of the mean, however the batch is split.
 
         Args:
-            segments: this rank's shards of the micro-batch's segments, in order; one where the sequence is not cut.
+            segments: this rank's shards of the micro-batch's segments, in order; one if the sequence is not segmented.
             last: the optimizer step's last micro-batch.
-            proceed: asked before each pass over a segment; must say the same on all ranks.
+            proceed: called before each pass over a segment; must return the same on all ranks.
 
         Returns:
-            This rank's share of the loss, fp64, on the device; None if it was told not to proceed, and then the
-            gradients are of no use.
+            This rank's share of the loss, fp64, on the device; None if `proceed` returned False, and then the gradients
+            are incomplete.
         """
         states = self._first_pass(segments, proceed)
         if states is None:
@@ -120,7 +121,7 @@ class TrainingStep:
         return self.forward.total_loss(segments, self._seq_len)
 
     def update(self, loss: Tensor) -> Numbers:
-        """Clip the gradient by its global norm and let the optimizer take its step, if loss and norm are finite.
+        """Clip the gradient by its global norm and run the optimizer step, if loss and norm are finite.
 
         Args:
             loss: the sum of this rank's shares.
@@ -131,8 +132,8 @@ class TrainingStep:
         dist.all_reduce(loss)
         norm = global_norm(self.model)
         numbers = Numbers(loss, norm)
-        # Fused optimizers divide by `grad_scale` on the way, and do nothing where `found_inf` is 1: torch's own hooks
-        # for loss scaling. Clipping by itself would be another pass over all gradients.
+        # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
+        # for loss scaling. Separate clipping would be another pass over all gradients.
         self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
         if self._grad_clip > 0:
             self.optimizer.grad_scale = ((norm + 1e-6) / self._grad_clip).clamp(min=1.0).float()  # type: ignore[attr-defined]
@@ -140,11 +141,11 @@ class TrainingStep:
         return numbers
 
     def zero_grad(self) -> None:
-        """Forget the gradients; the next step's are made anew."""
+        """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[LayerStates] | None:
-        """What each segment's second pass needs of those before it."""
+        """The incoming states of each segment, for its second pass; None if `proceed` returned False."""
         if len(segments) == 1:
             return [LayerStates()]
         states = []

@@ -1,4 +1,4 @@
-"""The training loop. Everything that it puts together is built in `zeco_train.training.build`."""
+"""The training loop; its parts are built in `zeco_train.training.build`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains from the parts' current progress to `train.steps`, or until it is told to stop.
+    """Trains from the parts' current progress to `train.steps`, or until a stop signal.
 
     All methods are collective.
     """
@@ -36,24 +36,24 @@ class Trainer:
         self.tokens_per_step = config.data.global_batch * config.data.seq_len
         self.micro_steps = config.data.global_batch // (config.data.micro_batch * parts.mesh.dp_size)
         self._skip_limit = skip_limit(config.train.nonfinite)
-        self._told: Signals | None = None
-        self._owed = not parts.validation.is_empty and self._validation_due()
-        self._owed = self._owed and parts.recorder.lacks_validation(self.progress.step)
+        self._stop_signal: Signals | None = None
+        self._validation_pending = not parts.validation.is_empty and self._validation_due()
+        self._validation_pending = self._validation_pending and parts.recorder.lacks_validation(self.progress.step)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: no step, and no validation of the last one that a stop signal came into."""
-        return self.progress.step >= self.config.train.steps and not self._owed
+        """Whether all steps are done, and no validation of the last one is pending after a stop signal."""
+        return self.progress.step >= self.config.train.steps and not self._validation_pending
 
     def train(self) -> Signals | None:
-        """Run to the end.
+        """Run the remaining steps.
 
         Returns:
-            The signal that ended the run before its time, or None.
+            The signal that stopped the run early, or None.
         """
         config, progress, recorder = self.config.train, self.progress, self.parts.recorder
         with StopRequest() as stop:
-            if self._owed and (val_loss := self.evaluate(stop)) is not None:
+            if self._validation_pending and (val_loss := self.evaluate(stop)) is not None:
                 recorder.add_validation(progress.step, val_loss)
             while progress.step < config.steps:
                 self.parts.profiler.begin(progress.step + 1)
@@ -70,18 +70,18 @@ class Trainer:
                 due = finished or validate or progress.step == 1 or progress.step % config.log_every == 0
                 if due or result.nonfinite is not None:
                     recorder.write(progress, val_loss)
-                # Asked at the end, too: it tells how the save before has ended.
+                # Called after the last step, too: it reports the outcome of the previous save.
                 if self.parts.checkpointer.due(progress) or finished:
                     self.save(last=finished)
-        # None but for one that came into the last validation: all passes of the last step were allowed.
-        return self._told
+        # A signal only if it interrupted the last validation: all passes of the last step were completed.
+        return self._stop_signal
 
     def train_step(self, stop: StopRequest) -> StepResult | Signals:
         """One optimizer step on the next global batch.
 
         Returns:
-            The step's numbers; or a stop signal that some rank got before the last pass over a segment, and then the
-            step has not happened: weights and progress are those of the step before.
+            The step's numbers; or a stop signal that a rank received before the last pass over a segment. The step is
+            then discarded: weights and progress are those of the step before.
         """
         started, step = time.perf_counter(), self.progress.step + 1
         parts, config = self.parts, self.config
@@ -104,8 +104,8 @@ class Trainer:
             if share is None:
                 parts.step.zero_grad()
                 reshard(parts.model)
-                assert self._told is not None
-                return self._told
+                assert self._stop_signal is not None
+                return self._stop_signal
             loss += share
             sequence_ids += segments[0].sequence_ids
 
@@ -118,30 +118,30 @@ class Trainer:
         return StepResult(*values, lr, seconds, data_seconds, sequence_ids, parts.scan.exposed.take(), nonfinite)
 
     def _agreed_signal(self, stop: StopRequest) -> Signals | None:
-        """The stop signal that any rank has got; asked before each segment, since a launcher does not wait for long.
+        """The stop signal that any rank has received; checked before each segment, as launchers wait only briefly.
 
-        Travels between hosts (gloo), so that it does not wait for a GPU's queue.
+        The all-reduce is on CPU (gloo), so that it does not wait for work queued on the GPU.
         """
         number = torch.tensor(stop.signal or 0)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        self._told = Signals(int(number.item())) if number.item() else None
-        return self._told
+        self._stop_signal = Signals(int(number.item())) if number.item() else None
+        return self._stop_signal
 
     def _judge(self, step: int, values: dict[str, float]) -> str | None:
-        """What to say of a step whose loss or norm is NaN or infinite, if the run goes on without it.
+        """Describe a non-finite loss or norm of a step that is to be skipped; None for a finite step.
 
-        All ranks have the same values and the same count of skipped steps, so they judge alike.
+        All ranks have the same values and the same count of skipped steps, so they reach the same decision.
 
         Raises:
-            NonFiniteError: it does not go on; the first tensor concerned is named.
+            NonFiniteError: the step may not be skipped; names the first non-finite tensor.
         """
         symptom = next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), None)
         if symptom is None:
             return None
-        # A scan whose peer did not answer gives NaN; what it has to say comes first.
+        # A scan whose peer timed out gives NaN; `drain` raises that error first.
         self.parts.scan.drain()
         self.parts.watchdog.enter(f"step {step}, looking for what is not finite")
-        # Read again, since keeping a step's batches for this would take memory in every step.
+        # Batches are read again: keeping them for this would take memory in every step.
         forwards = [partial(self._forward_again, micro_step) for micro_step in range(self.micro_steps)]
         found = explain(self.parts.model, symptom, forwards, self.parts.mesh.world_size)
         in_row = self.progress.skipped_in_row + 1
@@ -162,7 +162,7 @@ class Trainer:
         return step >= self.config.train.steps or (every > 0 and step % every == 0)
 
     def evaluate(self, stop: StopRequest) -> ValidationLoss | None:
-        """The loss over the held-out sequences; None if there are none, or a stop signal came meanwhile."""
+        """The loss over the held-out sequences; None if there are none, or if a stop signal interrupted it."""
         parts = self.parts
         if parts.validation.is_empty:
             return None

@@ -1,4 +1,4 @@
-"""The loss over held-out sequences: of each store, of the mixture that a run trains on, and by position."""
+"""The loss over held-out sequences: per store, for the training mixture, and by position."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zeco_train.training.forward import SequenceForward
 
 
 class Validation:
-    """Held-out sequences, as they are stored.
+    """Evaluates the loss on held-out sequences, in stored order.
 
     Args:
-        sources: their stores; may be none.
+        sources: their stores; may be empty.
         split: this rank's part of them.
-        max_sequences: at most so many of each store, the first ones.
+        max_sequences: use at most the first so many of each store.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], split: DataSplit, max_sequences: int) -> None:
@@ -32,7 +32,7 @@ class Validation:
         return not self._readers
 
     def coverage(self, key: str = "train.eval_sequences") -> list[str]:
-        """What of each store is taken and what is left out, in a line each; `key` is what limits it."""
+        """One line per store: the sequences used and those left out; `key` is the setting that limits them."""
         lines = []
         for reader in self._readers:
             taken, left = self._taken(reader), []
@@ -49,14 +49,14 @@ class Validation:
 
     @torch.no_grad()
     def loss(self, forward: SequenceForward, proceed: Callable[[], bool] = lambda: True) -> ValidationLoss | None:
-        """The losses with the model as it is. Collective.
+        """Compute the losses with the model's current weights. Collective.
 
         Args:
             forward: of the model.
-            proceed: asked before each micro-batch; must say the same on all ranks.
+            proceed: called before each micro-batch; must return the same on all ranks.
 
         Returns:
-            None if there is nothing held out, or if it was told not to proceed.
+            The losses; None if nothing is held out, or if `proceed` returned False.
         """
         sums = []
         for reader in self._readers:
@@ -81,7 +81,7 @@ class Validation:
         return min(reader.num_sequences, self._max_sequences)
 
     def _sums(self, reader: Reader, forward: SequenceForward, proceed: Callable[[], bool]) -> PositionSums | None:
-        """The summed losses of a store's sequences over all ranks; None if told not to proceed."""
+        """The summed losses of a store's sequences over all ranks; None if `proceed` returned False."""
         sums = PositionSums(self._taken(reader), self._split.seq_len, forward.mesh.device)
         batches = validation_batches(reader, max_sequences=self._max_sequences)
         while segments := list(islice(batches, self._split.segments)):

@@ -1,1 +1,1 @@
-"""Optimizers, one file each: `spec.py` says what a file describes, `registry.py` has them by name."""
+"""Optimizers, one file each: `spec.py` defines their descriptor, `registry.py` lists them by name."""

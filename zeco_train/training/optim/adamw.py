@@ -9,7 +9,7 @@ from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Par
 
 def _build(parameters: Parameters, settings: OptimizerSettings) -> torch.optim.AdamW:
     groups = decay_groups(parameters, settings.weight_decay)
-    # One pass over weights, gradient and moments; and the only kind that can leave a step out on the device.
+    # Fused: one pass over weights, gradients and moments, and the only variant that can skip a step on the device.
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al., 2024): momentum, made orthogonal by Newton–Schulz steps; AdamW for all but projections.
+"""Muon (Jordan et al., 2024): momentum, orthogonalised by Newton–Schulz steps; AdamW for all but projections.
 
-As `torch.optim.Muon`, with what training over ranks needs: each matrix is made whole on one rank (`distributed.whole`),
-so the work is spread and the update does not depend on how parameters are cut; matrices that are stacked in one
-parameter are orthogonalised one by one; and a step that is not finite is left out on the device.
+Like `torch.optim.Muon`, extended for sharded training: each matrix is gathered on one rank (`distributed.whole`), so
+the work is distributed and the update does not depend on the sharding; matrices stacked in one parameter are
+orthogonalised one by one; and a non-finite step is skipped on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from zeco_train.training.optim.spec import (
     decay_groups,
 )
 
-# Of the quintic polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, and the least norm that is divided by; Jordan's and torch's.
+# Coefficients of the quintic polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, and the lower bound of the norm that X is
+# divided by; Jordan's and torch's values.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
@@ -36,11 +37,11 @@ _EPS = 1e-7
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
     """Newton–Schulz steps towards the nearest semi-orthogonal matrix, in the matrix's own dtype.
 
-    The polynomial is the one that grows small singular values fastest: they end near 1, between 0.7 and 1.2.
+    The coefficients maximise the growth of small singular values, which end near 1, between 0.7 and 1.2.
 
     Args:
         matrix: [N, K].
-        steps: how often the polynomial is applied.
+        steps: number of applications of the polynomial.
     """
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=_EPS)
@@ -55,13 +56,13 @@ def _heights(shape: Sequence[int], rule: ParameterRule) -> list[int]:
 
 
 def _products(shape: Sequence[int], rule: ParameterRule, steps: int) -> float:
-    """FLOPs of orthogonalising a parameter: two products over the wide side and one of squares, a step."""
+    """FLOPs of orthogonalising a parameter; a step has two products over the long side and one of square matrices."""
     sides = [(min(height, shape[1]), max(height, shape[1])) for height in _heights(shape, rule)]
     return float(sum(steps * (4 * short * short * long + 2 * short**3) for short, long in sides))
 
 
 def _ratio(shape: Sequence[int], adjust: AdjustLR) -> float:
-    """A matrix's learning rate over that of its group."""
+    """The ratio of a matrix's learning rate to that of its group."""
     rows, columns = shape
     if adjust is AdjustLR.original:
         return math.sqrt(max(1, rows / columns))
@@ -81,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         settings: see `OptimizerSettings`.
 
     Attributes:
-        found_inf, grad_scale: scalars on the device, as torch's fused optimizers take them; None: 0 and 1.
+        found_inf, grad_scale: scalars on the device, as for torch's fused optimizers; None: 0 and 1.
     """
 
     found_inf: Tensor | None = None
@@ -149,7 +150,7 @@ class Muon(torch.optim.Optimizer):
                 self._apply(parameters[index], update, group)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """This rank's rows of what is to be orthogonalised; the momentum moves on, if the step counts."""
+        """Update the momentum, unless the step is skipped; returns this rank's rows of the matrix to orthogonalise."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -157,7 +158,7 @@ class Muon(torch.optim.Optimizer):
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
         if self.found_inf is not None:
-            # Towards itself it does not move.
+            # The lerp towards itself leaves the buffer unchanged.
             grad = torch.where(self.found_inf.bool(), buffer, grad)
         momentum = self._settings.momentum
         buffer.lerp_(grad, 1 - momentum)
@@ -182,14 +183,15 @@ def _most_products(parameters: Sequence[ParameterSpec], ranks: int, settings: Op
 
 
 def _working(parameters: Sequence[ParameterSpec]) -> int:
-    """Shards of a round and what is sent and received, the whole matrix, two iterates and two squares: six of them."""
+    """Six times the largest matrix: shards of a round with its send and receive buffers, the whole matrix, two iterates
+    and two squares."""
     return 6 * max((math.prod(shape) for shape, rule in parameters if rule.is_projection), default=0)
 
 
 MUON = OptimizerSpec(
     name="muon",
     build=Muon,
-    # One momentum of a projection.
+    # A projection has one momentum buffer.
     state_bytes=lambda elements, itemsize, rule: (
         elements * itemsize if rule.is_projection else moments_bytes(elements, itemsize)
     ),

@@ -1,4 +1,4 @@
-"""The optimizers by name, and the settings that pick one. A new one is its file and a line here."""
+"""The optimizers by name, and their settings. A new optimizer is a file and a line here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec
 
 _SPECS = (ADAMW, MUON)
 OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in _SPECS}
-# The settings that not all of them read, and the optimizers that do.
+# Settings that only some optimizers read, with those optimizers.
 SETTINGS = {key: [spec.name for spec in _SPECS if key in spec.settings] for spec in _SPECS for key in spec.settings}
 
 
@@ -35,7 +35,7 @@ class OptimConfig(OptimizerSettings):
     name: OptimizerName = OptimizerName["adamw"]
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that need another setting to be read, which one, and whether it is set."""
+        """Keys that have an effect only with another setting: (key, that setting, whether it is set)."""
         for name, readers in SETTINGS.items():
             yield name, f"optim={' or '.join(readers)}", self.spec.name in readers
 

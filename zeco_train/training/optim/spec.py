@@ -1,4 +1,4 @@
-"""What the rest of the project knows of an optimizer: one descriptor in each optimizer's file, and the settings."""
+"""The interface of an optimizer to the rest of the project: its descriptor and its settings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from models.parameters import ParameterRule
 from models.spec import ParameterSpec
 from zeco_train.errors import ConfigError
 
-# Parameters and what holds for them, as `torch.optim` takes it: {"params": […], "weight_decay": …}.
+# A param group of `torch.optim`: {"params": […], "weight_decay": …}.
 Group = dict[str, Any]
-# What an optimizer is built over.
+# The parameters of an optimizer with their rules.
 Parameters = Sequence[tuple[Parameter, ParameterRule]]
 
 
 class AdjustLR(Enum):
     """How Muon's learning rate depends on a matrix [N, K], as in `torch.optim.Muon`.
 
-    original: times √max(1, N/K). match_rms_adamw: times 0.2 √max(N, K), so that AdamW's rate and decay serve both.
+    original: times √max(1, N/K). match_rms_adamw: times 0.2 √max(N, K), so that both optimizers can use AdamW's
+    learning rate and weight decay.
     """
 
     original = "original"
@@ -31,7 +32,7 @@ class AdjustLR(Enum):
 
 
 class Precision(Enum):
-    """In which dtype Muon orthogonalises: the weights' own, or bf16 as `torch.optim.Muon` does."""
+    """The dtype of Muon's orthogonalisation: that of the master weights, or bf16 as in `torch.optim.Muon`."""
 
     master = "master"
     bf16 = "bf16"
@@ -39,7 +40,7 @@ class Precision(Enum):
 
 @dataclass
 class OptimizerSettings:
-    """What optimizers read, and gradient clipping.
+    """Settings of the optimizers, and gradient clipping.
 
     Attributes:
         lr: peak learning rate.
@@ -47,7 +48,7 @@ class OptimizerSettings:
         grad_clip: largest global gradient norm; 0 clips nothing.
         momentum, nesterov, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
         ns_dtype: dtype of Muon's matrix products.
-        adamw_lr: peak learning rate of what Muon leaves to AdamW; None: `lr`.
+        adamw_lr: peak learning rate of the parameters that Muon updates with AdamW; None: `lr`.
     """
 
     lr: float = 3e-4
@@ -84,13 +85,13 @@ class OptimizerSpec:
     """An optimizer.
 
     Attributes:
-        name: as `optim=` has it.
+        name: the value of `optim=`.
         build: (parameters with their rules, settings) → the optimizer over them. Its groups may have an `lr_ratio`:
-            their learning rate over that of the schedule.
-        state_bytes: (elements, itemsize, rule) → bytes that it keeps for so many elements of a parameter, of that size.
-        settings: those that it reads beside lr, weight_decay and grad_clip; of another optimizer they are refused.
-        products: (parameters, ranks, settings) → FLOPs of matrix products of the rank that has most of them in a step.
-        working: (parameters) → elements that a step takes for a moment beside its state.
+            the ratio of their learning rate to the schedule's.
+        state_bytes: (elements, itemsize, rule) → bytes of state for so many elements of a parameter, of that size each.
+        settings: those that it reads besides lr, weight_decay and grad_clip; with another optimizer they are refused.
+        products: (parameters, ranks, settings) → FLOPs of matrix products a step, on the rank that has the most.
+        working: (parameters) → elements of temporary memory in a step, besides its state.
     """
 
     name: str
@@ -102,7 +103,7 @@ class OptimizerSpec:
 
 
 def decay_groups(parameters: Parameters, weight_decay: float) -> list[Group]:
-    """The parameters in two groups: those that decay, and the rest."""
+    """The parameters in two groups: with and without weight decay."""
     decaying = [parameter for parameter, rule in parameters if rule.decays]
     rest = [parameter for parameter, rule in parameters if not rule.decays]
     return [{"params": decaying, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
