@@ -1,4 +1,4 @@
-"""The words of the texts: made up, without digits, and in no way taken from a corpus."""
+"""The words of the texts: invented, without digits, not taken from any corpus."""
 
 from __future__ import annotations
 
