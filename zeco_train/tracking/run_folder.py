@@ -137,7 +137,7 @@ class RunFolder:
             partial.rename(kept)
 
     def release(self) -> None:
-        """Unlock the folder, and remove it or its lock file if `begin` was never called.
+        """Unlock the folder. If no start has initialised it, remove its lock file, and the folder if it was new.
 
         The system also releases the lock when the process ends.
         """

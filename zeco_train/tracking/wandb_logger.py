@@ -38,8 +38,8 @@ class WandbLogger:
     """Weights & Biases, writing to `run_dir/wandb`.
 
     Offline, each start of a run leaves one folder `offline-run-*`, all with the same run id, which `wandb sync` joins.
-    Metrics are plotted over their own `step`, not over W&B's call counter: that is monotonic, and would drop the rows of
-    steps repeated by a resumed run.
+    Metrics are plotted over their own `step`, not over W&B's call counter: that is monotonic, and would drop the rows
+    of steps repeated by a resumed run.
     """
 
     def __init__(self, config: LoggerConfig, run_dir: Path) -> None:
