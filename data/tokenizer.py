@@ -43,7 +43,7 @@ class ByteTokenizer:
 
     vocab_size = 259
     eos_id = 1
-    info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; nobody changes it
+    info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
     offset = 3
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:

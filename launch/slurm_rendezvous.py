@@ -50,12 +50,12 @@ class SignedBackend(RendezvousBackend):
         return BACKEND
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See `RendezvousBackend`. Raises RendezvousStateError for a state of somebody else."""
+        """See `RendezvousBackend`. Raises RendezvousStateError for a state without a valid HMAC."""
         found = self._backend.get_state()
         return None if found is None else (self._open(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See `RendezvousBackend`. Raises RendezvousStateError for a state of somebody else."""
+        """See `RendezvousBackend`. Raises RendezvousStateError for a state without a valid HMAC."""
         found = self._backend.set_state(sign(self._key, state) + state, token)
         return None if found is None else (self._open(found[0]), *found[1:])
 

@@ -36,7 +36,7 @@ class Service:
     def __init__(self, evaluation: Evaluation, batch_tokens: int) -> None:
         self._evaluation, self._batch_tokens = evaluation, batch_tokens
         self._forward = evaluation.forward
-        # A CPU process group, since rank 0 may be slow between two batches, for example to download a data set.
+        # A CPU group with an hour's timeout, since rank 0 may be slow between batches, e.g. to download a data set.
         self._group = host_group(evaluation.mesh)
         self._at_work = False
 
