@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all: written beside its place, then renamed into it.
+"""Atomic creation of a folder: written beside its final path, then renamed.
 
-Leftovers of a killed run are removed by the next one. A temporary folder belongs to a live process as long as the lock
-file beside it is locked; the lock ends with the process, however it ends.
+The next run removes the leftovers of a killed one. A temporary folder is in use as long as the lock file beside it is
+locked; the system releases the lock when the process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose another folder") -> Iterator[Path]:
-    """Give a new, empty folder beside `out`; when the block ends without an exception it becomes `out`.
+    """Context manager: a new, empty folder beside `out`, renamed to `out` if the block ends without an exception.
 
-    The caller has synced what it wrote. If the block raises, or the process is killed, `out` is as it was.
+    The caller must fsync its files. If the block raises or the process is killed, `out` is unchanged.
 
     Args:
-        out: the final place; its parents are made. Missing or an empty folder, unless `replace`.
+        out: the final path; parents are created. Must be missing or an empty folder, unless `replace`.
         replace: exchange an existing `out` for the new folder and delete the old one.
-        remedy: what a user can do where the system refuses to write.
+        remedy: advice to the user if the system refuses to write.
 
     Raises:
         DataError: `out` exists (without `replace`), or the system refuses to write there.
@@ -60,7 +60,7 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
 
 
 def make_parent(out: Path, remedy: str) -> None:
-    """Make the folder that `out` is to be in. Raises DataError where a file is in its place."""
+    """Create the parent folder of `out`. Raises DataError if it is a file."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -68,14 +68,14 @@ def make_parent(out: Path, remedy: str) -> None:
 
 
 def lock_path(temporary: Path) -> Path:
-    """The lock file that tells whether `temporary` still has an owner."""
+    """The lock file of `temporary`: locked while its owner is alive."""
     return temporary.with_name(temporary.name + LOCK_SUFFIX)
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete the temporary folders that interrupted runs left for `out`; those of live processes stay."""
+    """Delete the temporary folders of `out` left by interrupted runs; keep those of live processes."""
     for lock_file in sorted(out.parent.glob(glob.escape(f".{out.name}.tmp-") + "*" + LOCK_SUFFIX)):
-        # A folder of another user's, or a file system without locks: not ours to judge, and it loads nowhere.
+        # OSError: another user's folder, or a file system without locks. Skip it; nothing ever loads it.
         with contextlib.suppress(OSError), lock_file.open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temporary = lock_file.with_name(lock_file.name.removesuffix(LOCK_SUFFIX))
@@ -92,16 +92,16 @@ def _claim(out: Path) -> tuple[Path, int]:
     while True:
         temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
         # Without locks (some network file systems) leftovers stay until the user deletes them; nothing else changes.
-        # Between our open and our lock another process may have taken the file for a leftover: then another name is.
+        # Between open and lock another process may lock the file as a leftover; then retry with a new name.
         with contextlib.suppress(BlockingIOError):
             return temporary, take_lock(lock_path(temporary))[0]
 
 
 def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
-    """Rename a folder to `out`, in one step where the system can; what it replaces is left in its place, or deleted.
+    """Rename a folder to `out`, atomically where supported. A replaced folder is left at `temporary`, or deleted.
 
     Raises:
-        DataError: `out` exists, is not empty, and is not to be replaced.
+        DataError: `out` exists, is not empty, and `replace` is false.
     """
     if not (replace and out.exists()):
         try:
@@ -126,7 +126,7 @@ def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swap two folders in one step (Linux `renameat2`). AttributeError where the C library has no such function."""
+    """Swap two folders atomically (Linux `renameat2`). AttributeError if the C library lacks it."""
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""The configuration of data, and the checks of everything in it that a user can get wrong."""
+"""The data configuration and its validation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeco_train.errors import ConfigError
 from zeco_train.system.paths import check_path
 from zeco_train.system.ranges import check_least
 
-# Of steps, and of sequences in one: keeps all that is derived from them, as times and token counts, within 64 bits.
+# Limit on steps and on sequences per step: keeps derived values, such as times and token counts, within 64 bits.
 LARGEST_COUNT = 10**9
 
 
 class DataKind(Enum):
-    """Where tokens come from: the corpus that every machine has, a prepared token store, several of them, or a task."""
+    """Source of the tokens: the embedded corpus, a token store, a mixture of stores, or a synthetic task."""
 
     embedded = "embedded"
     tokens = "tokens"
@@ -29,10 +29,10 @@ class DataKind(Enum):
 
 
 class Shuffle(Enum):
-    """What an epoch's random order is of.
+    """Granularity of the shuffle of each epoch.
 
-    `none`: everything comes as it is stored. `sequences`: documents are packed as they are stored, the sequences come
-    in random order. `documents`: documents are packed in random order, and so do the sequences come.
+    `none`: stored order. `sequences`: documents are packed in stored order, sequences are shuffled. `documents`:
+    documents are packed in random order, and sequences are shuffled.
     """
 
     none = "none"
@@ -47,9 +47,9 @@ class StoreConfig:
     Attributes:
         path: folder of the token store.
         weight: its share of the sequences, and so of the tokens, relative to the other stores' weights.
-        name: what figures about it are called; None for the folder's name.
+        name: label of its metrics; None for the folder's name.
         validation_path: store to validate on; None takes `path`/validation where that exists.
-        min_document_tokens: in place of `data.min_document_tokens`; None for that.
+        min_document_tokens: overrides `data.min_document_tokens`; None to use that.
     """
 
     path: str = ""
@@ -61,26 +61,26 @@ class StoreConfig:
 
 @dataclass
 class DataConfig:
-    """What to read, and how it is cut into batches.
+    """Data to read, and its division into batches.
 
     Attributes:
         kind: `embedded` (the running Python's standard library, as bytes), `tokens` (a store at `path`), `mixture`
-            (`stores`) or `synthetic` (questions whose answers come before them, of which the answers alone are learnt).
+            (`stores`) or `synthetic` (questions about earlier parts of the sequence; only answers count in the loss).
         path: folder of the token store; for `tokens` only.
         validation_path: store to validate on; for `tokens` only; None takes `path`/validation where that exists.
-        stores: what to mix; for `mixture` only.
+        stores: the stores to mix; for `mixture` only.
         seq_len: tokens of a whole sequence, over all ranks that share it and all segments in time.
-        global_batch: sequences of an optimizer step, over all ranks.
-        micro_batch: sequences of a data-parallel rank in one forward and backward.
-        shuffle: what every epoch has a new random order of.
-        min_document_tokens: leave out documents with fewer tokens, their end of sequence counted; 0 for none.
+        global_batch: sequences per optimizer step, over all ranks.
+        micro_batch: sequences per data-parallel rank in one forward and backward.
+        shuffle: granularity of the shuffle, which is new in every epoch.
+        min_document_tokens: drop documents with fewer tokens, end of sequence included; 0 keeps all.
         reset_state_at_document: start every document with a zero state; needs micro_batch 1.
-        validation_fraction: part of the files held out; for `embedded` only; 0 for none.
+        validation_fraction: fraction of the files held out; for `embedded` only; 0 for none.
         cache_dir: folder for the embedded corpus and the indices of large stores; None for the user's cache.
-        verify: at each start, read all token files and compare them with the digests of when they were made.
-        verify_changed: do so with token files that changed in size or modification time since the run's last start;
-            with false the run goes on with them as they are.
-        synthetic: what is asked; for `synthetic` only.
+        verify: at each start, read all token files and compare their digests with those recorded at preparation.
+        verify_changed: do so for token files whose size or modification time changed since the run's last start;
+            with false the run uses them unverified.
+        synthetic: the task; for `synthetic` only.
     """
 
     kind: DataKind = DataKind.embedded
@@ -100,10 +100,10 @@ class DataConfig:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
+        """Yield (key, setting it depends on, whether that is set); a key stands for all keys below it."""
         is_embedded, is_synthetic = self.kind is DataKind.embedded, self.kind is DataKind.synthetic
         yield "validation_fraction", "data=embedded", is_embedded
-        # Documents that are read in another order than the stored one, or not all of them, have an index.
+        # Shuffled or filtered documents need an index.
         shortest = [self.min_document_tokens, *(store.min_document_tokens or 0 for store in self.stores)]
         has_index = self.shuffle is Shuffle.documents or max(shortest) > 1
         index = "data=embedded, data.shuffle=documents or data.min_document_tokens"
@@ -116,12 +116,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class StorePaths:
-    """The folders of a training store and, where there is one, of its validation store.
+    """The folders of a training store and of its validation store, if any.
 
     Attributes:
-        name: what figures about the store are called; empty where there is one store only.
-        weight: of its sequences among those of all stores.
-        min_document_tokens: shorter documents are left out.
+        name: label of the store's metrics; empty for a single store.
+        weight: sampling weight of its sequences among all stores.
+        min_document_tokens: shorter documents are dropped.
     """
 
     train: Path
@@ -132,7 +132,7 @@ class StorePaths:
 
 
 def locate_stores(config: DataConfig) -> list[StorePaths]:
-    """Find the stores, preparing the embedded corpus on its first use. Ranks may do this at the same time.
+    """Find the stores; prepare the embedded corpus on first use. Ranks may call this concurrently.
 
     Raises:
         ConfigError: `tokens` without a path.
@@ -159,7 +159,7 @@ def locate_stores(config: DataConfig) -> list[StorePaths]:
 
 
 def store_name(store: StoreConfig) -> str:
-    """What figures about a store of a mixture are called."""
+    """Metric label of a store in a mixture."""
     return store.name if store.name is not None else Path(store.path).name
 
 
@@ -171,7 +171,7 @@ def _held_out(train: Path, validation_path: str | None = None) -> Path | None:
 
 
 def check_config(config: DataConfig) -> None:
-    """Check all that can be judged without the ranks and without the corpus. Raises ConfigError."""
+    """Run the checks that need neither the ranks nor the corpus. Raises ConfigError."""
     if config.kind is DataKind.tokens:
         _required_path(config)
     else:
@@ -195,7 +195,7 @@ def check_config(config: DataConfig) -> None:
 
 
 def _check_paths(config: DataConfig) -> None:
-    """Check that the system could have files under all paths of a configuration, whether there are any or not."""
+    """Check that all configured paths are valid for the file system; they need not exist."""
     paths = {
         "data.path": config.path,
         "data.validation_path": config.validation_path,
@@ -211,7 +211,7 @@ def _check_paths(config: DataConfig) -> None:
 
 
 def check_split(config: DataConfig, sp_size: int = 1, dp_size: int = 1, segments: int = 1) -> None:
-    """Check that sequences divide by the ranks that share one and by their segments, and the batch by the others.
+    """Check divisibility: seq_len by sp_size · segments, and the global batch by dp_size · micro_batch.
 
     Raises:
         ConfigError: see `check_seq_len` and `check_batch`.
@@ -234,8 +234,8 @@ def check_seq_len(
         sp_size: ranks that share the sequence.
         num_tokens: tokens of the corpus; a sequence needs one more than its length, the label of its last token.
         segments: parts of the sequence in time, each shared by all those ranks.
-        corpus: what messages call it.
-        field: the setting that the length is of.
+        corpus: name of the corpus in messages.
+        field: the setting that holds the length, for messages.
 
     Raises:
         ConfigError: names the nearest legal values.
@@ -272,13 +272,13 @@ def check_batch(global_batch: int, micro_batch: int, dp_size: int = 1) -> None:
 
 
 def check_reset(reset_state_at_document: bool, micro_batch: int) -> None:
-    """Check that documents are fed one sequence at a time: their borders differ from sequence to sequence."""
+    """Require micro_batch 1 with document resets, since document borders differ between sequences."""
     if reset_state_at_document and micro_batch > 1:
         raise ConfigError("data.micro_batch", micro_batch, "must be 1 with data.reset_state_at_document=true")
 
 
 def _check_stores(stores: list[StoreConfig]) -> None:
-    """Check all that can be said of a mixture without opening its stores."""
+    """Run the checks of a mixture that do not need its stores opened."""
     if not stores:
         example = "'data.stores=[{path:STORE,weight:2},{path:OTHER,weight:1}]'"
         raise ConfigError("data.stores", "[]", f"data=mixture needs token stores, as in {example}")

@@ -1,4 +1,4 @@
-"""The corpus that every machine has: the sources of the running Python's standard library."""
+"""The embedded corpus: the sources of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def standard_library_documents(folder: Path | None = None) -> Corpus:
     """Read the *.py files of the standard library, without installed packages, sorted by their path in it.
 
     Args:
-        folder: the library; None for the running Python's (11 to 31 MB, as its build has the tests with it or not).
+        folder: the library; None for the running Python's (11 MB, or 31 MB if its build includes the tests).
 
     Raises:
         DataError: there are no sources (an interpreter with a zipped or compiled library), or one cannot be read.
@@ -92,11 +92,10 @@ def prepare_embedded(
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION,
     corpus: Corpus | None = None,
 ) -> Path:
-    """The folder of the byte-token store of the standard library; made on first use, with its validation part.
+    """Return the folder of the byte-token store of the standard library; prepared on first use, with validation.
 
-    The folder's name has a digest of the texts and of how they are split, so another Python gets another store. Any
-    number of processes may do this at once: one store wins, all return it. Which documents are held out depends on
-    their names only, at random over the whole library.
+    The folder's name has a digest of the texts and of the split, so another Python gets another store. Processes may
+    call this concurrently: one store wins, all return it. The held-out documents are chosen by a hash of their names.
 
     Raises:
         DataError: no corpus, or the cache cannot be written (choose another with $ZECO_CACHE).
@@ -117,7 +116,7 @@ def prepare_embedded(
         with atomic_folder(out, replace=damaged, remedy=_CACHE_REMEDY) as folder:
             _write(folder, corpus, validation_fraction)
     except DataError:
-        # Another process may have been faster, and its store is as good as ours.
+        # Another process may have finished first; its store is identical.
         if not out.is_dir():
             raise
     _check(out, validation_fraction)
@@ -153,7 +152,7 @@ def _is_held_out(name: str, fraction: float) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prepare the embedded corpus and print where it is; there are no arguments. Returns the exit status."""
+    """Prepare the embedded corpus and print its path; takes no arguments. Returns the exit status."""
     corpus = standard_library_documents()
     path = prepare_embedded(corpus=corpus)
     size = TokenStore.open(path).num_tokens

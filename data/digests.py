@@ -1,4 +1,4 @@
-"""Digests of files, and the comparison with those of when they were made."""
+"""Digests of files, and their verification against recorded ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zeco_train.errors import DataError
 from zeco_train.system.files import read_errors, sha256_of
 
 COPY_AGAIN = "copy the store again or prepare it again"
-# Read and hashed at once.
+# Bytes read and hashed at a time.
 _PART_BYTES = 1 << 22
 
 Version = tuple[int, int, int]
 
 
 def file_version(stat: os.stat_result) -> Version:
-    """What of a file changes when it is replaced or written to: inode number, size, modification time in ns."""
+    """Detects replacement and writes: (inode number, size, modification time in ns)."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -26,7 +26,7 @@ def verify_file(path: Path, expected: str) -> None:
     """Read a file whole and compare its sha256 with `expected`.
 
     Raises:
-        DataError: it cannot be read, or its contents are other ones.
+        DataError: it cannot be read, or its contents differ.
     """
     with read_errors(path, COPY_AGAIN):
         digest = sha256_of(path)
@@ -35,10 +35,10 @@ def verify_file(path: Path, expected: str) -> None:
 
 
 def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, None, str]:
-    """The sha256 of a file, for a caller with other things to do meanwhile: yields the bytes of each part once read.
+    """Compute the sha256 of a file incrementally: yields the size of each part read, returns the digest.
 
     Args:
-        version: the file's `file_version` until now; it must not change before the end.
+        version: the expected `file_version`, checked at the end.
 
     Raises:
         DataError: the file cannot be read, or was changed.

@@ -1,4 +1,4 @@
-"""How far a long preparation is: a bar on a terminal, else a plain line now and then."""
+"""Progress of a long preparation: a bar on a terminal, else a plain line every 10 s."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Display:
     """Shows progress on stderr.
 
     Args:
-        total: how much there is to do, in `amount`s ("bytes", "documents", "shards").
-        done, tokens: what earlier runs have done.
+        total: total work, in units of `amount` ("bytes", "documents", "shards").
+        done, tokens: work done by earlier runs.
     """
 
     def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
@@ -43,7 +43,7 @@ class Display:
             self._bar.close()
 
     def advance(self, amount: float, tokens: int) -> None:
-        """Count `amount` more; there are `tokens` tokens by now."""
+        """Add `amount` to the work done; `tokens` is the total so far."""
         self._done += amount
         now = time.monotonic()
         rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
@@ -56,7 +56,7 @@ class Display:
             print(f"prepare: {self._share(now - self._start)}, {speed}", file=sys.stderr, flush=True)
 
     def _share(self, seconds: float) -> str:
-        """How much is done, and when the rest will be."""
+        """Progress and remaining time."""
         done, total = (short_number(value) for value in (self._done, self._total))
         share = f"{done} of {total}{self._unit} ({self._done / max(self._total, 1e-9):.1%})"
         if self._done > self._first_done:

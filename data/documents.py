@@ -1,4 +1,4 @@
-"""Documents of a store one after another, in stored or in random order, and where they lie on a shard of a sequence."""
+"""A store's documents as one token stream, in stored or random order, and the cu_seqlens of a shard of a sequence."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from data.index import DocumentIndex, block_sums, cached, long_documents, touche
 from data.permutation import Permutation
 from data.store import TokenStore
 
-# Stores with fewer documents are indexed in less time than it takes to find, check and read a file.
+# Smaller stores are indexed faster than a cached index could be opened and checked.
 SMALLEST_CACHED = 1 << 20
 _INDEX_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The k documents that a range of a stream touches, in the stream's order.
+    """The k documents that overlap a range of a stream, in stream order.
 
     Attributes:
         documents: [k] their numbers in the store.
-        offsets: [k + 1] int64, where they begin in the stream, and the end of the last.
-        starts: [k] int64, where they begin among the store's tokens.
+        offsets: [k + 1] int64, their start positions in the stream, and the end of the last.
+        starts: [k] int64, their start positions in the store.
     """
 
     documents: NDArray[np.int64]
@@ -41,8 +41,8 @@ class DocumentStream:
     """The documents of a store as one stream of tokens.
 
     Args:
-        store: of the documents.
-        index: which of them, and in which order; None for all of them as they are stored.
+        store: holds the documents.
+        index: selection and order of the documents; None for all, in stored order.
     """
 
     def __init__(self, store: TokenStore, index: DocumentIndex | None = None) -> None:
@@ -50,7 +50,7 @@ class DocumentStream:
         self.num_tokens = store.num_tokens if index is None else index.num_tokens
 
     def pieces(self, start: int, stop: int) -> Pieces:
-        """The documents that tokens [start, stop) of the stream belong to."""
+        """The documents of tokens [start, stop) of the stream."""
         assert 0 <= start < stop <= self.num_tokens, (start, stop, self.num_tokens)
         borders = self.store.doc_offsets
         if self._index is None:
@@ -64,9 +64,9 @@ class DocumentStream:
         return Pieces(documents[first:beyond], offsets[first : beyond + 1], starts[first:beyond])
 
     def read(self, pieces: Pieces, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, stop) of the stream, [stop − start] int64, of which `pieces` are the documents.
+        """Tokens [start, stop) of the stream, [stop − start] int64; `pieces` are the documents of this range.
 
-        Nothing else is read; documents that are neighbours in the store, too, are read at once.
+        Reads nothing else. Documents adjacent in the store are read with one call.
 
         Raises:
             DataError: see `TokenStore.read`.
@@ -88,16 +88,16 @@ class DocumentStream:
 
 
 class Documents:
-    """The documents of a store that are long enough, and the streams that they make.
+    """A store's documents of at least `min_tokens` tokens, and token streams of them.
 
     Args:
-        store: of the documents.
-        min_tokens: shorter ones, their end of sequence counted, are left out.
+        store: holds the documents.
+        min_tokens: shorter documents, end of sequence included, are dropped.
         cache_dir: folder for the indices of large stores; None for the user's cache.
-        smallest_cached: documents of a store from which on its indices are kept as files.
+        smallest_cached: indices of stores with at least this many documents are cached as files.
 
     Attributes:
-        num_documents, num_tokens: what is left, which may be nothing.
+        num_documents, num_tokens: counts after filtering; may be 0.
 
     Raises:
         DataError: an index cannot be written.
@@ -124,12 +124,12 @@ class Documents:
 
     @property
     def description(self) -> str:
-        """What messages call them."""
+        """Name in messages."""
         left = f" (its documents of {self.min_tokens} tokens or more)" if self.min_tokens > 1 else ""
         return f"the corpus {self.store.path}{left}"
 
     def stream(self, order: Permutation | None = None) -> DocumentStream:
-        """One after another, as they are stored or in an order of all `num_documents`."""
+        """Concatenate the documents, in stored order or in `order`, a permutation of all `num_documents`."""
         return DocumentStream(self.store, self._stored if order is None else self._index(order))
 
     def _index(self, order: Permutation | None) -> DocumentIndex:
@@ -148,13 +148,13 @@ class Documents:
 def shard_cu_seqlens(
     doc_offsets: NDArray[np.int64], sequence_start: int, seq_len: int, offset: int, length: int
 ) -> tuple[Tensor, int]:
-    """The pieces of documents on the shard tokens[sequence_start + offset : sequence_start + offset + length].
+    """The cu_seqlens of the shard tokens[sequence_start + offset : sequence_start + offset + length].
 
-    A sequence begins with a fresh state: a document that began before `sequence_start` begins again there.
+    A sequence begins with a fresh state: a document that began before `sequence_start` restarts there.
 
     Args:
-        doc_offsets: [documents + 1] int64, strictly increasing, the borders of the documents in the token stream; those
-            of the documents on the shard suffice.
+        doc_offsets: [documents + 1] int64, strictly increasing, the document borders in the token stream; those of the
+            documents on the shard suffice.
         sequence_start: position of the sequence's first token in the stream.
         seq_len: tokens of the sequence.
         offset: position of the shard's first token in the sequence.
@@ -162,8 +162,8 @@ def shard_cu_seqlens(
 
     Returns:
         cu_seqlens: [pieces + 1] int64, from 0 to `length`.
-        before: tokens of the first piece's document on earlier shards of this sequence, be they other ranks' or those
-            of an earlier segment; 0 where it begins here.
+        before: tokens of the first piece's document on earlier shards of this sequence, on other ranks or in earlier
+            segments; 0 if it begins here.
     """
     assert 0 <= offset < offset + length <= seq_len, (offset, length, seq_len)
     start = sequence_start + offset

@@ -1,8 +1,8 @@
 """Data sets of the `datasets` library as sources: from the hub, from a local folder, or written by `save_to_disk`.
 
-Without streaming the library makes an Arrow copy of the whole data set in its cache, and a unit is a range of rows of
-it. With streaming nothing is copied, and a unit is a shard of the library's: a row group of a parquet file, else a
-file. Only preparation comes here; training never touches a hub.
+Without streaming the library writes an Arrow copy of the whole data set to its cache, and a unit is a range of its
+rows. With streaming nothing is copied, and a unit is a `datasets` shard: a row group of a parquet file, else a file.
+Only preparation uses this module; training never accesses the hub.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ROWS_OF_A_UNIT = 1 << 16
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Which data set, in the words of `datasets.load_dataset`.
+    """A data set, specified as for `datasets.load_dataset`.
 
     Attributes:
-        name: a name of the hub, or a local folder.
-        config, split, data_dir, data_files, revision: as there.
-        streaming: read it without making a copy first.
+        name: a hub name, or a local folder.
+        config, split, data_dir, data_files, revision: as in `load_dataset`.
+        streaming: read without making a copy first.
     """
 
     name: str
@@ -46,12 +46,12 @@ class DatasetSpec:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `datasets` has written this folder with `save_to_disk`."""
+    """Whether this folder was written by `save_to_disk` of `datasets`."""
     return (folder / _SAVED_SPLITS).is_file() or all((folder / name).is_file() for name in _SAVED_DATASET)
 
 
 def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTES) -> Source:
-    """Find the data set, here or on the hub, and make a source of its text.
+    """Open a local or hub data set as a source of text.
 
     Raises:
         DataError: it cannot be found, reached or read, or has no such configuration, split or field.
@@ -75,7 +75,7 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
         if spec.streaming:
             stream = builder.as_streaming_dataset(spec.split)
             _check_features(spec, stream.features, text_field)
-            if hasattr(builder.config, "columns"):  # parquet and its like can read that column only
+            if hasattr(builder.config, "columns"):  # parquet and similar formats can read just that column
                 builder = library.load_dataset_builder(spec.name, **options, columns=[text_field])
                 stream = builder.as_streaming_dataset(spec.split)
             return StreamSource(spec.name, stream, text_field, stamp, commit)
@@ -86,10 +86,10 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
 
 
 class RowSource:
-    """A data set whose rows can be read in any order.
+    """A data set with random access to rows.
 
     Attributes:
-        revision: the hub's commit, where it is from the hub.
+        revision: the commit of a data set from the hub.
     """
 
     amount = "documents"
@@ -120,10 +120,10 @@ class RowSource:
 
 
 class StreamSource:
-    """A data set that is read from its files as it goes.
+    """A data set streamed from its files.
 
     Attributes:
-        revision: the hub's commit, where it is from the hub.
+        revision: the commit of a data set from the hub.
     """
 
     amount = "shards"
@@ -134,7 +134,7 @@ class StreamSource:
         self.total: float = stream.num_shards
 
     def units(self) -> Iterator[Unit]:
-        """Shards within shards: start is the number of a shard, stop that of a part of it."""
+        """Parts of shards: `start` is the shard's number, `stop` the part's."""
         for shard in range(int(self.total)):
             with _read_errors(self.name):
                 parts = _cut(self, shard).num_shards
@@ -155,7 +155,7 @@ class StreamSource:
 
     def _column(self, table: Any) -> Any:
         name = self._text_field
-        # Where no row has text, nothing says that it would be text.
+        # A column of nulls only has no text type to check.
         if name not in table.column_names or table.column(name).null_count < len(table):
             check_column(self.name, table.schema, name)
         return table.column(name)
@@ -164,12 +164,12 @@ class StreamSource:
 # Cutting a parquet file opens it; the units of one file come one after another.
 @functools.lru_cache(maxsize=64)
 def _cut(source: StreamSource, shard: int) -> Any:
-    """A shard, cut into smaller ones where the library can (parquet: row groups)."""
+    """A shard, resharded where the library supports it (parquet: row groups)."""
     return source._stream.shard(source._stream.num_shards, shard).reshard()
 
 
 def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: int) -> RowSource:
-    """A folder of `save_to_disk`; it is read in place, so streaming makes no difference."""
+    """Open a folder of `save_to_disk`; read in place, so streaming makes no difference."""
     with _load_errors(spec):
         rows = library.load_from_disk(spec.name)
     if isinstance(rows, library.DatasetDict):
@@ -183,7 +183,7 @@ def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: in
 
 
 def _library() -> Any:
-    """`datasets`, told to be silent: problems are ours to report, in one line."""
+    """Import `datasets` with its logging off: problems are reported as one-line DataErrors."""
     try:
         import datasets
         import huggingface_hub.utils
@@ -197,7 +197,7 @@ def _library() -> Any:
 
 
 def _check_features(spec: DatasetSpec, features: Any, text_field: str) -> None:
-    """Check the text field where the library knows the fields before reading."""
+    """Check the text field, if the library knows the fields before reading."""
     if features is None:
         return
     if text_field not in features:
@@ -233,7 +233,7 @@ def _read_errors(name: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The error in one line; of a chain, the first, which the library's own rarely repeats."""
+    """The root cause of an error in one line; the library's outer errors rarely repeat it."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

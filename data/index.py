@@ -1,12 +1,11 @@
-"""Where documents lie in an order that is not the stored one: small enough for stores of any size.
+"""Document index: token positions of documents in shuffled or filtered order, small enough for stores of any size.
 
-A random order of the documents is a `Permutation`, which takes no memory. What it lacks is where in the stream of
-tokens its documents begin, and that is kept for every 128th place only: 0.06 bytes a document. A look-up finds the
-block, computes the documents at its places, and adds their lengths up. A filter keeps a list of the documents that are
-left, 4 bytes each, once for all epochs.
+A random order is a `Permutation`, which takes no memory. The index adds the token position of every 128th document in
+that order: 0.06 bytes per document. A look-up finds the block, computes its documents, and sums their lengths. A filter
+stores the list of kept documents, 4 bytes each, once for all epochs.
 
-Making an index reads all document offsets once (10^8 documents: some 15 s). For large stores it is therefore kept as a
-file that all processes of a machine map.
+Building an index reads all document offsets once (10^8 documents: about 15 s). For large stores it is therefore cached
+in a file that all processes of a machine map.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from zeco_train.system.small_files import check_regular
 
 logger = logging.getLogger(__name__)
 
-# Documents between two places whose position in the stream is kept.
+# Documents per stored position.
 BLOCK = 128
 _CHUNK = BLOCK << 11
 _DIGEST_BYTES = 32
@@ -40,12 +39,12 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """Documents in an order of their own.
+    """A selection and order of a store's documents.
 
     Attributes:
         kept: [n] their numbers in the store, increasing; None: all n documents of the store.
-        order: at place i of the stream is kept[order(i)]; None: kept[i].
-        sums: [⌈n / BLOCK⌉ + 1] int64, tokens before place 0, BLOCK, 2·BLOCK, …, and of all.
+        order: document i of the stream is kept[order(i)]; None: kept[i].
+        sums: [⌈n / BLOCK⌉ + 1] int64, tokens before documents 0, BLOCK, 2·BLOCK, … of the stream, and the total.
         num_documents: n.
     """
 
@@ -56,7 +55,7 @@ class DocumentIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents of the index."""
+        """Total tokens of the index's documents."""
         return int(self.sums[-1])
 
     def documents(self, first: int, beyond: int) -> NDArray[np.int64]:
@@ -66,19 +65,19 @@ class DocumentIndex:
         return chosen if self.kept is None else self.kept[chosen].astype(np.int64)
 
     def around(self, start: int, stop: int) -> tuple[NDArray[np.int64], int]:
-        """Documents whose part of the stream includes tokens [start, stop), and how many tokens are before them."""
+        """The documents of the blocks that cover tokens [start, stop), and the number of tokens before them."""
         first, beyond = touched(self.sums, start, stop)
         return self.documents(first * BLOCK, min(beyond * BLOCK, self.num_documents)), int(self.sums[first])
 
 
 def touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
-    """First and one past the last of the parts of a stream, bordered by `offsets`, that [start, stop) touches."""
+    """The range [first, beyond) of the parts, bordered by `offsets`, that overlap positions [start, stop)."""
     first = int(np.searchsorted(offsets, start, side="right")) - 1
     return first, int(np.searchsorted(offsets, stop, side="left"))
 
 
 def long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.integer]:
-    """The numbers of the documents of at least `min_tokens` tokens, increasing, uint32 where they fit."""
+    """The numbers of the documents of at least `min_tokens` tokens, increasing; uint32 if they fit, else int64."""
     count = len(offsets) - 1
     dtype = np.uint32 if count <= 1 << 32 else np.int64
     found = [np.empty(0, dtype)]
@@ -89,7 +88,7 @@ def long_documents(offsets: NDArray[np.int64], min_tokens: int) -> NDArray[np.in
 
 
 def block_sums(offsets: NDArray[np.int64], index: DocumentIndex) -> NDArray[np.int64]:
-    """The `sums` of an index, whose other fields are set, of a store whose documents have these borders."""
+    """Compute `DocumentIndex.sums` from the store's document offsets; the index's other fields must be set."""
     sums = [np.zeros(1, np.int64)]
     for first in range(0, index.num_documents, _CHUNK):
         documents = index.documents(first, min(first + _CHUNK, index.num_documents))
@@ -99,7 +98,7 @@ def block_sums(offsets: NDArray[np.int64], index: DocumentIndex) -> NDArray[np.i
 
 
 def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
-    """The array in the file `path`, mapped; the first process that asks for it makes it, the others wait for that.
+    """Map the array in the file `path`. The first process to ask creates the file; the others wait on its lock.
 
     Raises:
         DataError: the file cannot be written.
@@ -119,7 +118,7 @@ def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
 
 
 def _read(path: Path) -> NDArray | None:
-    """The array, if the file is there and is as it was written: an .npy file, and then a digest of it."""
+    """Map the array if the file exists and is intact: an .npy file followed by its sha256."""
     try:
         check_regular(path)
         with path.open("rb") as file:
@@ -151,7 +150,7 @@ def _write(path: Path, array: NDArray) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
-        # Without locks (some network file systems) several processes make the same file; the last one's stays.
+        # Without locks (some network file systems) several processes write the same file; the last one wins.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

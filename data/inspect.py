@@ -1,7 +1,7 @@
-"""What is in a token store, and whether it is whole: `python -m data.inspect STORE`.
+"""Inspect and verify a token store: `python -m data.inspect STORE`.
 
-Prints counts, lengths of documents and a decoded sample, draws a histogram of the lengths, reads every shard, compares
-them with their digests, and says how fast that went. Where something is wrong it ends with one line and a status ≠ 0.
+Prints counts, document lengths and a decoded sample, draws a histogram of the lengths, verifies the digest of every
+shard, and prints the read rate. A problem ends it with a one-line message and a status ≠ 0.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_shard(store: TokenStore, index: int) -> int:
-    """Read a shard whole: its digest, its ids, and that each document that ends in it ends with the end of sequence.
+    """Read a whole shard and check its digest, its id range, and the end-of-sequence id of each document.
 
     Returns:
-        The bytes that were read.
+        The number of bytes read.
 
     Raises:
-        DataError: names the shard and what is wrong with it.
+        DataError: names the shard and the problem.
     """
     shard = store.meta.shards[index]
     path = store.path / shard.name
@@ -84,7 +84,7 @@ def check_shard(store: TokenStore, index: int) -> int:
 
 
 def _mistakes(store: TokenStore, tokens: NDArray[np.unsignedinteger], position: int) -> list[str]:
-    """What is wrong with the tokens at `position` of the stream, whatever their digest."""
+    """Find ids beyond the vocabulary and documents without an end-of-sequence id in tokens at stream `position`."""
     found = []
     if tokens.max(initial=0) >= store.vocab_size:
         wrong = int(np.argmax(tokens >= store.vocab_size))
@@ -130,7 +130,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _show(text: str) -> None:
-    """Print text in which a store's own words may be."""
+    """Print text that may include untrusted text of a store."""
     print(visible(text))
 
 
@@ -171,7 +171,7 @@ def _print_sample(store: TokenStore, options: argparse.Namespace) -> None:
 
 
 def _print_reads(store: TokenStore, seed: int) -> None:
-    """Time reads at random places, as training makes them."""
+    """Time random reads, as in training."""
     size = min(_READ_TOKENS, store.num_tokens)
     generator = np.random.default_rng(seed)
     start, count = time.monotonic(), 0
@@ -183,7 +183,7 @@ def _print_reads(store: TokenStore, seed: int) -> None:
 
 
 def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
-    """Draw how many documents have which length, and how many of all tokens lie in them.
+    """Draw histograms of document lengths: number of documents, and share of all tokens.
 
     Args:
         lengths: [documents] int64, at least 1.

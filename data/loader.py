@@ -1,15 +1,15 @@
-"""Batches of one rank's slices of sequences, as a pure function of one integer.
+"""Loads one rank's shards of sequences; each batch is a pure function of one integer.
 
-The documents of a store follow one another in a stream (data.documents), stored or shuffled anew every epoch. Sequence
-i of an epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are the tokens one further, so the
-last label of one sequence is the first token of the next. What is left behind the last whole sequence, and is not its
-label, is left out of that epoch: a sequence never goes on in the next one, which may have the same documents.
+A store's documents form a token stream (data.documents), in stored order or reshuffled every epoch. Sequence i of an
+epoch is tokens [i · seq_len, (i + 1) · seq_len) of its stream; its labels are shifted by one, so the last label of one
+sequence is the first token of the next. Tokens after the last whole sequence and its label are dropped from that epoch:
+sequences never continue into the next epoch, which may have the same documents.
 
-The sequences of an epoch come in a random order, those of several stores in proportion to their weights
-(data.mixture), and all make one endless stream of which a step takes the next `global_batch` (and may cross the border
-of an epoch). A sequence may be cut in time into segments (docs/mathematics.md); each segment is spread over the ranks
-that share the sequence, and is read as a batch of its own. All that a run must remember is `consumed`, the number of
-sequences taken before, whatever the number of ranks and of segments.
+The sequences of an epoch are shuffled, several stores are mixed in proportion to their weights (data.mixture), and the
+result is one endless stream. Each step takes the next `global_batch` sequences, across epoch borders if need be. A
+sequence may be cut in time into segments (docs/mathematics.md); each segment is sharded over the ranks that share the
+sequence, and is a batch of its own. The only state to checkpoint is `consumed`, the number of sequences taken so far,
+which does not depend on the number of ranks or segments.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from zeco_train.system import background
 
 @dataclass(frozen=True)
 class Source:
-    """One of the stores of a run.
+    """One store of a run.
 
     Attributes:
-        documents: what is read of it.
-        weight: of its sequences, relative to the other stores' weights.
-        name: what figures about it are called.
+        documents: the documents to read.
+        weight: sampling weight of its sequences, relative to the other stores.
+        name: label of its metrics.
     """
 
     documents: Documents
@@ -63,16 +63,16 @@ class Source:
 
 
 class SequenceReader(Reader):
-    """Reads one sequence-parallel rank's slices of the sequences of a store.
+    """Reads one sequence-parallel rank's shards of a store's sequences.
 
     Args:
-        documents: of the store.
-        split: which slices.
+        documents: the store's documents.
+        split: this rank's part of the sequences.
         shuffle, seed: the order of documents and sequences in each epoch.
-        number: of the store in a mixture: stores of the same size have different orders.
+        number: the store's number in a mixture, so that stores of the same size have different orders.
 
     Attributes:
-        num_sequences: of an epoch.
+        num_sequences: sequences per epoch.
 
     Raises:
         ConfigError: sequences longer than the store.
@@ -104,7 +104,7 @@ class SequenceReader(Reader):
         return epoch, Permutation(self.num_sequences, self._seed, epoch, f"sequences{self._suffix}")(place)
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """Read this rank's tokens of a segment of a sequence, and one more: the label of the last.
+        """Read this rank's shard of a segment of a sequence, plus one token: the label of the last.
 
         Raises:
             DataError: the store has changed or cannot be read.
@@ -120,20 +120,20 @@ class SequenceReader(Reader):
 
     def _stream(self, epoch: int) -> DocumentStream:
         key = epoch if self._shuffle is Shuffle.documents else 0
-        with self._lock:  # the first to ask makes it; another thread may read out of turn
+        with self._lock:  # `again` may read from another thread than the prefetcher
             if key not in self._streams:
                 order = None
                 if self._shuffle is Shuffle.documents:
                     of = f"documents{self._suffix}"
                     order = Permutation(self.documents.num_documents, self._seed, epoch, of)
-                # At the border of two epochs both are read.
+                # Keep the neighbouring epochs: a step may cross the border.
                 self._streams = {k: v for k, v in self._streams.items() if abs(k - key) <= 1}
                 self._streams[key] = self.documents.stream(order)
             return self._streams[key]
 
 
 class Place(NamedTuple):
-    """What lies at a place of a run's endless stream: the store, its epoch, and a sequence of that."""
+    """Address of a sequence of the endless stream: the store, its epoch, and the sequence in that epoch."""
 
     source: int
     epoch: int
@@ -143,14 +143,14 @@ class Place(NamedTuple):
 class SequenceLoader:
     """The training batches of one rank. `batch` is a pure function of its arguments.
 
-    The step that begins after `consumed` sequences takes places consumed … consumed + global_batch − 1 of the stream.
-    Data-parallel rank d takes the d-th contiguous part of them, and a micro-step the next `micro_batch` of that part.
-    The segments of a micro-batch are the same sequences, read one part after another.
+    The step that begins after `consumed` sequences takes positions consumed … consumed + global_batch − 1 of the
+    stream. Data-parallel rank d takes the d-th contiguous part, and each micro-step the next `micro_batch` of it. The
+    segments of a micro-batch are consecutive parts of the same sequences.
 
     Attributes:
-        readers: one for each store.
-        mixture: how places are dealt out to the stores.
-        num_sequences: of an epoch of each store, together.
+        readers: one per store.
+        mixture: assigns stream positions to stores.
+        num_sequences: sequences per epoch, summed over the stores.
 
     Raises:
         ConfigError: as `check_seq_len` and `check_batch` of data.config.
@@ -176,20 +176,20 @@ class SequenceLoader:
         self.global_batch, self.micro_batch, self.segments = global_batch, split.micro_batch, split.segments
         self.micro_steps = global_batch // (split.dp_size * split.micro_batch)
         self._first = split.dp_rank * (global_batch // split.dp_size)
-        # The same for all micro-batches of a step, and examples have to be made for it.
+        # Cached: the same for all micro-batches of a step, and synthetic examples must be generated to count it.
         self._step_labels = lru_cache(maxsize=2)(self._count_step_labels)
 
     def place(self, position: int) -> Place:
-        """What lies at a place of the endless stream."""
+        """The sequence at a position of the endless stream."""
         source, index = self.mixture.place(position)
         return Place(source, *self.readers[source].find(index))
 
     def sequence_id(self, place: Place) -> int:
-        """The sequence at a place: one number over all stores, without its epoch."""
+        """Number of a sequence over all stores, independent of the epoch."""
         return self._first_ids[place.source] + place.sequence
 
     def batch(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
-        """A segment of this rank's micro-batch `micro_step` of the step that begins after `consumed` sequences.
+        """Segment `segment` of this rank's micro-batch `micro_step`, in the step after `consumed` sequences.
 
         Raises:
             DataError: a store has changed or cannot be read.
@@ -203,11 +203,11 @@ class SequenceLoader:
         return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
 
     def reader_of(self, sequence_id: int) -> Reader:
-        """Which store's sequence that is."""
+        """The reader of the store that holds a sequence."""
         return self.readers[bisect.bisect_right(self._first_ids, sequence_id) - 1]
 
     def _count_step_labels(self, consumed: int) -> int | None:
-        """Labels that count in the step that begins after `consumed` sequences; None where every token has one."""
+        """Number of counted labels in the step after `consumed` sequences; None if every token has one."""
         if not any(reader.has_labels for reader in self.readers):
             return None
         places = [self.place(consumed + i) for i in range(self.global_batch)]
@@ -215,12 +215,12 @@ class SequenceLoader:
 
 
 class PrefetchingLoader:
-    """Gives the micro-batches of a run in order, each segment by segment, reading ahead on one background thread.
+    """Yields a run's micro-batches in order, segment by segment, prefetched by a background thread.
 
     Args:
-        loader: what to read.
+        loader: source of the batches.
         consumed: sequences consumed before the first step.
-        ahead: how many segments may wait; a caller that takes a whole micro-batch at once wants all of its segments.
+        ahead: segments to prefetch; use all segments of a micro-batch if the caller takes a whole one at once.
     """
 
     def __init__(self, loader: SequenceLoader, consumed: int, ahead: int = 1) -> None:
@@ -231,9 +231,9 @@ class PrefetchingLoader:
         self._thread = background.start(self._run, consumed, name="prefetch", stop=self._stop.set)
 
     def next(self) -> Batch:
-        """The next segment of a micro-batch, or the first segment of the next micro-batch.
+        """The next segment of the micro-batch, or the first of the next micro-batch.
 
-        An error of the background thread is raised here, and again at every later call.
+        Re-raises an error of the background thread, on this and every later call.
         """
         if self._stop.is_set():
             raise RuntimeError("the loader is closed")
@@ -245,11 +245,11 @@ class PrefetchingLoader:
         raise self._error
 
     def again(self, consumed: int, micro_step: int, segment: int = 0) -> Batch:
-        """A segment of a micro-batch out of turn, see `SequenceLoader.batch`."""
+        """Read a segment of a micro-batch out of order, see `SequenceLoader.batch`."""
         return self._loader.batch(consumed, micro_step, segment)
 
     def close(self) -> None:
-        """Stop the thread, and wait a little for a read that is under way."""
+        """Stop the thread, and wait up to 5 s for a read in progress."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -261,7 +261,7 @@ class PrefetchingLoader:
                     if not self._put(loader.batch(consumed, micro_step, segment)):
                         return
                 consumed += loader.global_batch
-        except BaseException as error:  # whatever it is, the caller of `next` has to see it
+        except BaseException as error:  # re-raised by `next`
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
@@ -277,12 +277,12 @@ class PrefetchingLoader:
 def validation_batches(reader: Reader, *, max_sequences: int | None = None) -> Iterator[Batch]:
     """One rank's validation batches: every sequence once over all data-parallel ranks, in fixed order.
 
-    All ranks give the same number of batches, as collectives need; what is too much is padding (`Batch.is_padding`).
-    The segments of the same sequences come one after another, then those of the next.
+    All ranks yield the same number of batches, as collectives require; surplus ones are padding (`Batch.is_padding`).
+    All segments of one group of sequences come before the next group.
 
     Args:
-        reader: of the held-out store.
-        max_sequences: take only the first so many sequences.
+        reader: reads the held-out store.
+        max_sequences: limit on the number of sequences.
     """
     split = reader.split
     count = reader.num_sequences if max_sequences is None else min(reader.num_sequences, max_sequences)

@@ -1,4 +1,4 @@
-"""Which store each sequence of a run comes from: a pure function of its place in the stream."""
+"""Assigns stream positions to the stores of a mixture; a pure function of the position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data.permutation import Permutation
 
 
 def as_integers(weights: Sequence[float]) -> list[int]:
-    """The smallest integers with the same ratios as `weights`, which count as the decimals they are written as."""
+    """The smallest integers with the same ratios as `weights`, which are read as decimals by their repr."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     integers = [int(fraction * scale) for fraction in fractions]
@@ -18,18 +18,18 @@ def as_integers(weights: Sequence[float]) -> list[int]:
 
 
 class Mixture:
-    """Deals the places 0, 1, 2, … of a run's stream out to stores in proportion to their weights.
+    """Distributes the positions 0, 1, 2, … of a run's stream over stores in proportion to their weights.
 
-    With the shares w of the stores, places are taken in blocks of b = ⌈1 / the smallest share⌉. Store j has
-    ⌊t·b·W_j⌋ − ⌊t·b·W_{j−1}⌋ of the first t·b places, W being the shares' running sum: less than one from its exact
-    share after every block, for ever, in whole numbers throughout. (b is large enough that no store's count ever
-    falls.) Inside of a block the places are in random order, so that no period of the training loop, such as that of
-    its logging, always meets the same store. Constant time and memory for any place; each store's own indices 0, 1, 2,
-    … occur exactly once, in order but for the shuffling inside of blocks.
+    Positions are grouped into blocks of b = ⌈1 / the smallest share⌉. Store j gets ⌊t·b·W_j⌋ − ⌊t·b·W_{j−1}⌋ of the
+    first t·b positions, W being the running sum of the shares: after every block it is within one of its exact share,
+    without drift, in integer arithmetic. (b is large enough that no store's count ever decreases.) Positions are
+    shuffled within a block, so that no period of the training loop, such as the logging interval, always hits the same
+    store. Constant time and memory per position. Each store's indices 0, 1, 2, … occur exactly once, in order except
+    for the shuffle within blocks.
 
     Args:
-        weights: of the stores, positive integers.
-        seed: of the order inside of blocks.
+        weights: positive integers, one per store.
+        seed: seed of the order within blocks.
     """
 
     def __init__(self, weights: Sequence[int], seed: int) -> None:
@@ -41,7 +41,7 @@ class Mixture:
         self.block = -(-self._sums[-1] // min(weights))
 
     def place(self, position: int) -> tuple[int, int]:
-        """The store of the sequence at `position`, and how many sequences of that store are before it."""
+        """The store of the sequence at `position`, and the sequence's index within that store."""
         if len(self._sums) == 1:
             return 0, position
         block, slot = divmod(position, self.block)
@@ -53,5 +53,5 @@ class Mixture:
         return store, before[store] - before[store - 1] + slot - (after[store - 1] - before[store - 1])
 
     def _dealt(self, blocks: int) -> list[int]:
-        """How many of the places of so many blocks each store and all before it have."""
+        """Cumulative number of positions of stores 0 … j in the first `blocks` blocks, for each j."""
         return [blocks * self.block * partial // self._sums[-1] for partial in self._sums]

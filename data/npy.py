@@ -1,4 +1,4 @@
-"""Arrays in .npy files that may be a stranger's: mapped, never unpickled."""
+"""Memory-maps arrays in untrusted .npy files; never unpickles."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from zeco_train.system.small_files import check_regular
 
 
 def map_array(path: Path) -> NDArray:
-    """The array in an .npy file, mapped for reading, of whatever dtype and shape its header says.
+    """Memory-map the array in an .npy file, read-only, with the dtype and shape of its header.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
-        ValueError: it is no .npy file of plain numbers, or shorter than its header says.
+        OSError: not a regular file, or cannot be read.
+        ValueError: not an .npy file of plain numbers, or shorter than its header requires.
     """
     check_regular(path)
     try:
-        # Not np.load, which would open archives, too.
+        # Not np.load, which would also open archives.
         return open_memmap(path, mode="r")
     except (TypeError, ArithmeticError, MemoryError, RecursionError, SyntaxError, TokenError) as error:
-        # What a made-up header makes numpy and Python's own parser raise.
+        # Raised by numpy and by Python's parser for a malformed header.
         raise ValueError(f"not the header of an array ({type(error).__name__})") from error

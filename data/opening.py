@@ -1,4 +1,4 @@
-"""Opens what a run reads, and checks all that needs the stores themselves."""
+"""Opens a run's stores or task, and runs the checks that need open stores."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from zeco_train.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class OpenedStores(OpenedData):
-    """Token stores. The held-out ones have the weights of their training stores."""
+    """Token stores. Validation stores have the weights of their training stores."""
 
     train: list[Source]
     validation: list[Source]
 
     def identity(self) -> dict[str, Any]:
-        """What of the stores and their mixture decides which tokens come when."""
+        """The properties of the stores and the mixture that determine the token order."""
         digests = [source.documents.store.meta.tokens_sha256 for source in self.train]
         shortest = [source.documents.min_tokens for source in self.train]
         is_one = len(self.train) == 1
@@ -60,15 +60,15 @@ def open_data(
     """Open the stores of a configuration, or its task.
 
     Args:
-        config: of data.
+        config: the data configuration.
         vocab_size: of the model.
         sp_size: ranks that share a sequence.
         segments: parts of a sequence in time.
-        validate: open the validation stores, too.
+        validate: also open the validation stores.
 
     Raises:
-        ConfigError: a `seq_len` or a filter that leaves no sequence, or a vocabulary beyond the model's.
-        DataError: stores that cannot be used, or not together.
+        ConfigError: `seq_len` or a filter leaves no sequence, or a vocabulary exceeds the model's.
+        DataError: unusable or incompatible stores.
     """
     if config.kind is DataKind.synthetic:
         return open_synthetic(config, vocab_size=vocab_size, validate=validate)
@@ -92,16 +92,16 @@ def open_data(
 
 
 def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str, str]) -> list[Source]:
-    """Open the held-out stores of a configuration, and nothing else: the training stores need not be there.
+    """Open only the held-out stores of a configuration; the training stores may be missing.
 
     Args:
-        config: of data.
+        config: the data configuration.
         vocab_size: of the model.
-        tokenizer: of the model, `StoreMeta.tokenizer`; empty if it is not known.
+        tokenizer: of the model, as `StoreMeta.tokenizer`; empty if unknown.
 
     Raises:
-        ConfigError: nothing is held out, a filter leaves nothing, or a vocabulary is beyond the model's.
-        DataError: stores that cannot be used, not together, or not with this model.
+        ConfigError: nothing is held out, a filter leaves nothing, or a vocabulary exceeds the model's.
+        DataError: stores that are unusable, or incompatible with each other or with this model.
     """
     stores = locate_stores(config)
     located = [paths for paths in stores if paths.validation is not None]
@@ -125,7 +125,7 @@ def open_held_out(config: DataConfig, *, vocab_size: int, tokenizer: Mapping[str
 
 
 def _open(folder: Path, paths: StorePaths, config: DataConfig, vocab_size: int, others: Sequence[Source]) -> Documents:
-    """The documents of a store, whose ids have to be the model's and those of the other stores."""
+    """Open a store; its ids must fit the model and match the other stores."""
     store = TokenStore.open(folder)
     check_vocabulary(store, vocab_size)
     if others:
@@ -142,7 +142,7 @@ def _check_filter(documents: Documents) -> None:
 
 
 def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
-    """An id has to mean the same in all stores of a run."""
+    """Check that both stores have the same tokenizer and ids."""
     for what in ("tokenizer", "vocab_size", "eos_id"):
         own, expected = (comparable(getattr(one.meta, what)) for one in (store, first))
         if own != expected:

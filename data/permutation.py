@@ -1,4 +1,4 @@
-"""A random order of n things that needs no memory: each place is computed when it is asked for."""
+"""A random permutation of n items without memory: each element is computed on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Places that `map` computes at once: their temporaries stay in a core's cache.
+# Elements that `map` computes at a time: the temporaries fit in a core's cache.
 _BLOCK = 1 << 14
 
 
@@ -19,19 +19,19 @@ class Permutation:
 
     A balanced Feistel network is a bijection of the pairs of `half`-bit numbers whatever its round function is: each
     round maps (left, right) to (right, left XOR f(right)), which can be undone. Its domain is the smallest even power
-    of two that is >= n. A result >= n is fed in again ("cycle walking"): the cycle through a place < n comes back to a
-    place < n at the latest at its start, so restricted to 0 … n−1 it is still a bijection. The domain is less than 4n
-    (4 at least), so fewer than 4 turns are expected.
+    of two that is >= n. A result >= n is fed in again ("cycle walking"): the cycle through a value < n returns to a
+    value < n at its start at the latest, so the restriction to 0 … n−1 is still a bijection. The domain is less than 4n
+    (at least 4), so fewer than 4 turns are expected.
 
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), sections 4 (cycle walking) and 5 (Feistel).
 
     Args:
-        n: how many things.
-        seed, epoch: which order.
-        of: what is ordered; things of different kinds have orders that are unrelated.
+        n: number of items.
+        seed, epoch: select the order.
+        of: kind of the items; different kinds have unrelated orders.
 
     Attributes:
-        name: of the order; with n it says all.
+        name: of the order; with n it determines the permutation.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, of: str = "sequences") -> None:
@@ -43,7 +43,7 @@ class Permutation:
         self._keys = [int.from_bytes(words[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """The thing at place `index`."""
+        """The item at position `index`."""
         assert 0 <= index < self.n, (index, self.n)
         place = self._encrypt(index)
         while place >= self.n:
@@ -51,7 +51,7 @@ class Permutation:
         return place
 
     def map(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The things at the places `indices`, any shape [...] of one dimension: as `__call__` on each, much faster."""
+        """The items at positions `indices`, a one-dimensional array: as `__call__` on each, but much faster."""
         result = indices.astype(np.uint64)
         for start in range(0, len(result), _BLOCK):
             places = result[start : start + _BLOCK]
@@ -90,7 +90,7 @@ class Permutation:
 
 
 def _mix(x: int) -> int:
-    """A 64-bit mixer in which every bit of the input moves every bit of the result (the finalizer of splitmix64)."""
+    """A 64-bit mixer in which every input bit affects every output bit (the finalizer of splitmix64)."""
     x &= _MASK
     x = (x ^ x >> 30) * _MULTIPLIERS[0] & _MASK
     x = (x ^ x >> 27) * _MULTIPLIERS[1] & _MASK

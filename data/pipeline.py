@@ -1,4 +1,4 @@
-"""Units of text to parts of token files, in this process or in several, always in the order of the documents."""
+"""Tokenises units of text into part files, in this process or in workers, always in document order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _tokenizers: dict[str, Tokenizer] = {}
 
 
 def cached_tokenizer(name: str, download: bool = False) -> Tokenizer:
-    """As `load_tokenizer`, once a process."""
+    """`load_tokenizer`, cached per process."""
     if name not in _tokenizers:
         _tokenizers[name] = load_tokenizer(name, download)
     return _tokenizers[name]
@@ -41,14 +41,14 @@ def cached_tokenizer(name: str, download: bool = False) -> Tokenizer:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What every unit is done with.
+    """Settings shared by all units.
 
     Attributes:
-        source: where the text is from.
+        source: provides the text.
         tokenizer: as in `load_tokenizer`.
-        min_tokens: shorter documents, end of sequence not counted, are left out.
-        folder: where the parts go; the caller deletes each after use.
-        part_characters: where a part ends, at the next document; a unit may have several.
+        min_tokens: shorter documents, end of sequence not counted, are dropped.
+        folder: output folder of the parts; the caller deletes each after use.
+        part_characters: a part ends with the document that reaches this size; a unit may have several parts.
     """
 
     source: Source
@@ -60,16 +60,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """Some documents of a unit, tokenised.
+    """Some tokenised documents of a unit.
 
     Attributes:
         unit: the unit's number, and `stamp` its stamp.
-        first, documents: the number in the unit of the first document, and how many were read.
-        ended: whether the unit has no more.
-        name: of the file of ids, in the store's dtype, in the job's folder; their lengths are beside it.
-        num_tokens: in the file.
-        short_documents: how many of the documents were left out.
-        amount: how much of the source is done with it, in its `amount`s: the unit's size with its last part.
+        first, documents: the first document's number in the unit, and the number of documents read.
+        ended: whether this is the unit's last part.
+        name: stem of two files in the job's folder: the ids in the store's dtype, and the documents' lengths.
+        num_tokens: tokens in the file.
+        short_documents: number of documents dropped as too short.
+        amount: progress in the source's `amount` unit: the unit's size for its last part, else 0.
     """
 
     unit: int
@@ -83,12 +83,12 @@ class Part:
     amount: float
 
     def paths(self, folder: Path) -> tuple[Path, Path]:
-        """The files of the ids and of the documents' lengths ([documents kept] int64)."""
+        """The files of the ids and of the kept documents' lengths ([documents] int64)."""
         return folder / f"{self.name}.bin", folder / f"{self.name}.npy"
 
 
 class UnitTokenizer:
-    """Makes the parts of units. Units that are not at their end stay open, for their next part."""
+    """Makes the parts of units. Unfinished units stay open for their next part."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -98,10 +98,10 @@ class UnitTokenizer:
     def part(self, index: int, unit: Unit, first: int) -> Part:
         """Write the part of unit `index` that begins with its document `first`.
 
-        Memory is that of one document, or of some 262,144 characters of short ones.
+        Holds one document in memory, or about 262,144 characters of short ones.
 
         Raises:
-            SourceProblem: the text cannot be used.
+            SourceProblem: unusable text.
         """
         job = self._job
         position, texts = self._open.pop(index, (-1, iter(())))
@@ -127,12 +127,12 @@ class UnitTokenizer:
 
 @dataclass
 class _Lane:
-    """A unit whose parts are made one after the other, ahead of those who need them.
+    """A unit whose parts are prefetched one after the other.
 
     Attributes:
-        parts: made, and not yet given out.
-        first: the document that the next part begins with.
-        pending: the next part, where it is being made; `worker` says by whom.
+        parts: finished parts not yet yielded.
+        first: the first document of the next part.
+        pending: the next part if it is in progress, in process `worker`.
     """
 
     index: int
@@ -155,19 +155,19 @@ def tokenize_units(
     first: int = 0,
     made: dict[str, Part] | None = None,
 ) -> Generator[Part, None, None]:
-    """Yield the parts of numbered `units` in order; with more than one worker, made ahead by as many processes.
+    """Yield the parts of numbered `units` in order; with more than one worker, prefetched by worker processes.
 
-    Two units a worker are under way at a time, which bounds the parts that wait on disk. The processes end with this
-    generator and with this process, also if it is killed.
+    Two units per worker are in progress at a time, which bounds the parts waiting on disk. The workers end with this
+    generator and with this process, even if it is killed.
 
     Args:
-        first: documents of the first unit that are not wanted.
-        made: parts that are in the job's folder, by name; those of an earlier run are used where they fit, and new ones
-            are added. The caller takes out what it has had.
+        first: documents to skip in the first unit.
+        made: parts in the job's folder, by name; matching parts of an earlier run are reused, and new ones are added.
+            The caller removes the parts it has consumed.
 
     Raises:
-        SourceProblem: the first unit, in order, whose text cannot be used.
-        DataError: a worker process ended by itself.
+        SourceProblem: the first unit, in order, with unusable text.
+        DataError: a worker process died.
     """
     made = {} if made is None else made
     lanes = _lanes(units, first, list(made.values()))
@@ -211,10 +211,10 @@ def _lanes(units: Iterator[tuple[int, Unit]], first: int, made: list[Part]) -> G
 
 
 class _Pool:
-    """Worker processes, each with a queue of its own, so that a unit that is open stays where it is open."""
+    """Worker processes, each with its own queue, so that an open unit stays with its worker."""
 
     def __init__(self, job: Job, workers: int) -> None:
-        # Fork is not safe beside the threads of tokenizers and pyarrow, so workers start afresh.
+        # Spawn: fork is unsafe with the threads of tokenizers and pyarrow.
         context = multiprocessing.get_context("spawn")
         self._stop_reader, self._stop_writer = context.Pipe(duplex=False)
         self._executors = [
@@ -230,20 +230,20 @@ class _Pool:
         if kind is None:
             for executor in self._executors:
                 executor.shutdown()
-        # After an error or an interrupt this ends the workers at once; otherwise they are gone by now.
+        # After an error or an interrupt this ends the workers at once; otherwise they have already exited.
         self._stop_writer.close()
         for executor in self._executors:
             executor.shutdown(cancel_futures=True)
         self._stop_reader.close()
 
     def submit(self, lane: _Lane) -> None:
-        """Have the lane's next part made, if it has one; a new lane goes to the worker with the least to do."""
+        """Submit the lane's next part, if any; a new lane goes to the least loaded worker."""
         if lane.ended:
             return
         if lane.worker < 0:
             lane.worker = self._load.index(min(self._load))
             self._load[lane.worker] += 1
-        # SIGINT is blocked meanwhile: a process started here inherits that, so Ctrl-C is the parent's to answer.
+        # Block SIGINT while a process may be started: it inherits the mask, so only the parent handles Ctrl-C.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             executor = self._executors[lane.worker]
@@ -254,9 +254,9 @@ class _Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def harvest(self, lanes: deque[_Lane]) -> list[Part]:
-        """Wait for a part of any lane; take all that are there, and have the next ones made. Returns them.
+        """Wait for a part of any lane; collect and return all finished parts, and submit the next ones.
 
-        An error of the first lane is raised; those of others keep until they are first, as in a single process.
+        Raises an error of the first lane; errors of others wait until their lane is first, as in a single process.
         """
         head = lanes[0]
         busy = {lane.pending for lane in lanes if lane.pending and (lane is head or not _failed(lane.pending))}
@@ -287,7 +287,7 @@ def _worker_died() -> DataError:
 
 
 def _take(texts: Iterator[str], most: int) -> tuple[list[str], int]:
-    """The next documents, up to the one that reaches `most` characters, and their characters; none at the end."""
+    """The next documents, up to the one that reaches `most` characters, and their total size; empty at the end."""
     taken: list[str] = []
     size = 0
     for text in texts:
@@ -301,7 +301,7 @@ def _take(texts: Iterator[str], most: int) -> tuple[list[str], int]:
 def _write_documents(
     file: BinaryIO, tokenizer: Tokenizer, texts: list[str], min_tokens: int, lengths: list[int]
 ) -> int:
-    """Append the documents and their lengths; returns how many were too short."""
+    """Append the documents and their lengths; returns the number of documents dropped as too short."""
     short = 0
     for ids in tokenizer.encode(texts):
         if len(ids) < min_tokens:
@@ -330,12 +330,12 @@ def _start_worker(stop_reader: Connection, job: Job) -> None:
 
 
 def _part_in_worker(index: int, unit: Unit, first: int) -> Part:
-    # Made here, on first use, and not in the initializer, whose errors reach nobody.
+    # Created on first use rather than in the initializer, whose errors are not propagated.
     assert _job is not None
     return _unit_tokenizer(_job).part(index, unit, first)
 
 
 def _exit_with_parent(stop_reader: Connection) -> None:
-    # Nothing is ever sent: the pipe becomes readable when its only writer, the parent, closes it or dies.
+    # Nothing is ever sent: the pipe becomes readable when the parent, its only writer, closes it or dies.
     stop_reader.poll(None)
     os._exit(1)

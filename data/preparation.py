@@ -1,7 +1,7 @@
-"""Text to a token store, over as many interrupted runs as it takes.
+"""Prepares a token store from text; resumable after any number of interruptions.
 
-All that a run does is a function of its arguments and of the text; the state that it saves every few seconds says how
-many documents of which unit the store holds, so the run after it writes the same bytes as one that was never stopped.
+The output is a function of the arguments and the text. The state, saved every few seconds, records how many documents
+of which unit the store holds, so a resumed run writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to prepare, and how.
+    """Options of a preparation.
 
     Attributes:
-        sources: files and folders, or one folder of `datasets`' save_to_disk.
+        sources: files and folders, or one folder written by save_to_disk of `datasets`.
         out: the store's folder.
-        dataset: in place of `sources`, a data set of the hub or a local one, loaded by `datasets`.
-        split: of a folder of save_to_disk.
+        dataset: instead of `sources`, a hub or local data set, loaded by `datasets`.
+        split: the split to read from a folder of save_to_disk.
         tokenizer: "bytes", the local path of a Hugging Face tokenizer, or its name on the hub.
         text_field: field of .jsonl lines, column of .parquet and .arrow files and of data sets.
-        validation_fraction: the last documents, up to this part of all tokens, go to `out`/validation; 0 for none.
-        workers: processes; None for one a CPU (one for a small corpus). The result does not depend on it.
-        min_tokens: shorter documents are left out.
-        max_tokens: stop with the document that reaches so many; None for all.
-        shard_tokens: tokens of a file of the store.
-        overwrite: replace an existing store, or what an interrupted preparation with other arguments left.
-        about: what the store's meta.json records besides (a recipe's name and licence).
-        unit_bytes, part_characters: how much text a worker takes, and hands over, at a time.
-        save_seconds: how often the state is saved: at most so much work is lost in an interruption.
+        validation_fraction: the last documents, up to this fraction of all tokens, go to `out`/validation; 0 for none.
+        workers: processes; None for one per CPU (one for a small corpus). The result does not depend on it.
+        min_tokens: shorter documents are dropped.
+        max_tokens: stop with the document that reaches this count; None for all.
+        shard_tokens: tokens per shard of the store.
+        overwrite: replace an existing store, or an interrupted preparation with other arguments.
+        about: extra entries for the store's meta.json (a recipe's name and licence).
+        unit_bytes, part_characters: size of a worker's input unit, and of its output parts.
+        save_seconds: interval between saves of the state; an interruption loses at most this much work.
     """
 
     sources: tuple[Path, ...]
@@ -80,14 +80,14 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was written: meta of the store and of its validation part, what was passed over, and how fast it went.
+    """Result of a preparation: metadata of the store and its validation part, skipped input, and throughput.
 
-    The defaults are those of a run that only had to move what an interrupted one had made.
+    The defaults apply to a run that only moved a finished store of an interrupted one into place.
 
     Attributes:
-        num_files: files that were read; None for a data set.
-        earlier_tokens: written by runs that were interrupted.
-        tokens, seconds, workers: written by this run, the time that tokenising took, and by how many processes.
+        num_files: files read; None for a data set.
+        earlier_tokens: tokens written by interrupted runs.
+        tokens, seconds, workers: tokens written by this run, its tokenisation time, and its number of processes.
     """
 
     meta: StoreMeta
@@ -102,13 +102,13 @@ class Prepared:
 
 
 def prepare_store(options: PrepareOptions) -> Prepared:
-    """Tokenise the sources into the store `options.out`, which appears whole or not at all.
+    """Tokenise the sources into the store `options.out`, which is created atomically.
 
-    Goes on where an interrupted run with the same arguments ended.
+    Resumes an interrupted run with the same arguments.
 
     Raises:
-        ConfigError: an option out of its range.
-        DataError: sources, tokenizer or folder that cannot be used; sources that have changed in between.
+        ConfigError: an option is out of range.
+        DataError: unusable sources, tokenizer or folder; sources that changed since the interruption.
     """
     _check_options(options)
     out = options.out.resolve()
@@ -141,7 +141,7 @@ class _Preparation:
         self.workers, self.earlier_tokens, self.tokens, self.seconds = 1, 0, 0, 0.0
 
     def check_unchanged(self) -> None:
-        """Check that what an interrupted run has read is still the same. Raises DataError where it is not."""
+        """Check that the units read by an interrupted run are unchanged. Raises DataError otherwise."""
         state, work = self._work.state, self._work
         count = state.unit + (state.first > 0)
         units = list(itertools.islice(self.source.units(), count))
@@ -154,7 +154,7 @@ class _Preparation:
         start_anew(work)
 
     def run(self) -> None:
-        """Go from whatever phase the state says to the whole store."""
+        """Complete the store, starting from the saved phase."""
         work = self._work
         self.earlier_tokens = work.state.writer.num_tokens
         shard_tokens, state = self._options.shard_tokens, work.state.writer
@@ -166,7 +166,7 @@ class _Preparation:
             self._finish(writer)
 
     def facts(self) -> dict[str, Any]:
-        """What `Prepared` has of this run."""
+        """This run's fields of `Prepared`."""
         found = {name: getattr(self, name) for name in ("earlier_tokens", "tokens", "seconds", "workers")}
         if isinstance(self.source, FileSource):
             found |= {"num_files": self.source.num_files, "skipped_files": self.source.skipped}
@@ -186,7 +186,7 @@ class _Preparation:
         return open_dataset(spec, options.text_field, options.unit_bytes)
 
     def _read_all(self, writer: StoreWriter) -> None:
-        """Tokenise what is left of the source."""
+        """Tokenise the rest of the source."""
         options, source, state = self._options, self.source, self._work.state
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else _available_cpus())
@@ -200,7 +200,7 @@ class _Preparation:
                 for part in parts:
                     is_full = self._take(writer, part)
                     display.advance(part.amount, writer.num_tokens)
-                    if is_full:  # no run is to go on from there: it would read on
+                    if is_full:  # do not save this state: a resumed run would read on
                         break
                     if time.monotonic() - saved >= options.save_seconds:
                         self._save(writer)
@@ -214,19 +214,19 @@ class _Preparation:
             raise DataError(source.name, where, remedy)
         self.tokens, self.seconds = writer.num_tokens - self.earlier_tokens, time.monotonic() - start
         if options.validation_fraction > 0:
-            writer.tail_state(options.validation_fraction)  # before the state says that all is well so far
+            writer.tail_state(options.validation_fraction)  # may raise; must precede saving the READ phase
         self._made = {}
         self._save(writer, READ)
 
     def _units_left(self) -> Iterator[tuple[int, Unit]]:
-        """The numbered units from the state's on."""
+        """The numbered units, starting from the saved state."""
         for index, unit in enumerate(self.source.units()):
             self._stamps[index] = _next_stamp(self._stamps[index - 1], unit)
             if index >= self._work.state.unit:
                 yield index, unit
 
     def _take(self, writer: StoreWriter, part: Part) -> bool:
-        """Move a part into the store. Returns whether that has all the tokens that are wanted."""
+        """Move a part into the store. Returns whether the store has reached `max_tokens`."""
         tokens_path, lengths_path = part.paths(self._work.parts)
         lengths = np.load(lengths_path)
         most = self._options.max_tokens
@@ -237,7 +237,7 @@ class _Preparation:
         short, amount = self._state.short_documents + part.short_documents, self._state.amount + part.amount
         self._state = replace(self._state, unit=unit, first=first, short_documents=short, amount=amount)
         del self._made[part.name]
-        if part not in self._work.state.waiting:  # those the saved state still counts on
+        if part not in self._work.state.waiting:  # the saved state still refers to those
             tokens_path.unlink()
             lengths_path.unlink()
         return most is not None and writer.num_tokens >= most
@@ -255,7 +255,7 @@ class _Preparation:
                     path.unlink(missing_ok=True)
 
     def _split(self, writer: StoreWriter) -> None:
-        """Copy the last documents into the validation part; only then does the store lose them."""
+        """Copy the last documents into the validation part, then truncate the store."""
         work = self._work
         if self._options.validation_fraction > 0:
             kept = writer.tail_state(self._options.validation_fraction)
@@ -276,7 +276,7 @@ class _Preparation:
 
 
 def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -> Prepared:
-    """Move the whole store to its place, and say what it is; `facts` are those of its preparation by this run."""
+    """Move the finished store into place and describe it; `facts` are `_Preparation.facts` of this run."""
     work.move_to(out, options.overwrite)
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
@@ -284,7 +284,7 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
 
 
 def too_short(options: PrepareOptions) -> str:
-    """What the documents are that `min_tokens` leaves out."""
+    """Describe the documents dropped by `min_tokens`, for messages."""
     return "without text" if options.min_tokens == 1 else f"of fewer than {options.min_tokens} tokens"
 
 
@@ -308,7 +308,7 @@ def _check_options(options: PrepareOptions) -> None:
 
 
 def _arguments(options: PrepareOptions) -> dict[str, Any]:
-    """What the tokens depend on besides the tokenizer, as meta.json records it."""
+    """The arguments that determine the tokens, besides the tokenizer, as recorded in meta.json."""
     source: dict[str, Any] = {"sources": [str(path) for path in options.sources]}
     if any(is_saved_dataset(path) for path in options.sources):
         source["split"] = options.split
@@ -329,7 +329,7 @@ def _next_stamp(before: str, unit: Unit) -> str:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Refuse to touch anything that exists, unless it is a store (or an empty folder) and may be overwritten."""
+    """Raise DataError if `out` exists, unless it is an empty folder, or a store with `overwrite`."""
     with read_errors(out, "choose another --out"):
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return
@@ -340,7 +340,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _available_cpus() -> int:
-    """CPUs that this process may use, where the system tells (Linux), else all of them."""
+    """CPUs available to this process (Linux), else all CPUs."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,8 +1,7 @@
 """Tokenise text into a token store: `python -m data.prepare SOURCE... --out STORE`.
 
 SOURCE are files and folders. `--dataset NAME` takes a data set of the Hugging Face hub, or a local one, and `--recipe
-NAME` one of the well-known corpora (configs/recipes). Started again with the same arguments after an interruption, it
-goes on where it was.
+NAME` one of the well-known corpora (configs/recipes). After an interruption, the same command resumes the preparation.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from zeco_train.system.terminal import visible
 
 __all__ = ["PrepareOptions", "Prepared", "main", "prepare_store"]
 
-# Those that say which data set.
+# Options that select the data set.
 _DATASET_OPTIONS = ("config", "split", "data_dir", "data_files", "revision", "streaming")
 
 
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What was noted on the error, or on the system's error that it stands for."""
+    """The notes of an error, or of the system error that caused it."""
     return getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
 
 
@@ -85,7 +84,7 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, answered like Ctrl-C."""
+    """SIGTERM, handled like Ctrl-C."""
 
 
 @contextmanager
@@ -101,7 +100,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options; those without a value on the command line are absent, so that a recipe's count."""
+    """The parser; options not given on the command line are absent, so that a recipe's values apply."""
     parser = Parser(
         prog="python -m data.prepare",
         description="Tokenise text into a token store. Started again with the same arguments after an interruption, it "

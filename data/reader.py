@@ -1,4 +1,4 @@
-"""What one rank reads of sequences, whatever they come from: shards of segments, and batches of them."""
+"""Interface between sequence sources and the loader: one rank's shards of segments, and batches of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from data.config import Shuffle, check_reset, check_seq_len
 from data.store import TokenStore
 from zeco_train.system.labels import IGNORE_INDEX
 
-# The uses of token stores, see `OpenedData.stores`.
+# Uses of token stores, see `OpenedData.stores`.
 TRAINING, VALIDATION = "training", "validation"
 
 
@@ -28,17 +28,17 @@ class Batch:
     Attributes:
         input_ids: [B, L] int64.
         labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences;
-            −100 where it does not count.
+            −100 for labels excluded from the loss.
         cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
             `reset_state_at_document`.
-        before: tokens of the first piece's document (without documents: of the sequence) on earlier shards, which for
-            the first rank are those of the segments before.
+        before: tokens of the first piece's document (without documents: of the sequence) on earlier shards, those of
+            earlier segments included.
         offset: position of the first token in the whole sequence.
-        sequence_ids: which sequences these are, within their epochs; those of a second store are counted on from those
-            of the first. Empty for padding.
-        is_padding: in validation only: run it so that all ranks do the same, and count nothing of it.
-        segment: which segment of the sequences, from 0.
-        step_labels: labels of the step's global batch that count; None where every token has one.
+        sequence_ids: numbers of the sequences within their epochs; those of a second store continue after those of the
+            first. Empty for padding.
+        is_padding: in validation only: run for matching collectives, and excluded from the loss.
+        segment: number of the segment, from 0.
+        step_labels: number of counted labels in the step's global batch; None if every token has one.
     """
 
     input_ids: Tensor
@@ -54,18 +54,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Which part of every step's sequences is this rank's.
+    """This rank's part of each step's sequences.
 
     Attributes:
         seq_len: tokens of a whole sequence, over the ranks that share it and over its segments.
-        micro_batch: sequences of a data-parallel rank in one forward and backward.
-        dp_rank, dp_size: which of how many parts of a step's sequences.
-        sp_rank, sp_size: which of how many equal shards of a segment.
-        reset_state_at_document: give the borders of documents; then one sequence at a time.
-        segments: equal parts in time of a sequence; 1 where the whole sequence is one.
+        micro_batch: sequences per data-parallel rank in one forward and backward.
+        dp_rank, dp_size: this rank's index among the parts of a step's sequences, and their number.
+        sp_rank, sp_size: this rank's index among the equal shards of a segment, and their number.
+        reset_state_at_document: return cu_seqlens; requires micro_batch 1.
+        segments: number of equal parts in time of a sequence; 1 for none.
 
     Raises:
-        ConfigError: a `seq_len` that does not divide, or a `micro_batch` that documents do not allow.
+        ConfigError: `seq_len` is not divisible, or `micro_batch` > 1 with document resets.
     """
 
     seq_len: int
@@ -86,11 +86,11 @@ class DataSplit:
 
     @property
     def length(self) -> int:
-        """Tokens of this rank's shard of a segment."""
+        """Number of tokens of this rank's shard of a segment."""
         return self.seq_len // (self.segments * self.sp_size)
 
     def offset(self, segment: int) -> int:
-        """Position in the sequence of the first token of this rank's shard of a segment."""
+        """Position in the sequence of this rank's first token of a segment."""
         assert 0 <= segment < self.segments, (segment, self.segments)
         return (segment * self.sp_size + self.sp_rank) * self.length
 
@@ -98,7 +98,8 @@ class DataSplit:
 class Shard(NamedTuple):
     """One rank's part of a segment of a sequence, see `Batch`.
 
-    `tokens` is [L + 1], with the label of the last; `counts` is [L] bool, the labels that count, None for all.
+    `tokens` is [L + 1], including the label of the last; `counts` is [L] bool, a mask of the counted labels, None for
+    all.
     """
 
     tokens: NDArray[np.int64]
@@ -108,15 +109,15 @@ class Shard(NamedTuple):
 
 
 class Reader(ABC):
-    """Reads one sequence-parallel rank's slices of the sequences of a source.
+    """Reads one sequence-parallel rank's shards of a source's sequences.
 
     Attributes:
-        split: which slices.
-        num_sequences: of an epoch.
-        description: what messages call the source.
-        has_labels: some tokens' labels do not count.
-        is_endless: sequences never come again; `num_sequences` is only a large number.
-        tokens_behind: of an epoch, behind the last whole sequence and its label, which no sequence has.
+        split: this rank's part of the sequences.
+        num_sequences: sequences per epoch.
+        description: name of the source in messages.
+        has_labels: some labels are masked.
+        is_endless: sequences never repeat; `num_sequences` is only a large number.
+        tokens_behind: unused tokens of an epoch, after the last whole sequence and its label.
     """
 
     split: DataSplit
@@ -127,32 +128,32 @@ class Reader(ABC):
     tokens_behind = 0
 
     def find(self, index: int) -> tuple[int, int]:
-        """Epoch and sequence of the `index`-th of the endless stream of this source's sequences."""
+        """Epoch and number of the `index`-th sequence in this source's endless stream."""
         return divmod(index, self.num_sequences)
 
     @abstractmethod
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """This rank's tokens of a segment of a sequence, and one more: the label of the last.
+        """This rank's shard of a segment of a sequence, plus one token: the label of the last.
 
         Raises:
             DataError: a store has changed or cannot be read.
         """
 
     def num_labels(self, epoch: int, sequence: int) -> int:
-        """How many labels of a whole sequence count."""
+        """Number of counted labels in a whole sequence."""
         return self.split.seq_len
 
     def read(self, sequence_ids: list[int], segment: int = 0) -> Batch:
-        """This rank's part of a segment of sequences of the first epoch."""
+        """This rank's batch of a segment of sequences of the first epoch."""
         return self.batch([self.shard(0, i, segment) for i in sequence_ids], sequence_ids, segment)
 
     def batch(
         self, shards: Sequence[Shard], sequence_ids: list[int], segment: int, step_labels: int | None = None
     ) -> Batch:
-        """The batch of some shards, which may be of several sources."""
+        """Stack shards, possibly of several sources, into a batch."""
         assert not self.split.reset_state_at_document or len(shards) == 1, sequence_ids
         tokens = torch.from_numpy(np.stack([shard.tokens for shard in shards]))
-        # A copy, also of a single row: labels that do not count are written over.
+        # Copy even a single row: masked labels are overwritten.
         labels = tokens[:, 1:].clone()
         for row, shard in zip(labels, shards, strict=True):
             if shard.counts is not None:
@@ -170,11 +171,11 @@ class Reader(ABC):
 
 
 class SequenceSource(Protocol):
-    """What sequences come from.
+    """Source of sequences.
 
     Attributes:
-        weight: of its sequences, relative to the weights of the run's other sources.
-        name: what figures about it are called; empty where it is the only one.
+        weight: sampling weight relative to the run's other sources.
+        name: label of its metrics; empty for a single source.
     """
 
     @property
@@ -184,20 +185,20 @@ class SequenceSource(Protocol):
     def name(self) -> str: ...
 
     def reader(self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0) -> Reader:
-        """Reads it, see `data.loader.SequenceReader`."""
+        """Create a reader, see `data.loader.SequenceReader`."""
 
     def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
-        """What a run that takes `num_sequences` sequences reads of it, in a line."""
+        """One-line summary of the data read by a run of `num_sequences` sequences."""
 
 
 @dataclass(frozen=True)
 class OpenedData(ABC):
-    """What a run trains and validates on.
+    """Training and validation sources of a run.
 
     Attributes:
         train: every source of the run.
-        validation: what is held out of those that have a sequence for it.
-        unvalidated: the names of the training sources that have none.
+        validation: the held-out sources that have at least one sequence.
+        unvalidated: names of the training sources without one.
     """
 
     train: Sequence[SequenceSource]
@@ -206,15 +207,15 @@ class OpenedData(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What of the sources decides which tokens come when."""
+        """The properties of the sources that determine the token order."""
 
     @abstractmethod
     def tokenizer_files(self) -> Path | None:
-        """The folder of the tokenizer's own files, if it has any and they are here."""
+        """The folder of the tokenizer's files, if it has any and they exist."""
 
     def stores(self) -> dict[str, TokenStore]:
-        """The token stores that are read, by their use, TRAINING or VALIDATION, and number: "training store 0".
+        """The token stores in use, keyed by TRAINING or VALIDATION and number: "training store 0".
 
-        A task has none.
+        Empty for a synthetic task.
         """
         return {}

@@ -1,4 +1,4 @@
-"""The documents of one file, or of a part of it."""
+"""Reads the documents of one file, or of a part of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 class SourceProblem(Exception):
     """A problem of a source file: (subject, problem, remedy), the arguments of the DataError that it becomes.
 
-    It crosses from a worker process to the parent, which needs an exception that is rebuilt from its arguments.
+    It is pickled from a worker to the parent, so it must be reconstructible from its arguments.
     """
 
 
 def decode(contents: bytes, path: Path, offset: int = 0) -> str:
-    """Decode UTF-8; `offset` is the place of `contents` in the file, for the message."""
+    """Decode UTF-8; `offset` is the position of `contents` in the file, for the message."""
     try:
         return contents.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -68,7 +68,7 @@ def read_compressed_lines(path: Path, text_field: str) -> Iterator[str]:
 
 @contextmanager
 def _arrow_errors(subject: object, problem: str, *others: type[Exception]) -> Iterator[None]:
-    """Turn what pyarrow raises in the block, and errors of `others`, into a SourceProblem."""
+    """Convert pyarrow's exceptions, and those of types `others`, to SourceProblem."""
     import pyarrow
 
     try:
@@ -79,7 +79,7 @@ def _arrow_errors(subject: object, problem: str, *others: type[Exception]) -> It
 
 
 class _LineProblem(Exception):
-    """What is wrong with a line of JSON: (problem, remedy)."""
+    """A problem of a JSON line: (problem, remedy)."""
 
 
 def _field_of_line(line: str, text_field: str) -> str:
@@ -98,7 +98,7 @@ def _field_of_line(line: str, text_field: str) -> str:
         raise _LineProblem(f"field {text_field!r} is of type {type(text).__name__}, not text", "")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, which is not a character
         raise _LineProblem(f"field {text_field!r} has a lone surrogate at character {error.start}", "") from error
     return text
 
@@ -155,7 +155,7 @@ def read_arrow(path: Path, text_field: str) -> Iterator[str]:
 
 
 def check_column(source: object, schema: Any, text_field: str) -> None:
-    """Raise SourceProblem, which names `source`, unless an Arrow schema has a column of text by this name."""
+    """Raise SourceProblem, which names `source`, unless the Arrow schema has a text column of this name."""
     if text_field not in schema.names:
         problem = f"no column {text_field!r}; columns there: {listed(schema.names)}"
         raise SourceProblem(str(source), problem, "choose one with --text-field")
@@ -164,7 +164,7 @@ def check_column(source: object, schema: Any, text_field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type is text, dictionaries of it included."""
+    """Whether an Arrow type is text, or a dictionary of text."""
     import pyarrow
 
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
@@ -173,10 +173,10 @@ def _is_text(kind: Any) -> bool:
 
 
 def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[str]:
-    """Yield the values of an Arrow column of text; a missing one is an empty document.
+    """Yield the values of an Arrow text column; a null is an empty document.
 
     Args:
-        place, row: how messages name the first value: "FILE, row" and its number.
+        place, row: location of the first value for messages: "FILE, row" and its number.
     """
     for value in column:
         try:

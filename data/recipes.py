@@ -1,6 +1,6 @@
-"""Recipes: which data set, which of its fields and how much of it; `python -m data.prepare --recipe NAME`.
+"""Recipes: data set, text field and amount for `python -m data.prepare --recipe NAME`.
 
-A recipe is a YAML file of values, in configs/recipes or anywhere; every option on the command line goes before it.
+A recipe is a YAML file of values, in configs/recipes or anywhere; command-line options override it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "configs" / "recipes"
 
 @dataclass
 class Recipe:
-    """What a recipe's file says.
+    """Contents of a recipe file.
 
     Attributes:
-        description: what the text is.
-        homepage: where it is described.
-        licence: under which terms, in a few words; read them yourself.
-        size: how much there is, about.
+        description: of the text.
+        homepage: of the data set.
+        licence: the terms in a few words; read them yourself.
+        size: approximate amount of text.
         dataset, config, split, data_dir, data_files, revision, streaming: as in `DatasetSpec`.
         text_field: the field with the text.
         tokenizer: "bytes", or a tokenizer's name on the hub or path.
@@ -48,7 +48,7 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the program."""
+    """Names of the bundled recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -56,7 +56,7 @@ def load_recipe(name: str) -> Recipe:
     """Read a recipe by its name or its file.
 
     Raises:
-        ConfigError: no such recipe, or a file that has not the fields of `Recipe`, or not their types.
+        ConfigError: no such recipe, or a file whose fields or types do not match `Recipe`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -1,11 +1,11 @@
-"""Text files as streams of documents, cut into units of work that do not depend on who reads them.
+"""Text files as streams of documents, cut into units of work that do not depend on the workers.
 
 .txt .md .py             the file is one document
 .jsonl                   each line is an object whose text field is a document
 .jsonl.gz .jsonl.zst     the same, compressed
 .parquet .arrow          each row of the text column is a document
 
-`data.hugging_face` has the same for data sets of the `datasets` library.
+`data.hugging_face` provides the same for data sets of the `datasets` library.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ UNIT_FILES = 1024
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, its name in the manifest (relative to the folder that was given) and its size in bytes.
+    """A file to read, its name in the manifest (relative to the given folder) and its size in bytes.
 
     Attributes:
-        modified: when, in nanoseconds since 1970.
+        modified: modification time in nanoseconds since 1970.
     """
 
     path: Path
@@ -53,14 +53,14 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work, a part of a source's documents in order.
+    """A unit of work: a contiguous part of a source's documents.
 
     Attributes:
-        paths: text files, or the one file of other kinds; none for a data set.
+        paths: text files, or a single file of another kind; empty for a data set.
         start, stop: byte range of a .jsonl file (the lines that begin there); [row group, row group + 1) of a .parquet
-            file; what they mean for a data set, see `data.hugging_face`.
-        size: how much of the source's `total` this is, about, for the progress display.
-        stamp: digest of what tells that the unit is still the same: names, sizes and times of change of its files.
+            file; for data sets see `data.hugging_face`.
+        size: approximate share of the source's `total`, for the progress display.
+        stamp: digest of its files' names, sizes and modification times, to detect changes.
     """
 
     paths: tuple[Path, ...]
@@ -71,13 +71,13 @@ class Unit:
 
 
 class Source(Protocol):
-    """Documents in an order of their own, cut into units. Worker processes get a copy.
+    """Documents in a fixed order, cut into units. Worker processes get a copy.
 
     Attributes:
-        name: what messages call it.
-        total: how much there is, in `amount`s, for the progress display.
+        name: name in messages.
+        total: total size in units of `amount`, for the progress display.
         amount: "bytes", "documents" or "shards".
-        manifest_sha256: digest of what it consists of.
+        manifest_sha256: digest of the list of its contents.
     """
 
     name: str
@@ -86,21 +86,21 @@ class Source(Protocol):
     manifest_sha256: str
 
     def units(self) -> Iterator[Unit]:
-        """All units, in order; the same ones as long as the source is the same. Raises SourceProblem."""
+        """All units, in order; deterministic for an unchanged source. Raises SourceProblem."""
 
     def read(self, unit: Unit, first: int) -> Iterator[str]:
-        """The documents of a unit without its first `first`. Raises SourceProblem."""
+        """The documents of a unit, from number `first` on. Raises SourceProblem."""
 
 
 class FileSource:
-    """Files and folders of them, see the head of this module.
+    """A source of files and folders; for formats see the module docstring.
 
     Attributes:
-        num_files: how many files are read.
-        skipped: how many were passed over, see `find_sources`.
+        num_files: number of files to read.
+        skipped: counts of skipped files, see `find_sources`.
 
     Raises:
-        DataError: as `find_sources`, or where nothing is found.
+        DataError: as `find_sources`, or if nothing is found.
     """
 
     amount = "bytes"
@@ -130,11 +130,11 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
     """List the files of `sources` (files and folders), folders walked in sorted order.
 
     Returns:
-        The files, and how many were passed over in folders, by suffix ("hidden" for names that begin with a dot;
-        a "link to a folder" may lead back to where it stands, and is not followed).
+        The files, and counts of the entries skipped in folders, by suffix ("hidden" for names that begin with a dot;
+        "link to a folder", not followed since it may form a cycle).
 
     Raises:
-        DataError: a path that does not exist, or a file given by name that has no suffix known here.
+        DataError: a path does not exist, or a file given by name has an unknown suffix.
     """
     files: list[SourceFile] = []
     skipped: Counter[str] = Counter()
@@ -150,7 +150,7 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
 
 
 def manifest_sha256(files: Sequence[SourceFile]) -> str:
-    """Digest of the names and sizes of the files, in order. (What is in them shows in the digest of the tokens.)"""
+    """Digest of the names and sizes of the files, in order. (The digest of the tokens covers their contents.)"""
     digest = hashlib.sha256()
     for file in files:
         digest.update(os.fsencode(file.name) + f"\0{file.size}\n".encode())
@@ -186,7 +186,7 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[str]:
     """Yield the documents of a unit.
 
     Raises:
-        SourceProblem: a file that cannot be read, is not UTF-8, or has no text field where it should.
+        SourceProblem: a file cannot be read, is not UTF-8, or lacks the text field.
     """
     path = unit.paths[0]
     try:
@@ -222,7 +222,7 @@ def _source_file(path: Path, name: str) -> SourceFile:
 
 
 def _kind(path: Path) -> str:
-    """The suffix that tells how to read a file; of the compressed kinds, both suffixes."""
+    """The suffix that determines a file's format; both suffixes for compressed formats."""
     double = "".join(path.suffixes[-2:]).lower()
     return double if double in COMPRESSED_SUFFIXES else path.suffix.lower()
 

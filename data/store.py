@@ -7,12 +7,12 @@ A store is a folder:
     …                 ends with the end-of-sequence id
     doc_offsets.npy   [documents + 1] int64: document d is tokens[doc_offsets[d] : doc_offsets[d + 1]]
     meta.json         StoreMeta, with the format's name and version and the index of the shards; written last, so a
-                      folder without it is no store
-    tokenizer/        optional: the tokenizer's own files
-    validation/       optional: the held-out documents, a store of its own
+                      folder without it is not a store
+    tokenizer/        optional: the tokenizer's files
+    validation/       optional: the held-out documents, as another store
 
-Positions are those of the whole stream of tokens; only this module knows where shards begin. Version 1 had one
-tokens.bin and is read as a store of one shard.
+Positions refer to the whole token stream; shard borders are internal to this module. Version 1 had one tokens.bin and
+is read as a store of one shard.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _VERSION_1_TOKENS = "tokens.bin"
 _SHARD_NAME = re.compile(r"tokens-[0-9]{5,}\.bin")
 _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_FOLDER, _VERSION_1_TOKENS})
 _OFFSETS_BLOCK = 1 << 20
-# Further shards are opened for each read: a store of thousands must not use up the process's descriptors.
+# Further shards are opened per read: a store of thousands must not exhaust the process's file descriptors.
 _OPEN_SHARDS = 256
 
 
@@ -62,7 +62,7 @@ def shard_name(index: int) -> str:
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """A file of tokens: its name in the store's folder, its count of tokens, and the sha256 of its bytes."""
+    """A shard: its file name, its number of tokens, and the sha256 of its bytes."""
 
     name: str
     num_tokens: int
@@ -71,7 +71,7 @@ class ShardMeta:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What meta.json says of a store, besides the format's name and version.
+    """The contents of meta.json, without the format's name and version.
 
     Attributes:
         dtype: "uint16" or "uint32".
@@ -79,11 +79,11 @@ class StoreMeta:
         tokenizer: `kind` ("bytes" or "huggingface"), and for the latter `path` and `sha256` of the tokenizer itself.
         eos_id: the id that ends each document.
         num_tokens, num_documents: counts, the end-of-sequence ids included.
-        shards: the files of tokens, in the order of the stream.
+        shards: the shards, in stream order.
         doc_offsets_sha256: digest of doc_offsets.npy.
-        sources_sha256: digest of the list of what was read (see `data.prepare`, `data.corpora`).
+        sources_sha256: digest of the manifest of the input (see `data.prepare`, `data.corpora`).
         created_by: name and version of the program.
-        preparation: where the text is from and what was done to it, as `data.prepare` was told; empty if unknown.
+        preparation: source and options of the text, as given to `data.prepare`; empty if unknown.
     """
 
     dtype: str
@@ -100,30 +100,30 @@ class StoreMeta:
 
     @property
     def tokens_sha256(self) -> str:
-        """Digest of all tokens: of the file where there is one shard, else of the shards' digests."""
+        """Digest of all tokens: the file's digest for a single shard, else a digest of the shards' digests."""
         if len(self.shards) == 1:
             return self.shards[0].sha256
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest of uint16 and uint32, little-endian, that holds ids below `vocab_size`."""
+    """Little-endian uint16 if it holds all ids below `vocab_size`, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class TokenStore:
-    """A store opened for reading. Reads are positional (`pread`): any thread may read at any time.
+    """A store opened for reading. Reads are positional (`pread`) and thread-safe.
 
     Attributes:
         path: the folder.
-        meta: what meta.json says.
+        meta: contents of meta.json.
         doc_offsets: [documents + 1] int64, mapped from the file.
         versions: `file_version` of each shard when the store was opened.
         num_tokens: tokens in all documents, their end-of-sequence ids included.
         vocab_size: number of ids of the tokenizer; every id is below it.
-        num_shards: files that the tokens lie in.
-        itemsize: bytes of a token on disk.
-        bytes_requested: bytes of tokens that `read` has asked the system for since the store was opened.
+        num_shards: number of shards.
+        itemsize: bytes per token on disk.
+        bytes_requested: total bytes of tokens read by `read` since the store was opened.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
-        """Open the store at `path` after the checks that need no reading of tokens: meta, sizes, offsets.
+        """Open the store at `path`; checks meta.json, file sizes and offsets, without reading tokens.
 
-        doc_offsets.npy is read whole and has to have the digest that meta.json gives.
+        doc_offsets.npy is read whole and verified against its digest in meta.json.
 
         Raises:
-            DataError: nothing there, not a token store, or files that disagree with meta.json.
+            DataError: missing, not a token store, or files that disagree with meta.json.
         """
         folder = Path(path)
         meta = read_meta(folder)
@@ -163,7 +163,7 @@ class TokenStore:
         return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta), stats)
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """The positions [start, stop) of the stream that shard `index` holds."""
+        """The stream positions [start, stop) of shard `index`."""
         stop = int(self._shard_stops[index])
         return stop - self.meta.shards[index].num_tokens, stop
 
@@ -175,11 +175,11 @@ class TokenStore:
         return range(first, last + 1)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens [start, stop) as [stop − start] int64; nothing else of the files is touched.
+        """Return tokens [start, stop) as [stop − start] int64; reads only these bytes.
 
         Raises:
-            DataError: a shard is gone, has changed since the store was opened, cannot be read, or has an id that
-                meta.json's vocabulary has not; names the shard and the bytes.
+            DataError: a shard is missing, changed since the store was opened, cannot be read, or has an id beyond the
+                vocabulary in meta.json; names the shard and the bytes.
         """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         tokens = np.empty(stop - start, dtype=self._dtype)
@@ -201,7 +201,7 @@ class TokenStore:
         """Read all files whole and compare their digests with meta.json.
 
         Raises:
-            DataError: names the first file that differs from the one that was prepared.
+            DataError: names the first file that differs.
         """
         for index in range(self.num_shards):
             self.verify_shard(index)
@@ -225,7 +225,7 @@ class TokenStore:
             _close_all(self._descriptors)
 
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:
-        """Fill `tokens` from token `first` of a shard on."""
+        """Fill `tokens` from a shard, starting at its token `first`."""
         view = tokens.view(np.uint8).data
         offset, done, problem, remedy = first * self.itemsize, 0, "", "leave a store alone while a run uses it"
         try:
@@ -235,7 +235,7 @@ class TokenStore:
                     if count == 0:
                         break
                     done += count
-                # Last, so that what changed in the course of the read is noticed, too.
+                # After the read, to detect changes during it.
                 now = os.fstat(descriptor)
             if done < len(view):
                 problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
@@ -249,13 +249,13 @@ class TokenStore:
             raise DataError(self._where(index, first, tokens), problem, remedy)
 
     def _where(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> str:
-        """What messages call the bytes that hold `tokens`, of which the first is token `first` of a shard."""
+        """Location of `tokens`, which start at token `first` of a shard, for messages."""
         start = first * self.itemsize
         return f"{self.shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
 
     @contextlib.contextmanager
     def _shard(self, index: int) -> Iterator[int]:
-        """A descriptor of a shard; the first shards that are used stay open."""
+        """Context manager: a descriptor of a shard; the first _OPEN_SHARDS shards stay open."""
         with self._lock:
             descriptor = self._descriptors.get(index)
             if descriptor is None and len(self._descriptors) < _OPEN_SHARDS:
@@ -268,14 +268,14 @@ class TokenStore:
 
 
 def check_vocabulary(store: TokenStore, model_vocab_size: int) -> None:
-    """Raise ConfigError where the store has ids that the model has no embedding for."""
+    """Raise ConfigError if the store's vocabulary exceeds the model's."""
     if store.vocab_size > model_vocab_size:
         allowed = f"the token store {store.path} has {store.vocab_size} ids; allowed: {store.vocab_size} or more"
         raise ConfigError("model.vocab_size", model_vocab_size, allowed)
 
 
 def is_store(folder: Path) -> bool:
-    """Whether `folder` holds a token store and nothing else (it may be a damaged one)."""
+    """Whether `folder` holds a token store, possibly damaged, and nothing else."""
     try:
         names = {entry.name for entry in folder.iterdir()}
         record = read_json(folder / META_FILE)
@@ -291,7 +291,7 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 
 def read_meta(folder: Path) -> StoreMeta:
-    """What meta.json says of the store in `folder`. Raises DataError as `TokenStore.open`."""
+    """Read and check meta.json of the store in `folder`. Raises DataError as `TokenStore.open`."""
     if not folder.exists():
         raise DataError(folder, "no such token store", PREPARE_HINT)
     if not folder.is_dir():
@@ -364,6 +364,6 @@ def _load_offsets(path: Path, meta: StoreMeta) -> NDArray[np.int64]:
             problem = "its offsets do not increase"
     if problem:
         raise DataError(path, f"does not fit meta.json: {problem}", _COPY_AGAIN)
-    # Other borders of as many documents fit as well; indices in the cache are found by this digest, too.
+    # The checks above accept wrong borders too, and this digest is the key of cached indices.
     verify_file(path, meta.doc_offsets_sha256)
     return offsets

@@ -1,4 +1,4 @@
-"""Writes token stores (the format is `data.store`'s), in one go or over several interrupted runs."""
+"""Writes token stores (format: `data.store`); resumable."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from zeco_train.system.files import sha256_of, write_durably
 SHARD_TOKENS = 1 << 28
 
 _BLOCK_BYTES = 1 << 22
-# numpy leaves room in the header for the longest shape, so it can be written again when the count is known.
+# numpy pads the header for the longest shape, so it can be rewritten once the count is known.
 _HEADER_BYTES = 128
 
 
 @dataclass(frozen=True)
 class WriterState:
-    """How far a store has been written: what lies beyond these counts is dropped by `StoreWriter.resume`.
+    """Progress of a store; `StoreWriter.resume` truncates data beyond these counts.
 
     Attributes:
         num_tokens, num_documents: written so far.
-        full_shards: digests of the shards that are full.
+        full_shards: digests of the full shards.
     """
 
     num_tokens: int = 0
@@ -41,22 +41,22 @@ class WriterState:
 
 
 def ids_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `StoreWriter` has to know of the tokenizer whose ids it writes."""
+    """The tokenizer-related arguments of `StoreWriter`."""
     return {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "tokenizer": tokenizer.info}
 
 
 class StoreWriter:
-    """Writes one store, document by document, into a folder, which is a store only once `finish` has returned.
+    """Writes one store, document by document, into a folder, which is a valid store only after `finish` returns.
 
-    Memory does not grow with the corpus. The folder is made if it is missing; use `data.atomic` for its final place.
+    Memory does not grow with the corpus. Creates the folder if missing; use `data.atomic` to put it into place.
 
     Args:
         vocab_size, eos_id, tokenizer: as in StoreMeta.
         shard_tokens: tokens of every shard but the last.
-        state: go on from there with what an earlier writer has left in the folder; by default nothing of it is kept.
+        state: resume an earlier writer's work in the folder from this state; by default existing data is discarded.
 
     Raises:
-        DataError: less is left than `state` says.
+        DataError: the folder holds less data than `state` records.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StoreWriter:
         self.close()
 
     def append(self, tokens: NDArray[np.integer], lengths: Sequence[int] | NDArray[np.int64]) -> None:
-        """Add the documents whose ids follow one another in `tokens`, each with its end-of-sequence id.
+        """Add documents, concatenated in `tokens`, each with its end-of-sequence id.
 
         Args:
             tokens: [sum of lengths], any integer dtype, ids below the vocabulary size.
@@ -93,7 +93,7 @@ class StoreWriter:
         self.append_blocks([tokens.astype(self.dtype, copy=False).tobytes()], lengths)
 
     def append_document(self, ids: NDArray[np.integer]) -> None:
-        """Add one document; `ids` [tokens] without the end of sequence, which is added."""
+        """Add one document; `ids` [tokens] excludes the end-of-sequence id, which is appended."""
         self.append(np.append(ids.astype(self.dtype, copy=False), self.dtype.type(self._ids["eos_id"])), [len(ids) + 1])
 
     def append_blocks(self, blocks: Iterable[bytes], lengths: Sequence[int] | NDArray[np.int64]) -> None:
@@ -109,7 +109,7 @@ class StoreWriter:
         self.num_documents += len(counts)
 
     def checkpoint(self) -> WriterState:
-        """Wait until all that was added is on disk; from the state that is returned a later run can `resume`."""
+        """Flush and fsync all data; returns a state for `resume`."""
         for file in (self._shard, self._offsets):
             if file is not None:
                 file.flush()
@@ -117,16 +117,16 @@ class StoreWriter:
         return WriterState(self.num_tokens, self.num_documents, tuple(self._full_shards))
 
     def resume(self, state: WriterState) -> None:
-        """Go back (or on) to a state of this folder's writing, this process's or an earlier one's.
+        """Restore the folder to a state saved by this process or an earlier one.
 
         Raises:
-            DataError: less is left than `state` says.
+            DataError: the folder holds less data than `state` records.
         """
         self.close()
         self._resume(state)
 
     def tail_state(self, fraction: float) -> WriterState:
-        """The state without the last documents, as many as fit into `fraction` of the tokens.
+        """The state before the tail: the last documents, as many as fit into `fraction` of the tokens.
 
         Raises:
             DataError: not even the last document fits.
@@ -143,13 +143,13 @@ class StoreWriter:
         return WriterState(keep, first, tuple(self._full_shards[: keep // self.shard_tokens]))
 
     def copy_tail(self, state: WriterState, folder: Path) -> StoreWriter:
-        """A new writer in `folder` with the documents that come after `state`; they stay here until `resume`."""
+        """Copy the documents after `state` to a new writer in `folder`; they stay in this store until `resume`."""
         tail = StoreWriter(folder, shard_tokens=self.shard_tokens, **self._ids)
         tail.append_blocks(self._blocks_from(state.num_tokens), np.diff(self._mapped_offsets()[state.num_documents :]))
         return tail
 
     def finish(self, sources_sha256: str, preparation: dict[str, Any] | None = None) -> StoreMeta:
-        """Write the header of doc_offsets.npy, wait for the disk, and write meta.json last."""
+        """Write the header of doc_offsets.npy, fsync, and write meta.json last."""
         header = {"descr": "<i8", "fortran_order": False, "shape": (self.num_documents + 1,)}
         self._offsets.seek(0)
         np.lib.format.write_array_header_1_0(self._offsets, header)
@@ -178,7 +178,7 @@ class StoreWriter:
         return meta
 
     def close(self) -> None:
-        """Close the files; what was written stays, and is no store unless `finish` did this."""
+        """Close the files. Written data stays, but is not a valid store unless `finish` was called."""
         if self._shard is not None:
             self._shard.close()
             self._shard = None
@@ -213,7 +213,7 @@ class StoreWriter:
             beyond += 1
 
     def _write(self, data: memoryview) -> None:
-        """Add bytes to the shards, each up to its full size."""
+        """Append bytes, starting a new shard whenever one is full."""
         while data:
             if self._shard is None:
                 self._shard = (self.folder / shard_name(len(self._full_shards))).open("wb")

@@ -1,4 +1,4 @@
-"""Tokenizers for preparing stores: bytes, or any Hugging Face tokenizer, local or, at preparation only, of the hub."""
+"""Tokenizers: bytes, or any Hugging Face tokenizer, local or (during preparation only) from the hub."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
-    """Text to ids. `info` is what meta.json records of it."""
+    """Converts text to ids. `info` is its entry in meta.json."""
 
     vocab_size: int
     eos_id: int
     info: dict[str, str]
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, [tokens], without an end-of-sequence id or any other addition."""
+        """The ids of each text, [tokens], without end-of-sequence or other special ids."""
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`."""
@@ -38,12 +38,12 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte, with the ids of `transformers.ByT5Tokenizer(extra_ids=0)`: byte + 3; 0 is padding,
-    1 ends a document, 2 is unknown and does not occur."""
+    """One token per UTF-8 byte, with the ids of `transformers.ByT5Tokenizer(extra_ids=0)`: byte + 3; 0 is padding,
+    1 is end of sequence, 2 is unknown and does not occur."""
 
     vocab_size = 259
     eos_id = 1
-    info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; nobody changes it
+    info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
     offset = 3
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -51,7 +51,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16) + self.offset for text in texts]
 
     def decode(self, ids: NDArray[np.integer]) -> str:
-        """The text of `ids`; special ids give nothing and broken UTF-8 gives replacement characters."""
+        """The text of `ids`; special ids are dropped, invalid UTF-8 becomes replacement characters."""
         values = ids[ids >= self.offset] - self.offset
         return values.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -60,15 +60,15 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers, from a local folder or file, or by its name on the hub.
+    """A transformers tokenizer, from a local folder or file, or by its hub name.
 
     Args:
-        name: the path or the name.
-        local: do not ask the hub: `name` is a path, or a name that was downloaded before.
-        remedy: what to do where it cannot be loaded.
+        name: the path or the hub name.
+        local: do not access the hub: `name` is a path, or a name in the hub's local cache.
+        remedy: advice in the message if it cannot be loaded.
 
     Raises:
-        DataError: it cannot be loaded, or has no end of sequence.
+        DataError: it cannot be loaded, or has no end-of-sequence token.
     """
 
     def __init__(self, name: str, local: bool = True, remedy: str = "") -> None:
@@ -76,20 +76,20 @@ class HuggingFaceTokenizer:
         import transformers
         from transformers import AutoTokenizer
 
-        # Problems are ours to report, in one line.
+        # Problems are reported as one-line DataErrors instead.
         transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
         huggingface_hub.utils.logging.set_verbosity(huggingface_hub.utils.logging.CRITICAL)
         if Path(name).exists():
             check_tokenizer(Path(name))
         with _failures(name, "transformers cannot load a tokenizer from it", remedy):
-            # Left out, it has transformers ask on stdin whether to run a folder's own code.
+            # Without trust_remote_code=False, transformers asks on stdin whether to run the folder's code.
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
         if self._tokenizer.eos_token_id is None:
             remedy = "set eos_token in its tokenizer_config.json: every document ends with it"
             raise DataError(name, "the tokenizer has no end-of-sequence token", remedy)
         vocabulary = self._tokenizer.get_vocab()
         self.eos_id = int(self._tokenizer.eos_token_id)
-        # Added tokens can leave holes, so the number of tokens may be less than the largest id.
+        # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
@@ -116,12 +116,12 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
-    """Make a DataError of whatever a tokenizer's files make transformers and its libraries raise."""
+    """Convert any exception from transformers or its libraries to DataError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the `tokenizers` library is no Exception
+    except BaseException as error:  # a panic of the `tokenizers` library is not an Exception
         if "trust_remote_code" in str(error):
             remedy = "give a tokenizer that transformers has a class for"
             raise DataError(name, "the tokenizer needs code of its own, which is never run", remedy) from error
@@ -130,13 +130,13 @@ def _failures(name: str, problem: str, remedy: str = "") -> Iterator[None]:
 
 
 def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
-    """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or of that name on the hub.
+    """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or with that hub name.
 
     Args:
-        download: ask the hub for what is not on this machine; without, a name of the hub must be in its cache.
+        download: allow downloads; otherwise a hub name must be in the local cache.
 
     Raises:
-        DataError: no such path, nothing there that transformers can load, or a tokenizer without an end of sequence.
+        DataError: no such path, not loadable by transformers, or a tokenizer without an end-of-sequence token.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -149,8 +149,8 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
-    """What `load_tokenizer` takes for the tokenizer that `info` describes (see `StoreMeta`): its own files in the first
-    of `folders` that has them, and else the place that it once came from."""
+    """The argument of `load_tokenizer` for the tokenizer described by `info` (see `StoreMeta`): its files in the first
+    of `folders` that has them, else its original path."""
     if info.get("kind") == BYTES:
         return BYTES
     own = tokenizer_files(*folders)
@@ -158,5 +158,5 @@ def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
 
 
 def comparable(value: Any) -> Any:
-    """A tokenizer's `info` without its place: it is what its digest says wherever it lies. Others stay."""
+    """A tokenizer's `info` without its path, since its digest identifies it. Other values are returned unchanged."""
     return {key: part for key, part in value.items() if key != "path"} if isinstance(value, dict) else value

@@ -1,8 +1,8 @@
-"""A tokenizer's folder: which files belong to it, and that they are files of that folder.
+"""Validation and copying of tokenizer folders.
 
-A token store, a run or an export may be a stranger's, and a file in it a link to anything on this machine: loading
-would read it, a run would keep it, and an export would publish it. So all that transformers might open in such a
-folder is checked before it is loaded, and only known files are copied.
+Token stores, runs and exports may be untrusted, and a file in them may be a link to any file on this machine: loading
+would read it, a run would copy it, and an export would publish it. So every file that transformers might open in such a
+folder is checked before loading, and only known files are copied.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zeco_train.errors import DataError
 from zeco_train.system.files import read_errors
 from zeco_train.system.small_files import LARGEST_BYTES, read_json, read_small
 
-# In which a token store, and a run, keep the tokenizer's own files.
+# Subfolder of token stores and runs with the tokenizer's files.
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# Every name among the vocabulary files of transformers' tokenizers, slow and fast (their `vocab_files_names`), and
-# those that it converts (tekken.json, tiktoken.model, tokenizer.tiktoken).
+# All vocabulary file names of transformers' tokenizers, slow and fast (their `vocab_files_names`), and of the formats
+# it converts (tekken.json, tiktoken.model, tokenizer.tiktoken).
 VOCABULARIES = frozenset(
     (
         *("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tiktoken.model", "tekken.json"),
@@ -35,10 +35,10 @@ VOCABULARIES = frozenset(
     )
 )
 _SETTINGS = frozenset((TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"))
-# Of a model; AutoTokenizer takes the kind of tokenizer from it where the tokenizer's own settings do not say it.
+# A model's config; AutoTokenizer reads the tokenizer class from it if tokenizer_config.json does not name one.
 _MODEL_CONFIG = "config.json"
 _TEMPLATES = "additional_chat_templates"
-# Other names that transformers finds by a pattern, or by the name of an argument.
+# Other names that transformers finds by pattern or by argument name.
 _FOUND_BY_PATTERN = re.compile(r".*tokenizer\..*json.*|.*(tokenizer|tiktoken)\.model.*|.*tekken\.json.*|\w+_file")
 _LARGEST_BYTES = 4 * LARGEST_BYTES
 _REMEDY = "put the file itself there"
@@ -48,7 +48,7 @@ def tokenizer_files(*folders: Path) -> Path | None:
     """The tokenizer's files in the first of `folders`, stores or runs, that has them.
 
     Raises:
-        DataError: they are a link to another place.
+        DataError: the subfolder is a link out of its folder.
     """
     for folder in folders:
         path = folder / TOKENIZER_FOLDER
@@ -60,15 +60,15 @@ def tokenizer_files(*folders: Path) -> Path | None:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Check all that transformers may open in a folder, so that loading it reads nothing outside of it.
+    """Check every file that transformers may open in a folder, so that loading reads nothing outside of it.
 
-    Links into the hub's own cache are followed where `path` is a snapshot in it, as they are in all such.
+    Links into the hub's cache are allowed if `path` is a snapshot of that cache, where all files are such links.
 
     Args:
-        path: the folder; or a single file, which is only checked to be a regular one of a tokenizer's size.
+        path: the folder; or a single file, of which only type and size are checked.
 
     Raises:
-        DataError: names the file that is not a regular one of this folder, is too large, or names other files.
+        DataError: names a file that is not a regular file of this folder, is too large, or refers to other files.
     """
     if not path.is_dir():
         _check_file(path, _real(path).parent)
@@ -80,11 +80,11 @@ def check_tokenizer(path: Path) -> None:
 
 
 def copy_tokenizer(folder: Path, to: Path, model_config: bool = False) -> None:
-    """Copy a tokenizer's files, and nothing else that lies beside them; links become files.
+    """Copy only a tokenizer's files; links become files.
 
     Args:
-        to: a folder that is there.
-        model_config: copy config.json, too; see `_MODEL_CONFIG`.
+        to: an existing folder.
+        model_config: also copy config.json; see `_MODEL_CONFIG`.
 
     Raises:
         DataError: see `check_tokenizer`; or a file cannot be read.
@@ -105,7 +105,7 @@ def _is_known(name: str) -> bool:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """The names in a folder, and with their path those in its folder of templates."""
+    """The names in a folder, and the relative paths in its folder of chat templates."""
     for part in ("", _TEMPLATES):
         names = []
         with read_errors(folder / part), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -114,7 +114,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _check_file(path: Path, root: Path) -> None:
-    """Check that a file is a regular one in `root`, a path without links, or in the hub's cache beside that."""
+    """Check that a file is a regular file in `root` (a resolved path), or in the hub cache of `root`."""
     real = _real(path)
     if not (real.is_relative_to(root) or real.is_relative_to(_blobs_of(root) or root)):
         raise DataError(path, "is a link out of its folder; it is not followed", _REMEDY)
@@ -130,13 +130,13 @@ def _check_file(path: Path, root: Path) -> None:
 
 
 def _blobs_of(root: Path) -> Path | None:
-    """Where the files of a folder of the hub's cache are: `models--NAME/snapshots/REVISION/…` are links there."""
+    """The blobs folder of a hub-cache snapshot: files in `models--NAME/snapshots/REVISION/` link there."""
     cache = root.parent.parent
     return cache / "blobs" if root.parent.name == "snapshots" and cache.name.startswith("models--") else None
 
 
 def _check_settings(path: Path) -> None:
-    """Refuse settings that make transformers open files by other names, inside the folder or out of it."""
+    """Reject settings that make transformers open files by other names, inside or outside the folder."""
     try:
         with read_errors(path):
             if not path.exists():
@@ -155,7 +155,7 @@ def _check_settings(path: Path) -> None:
 
 
 def _real(path: Path) -> Path:
-    """The path without links, also of a file that is not there."""
+    """The resolved path; the file need not exist."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:

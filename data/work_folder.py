@@ -1,12 +1,12 @@
-"""What an interrupted preparation leaves beside the place of its store, and how the next one takes it up.
+"""Work folder of a preparation, from which an interrupted run resumes.
 
-`.NAME.preparing` beside NAME holds
+`.NAME.preparing` beside the store NAME holds
 
-    store/         the store as far as it has been written (data.store_writer), without its meta.json
-    parts/         tokenised text that waits for its turn (data.pipeline)
-    state.json     State: what of the two counts; replaced in one step, after what it speaks of is on disk
+    store/         the partial store (data.store_writer), without its meta.json
+    parts/         tokenised parts not yet in the store (data.pipeline)
+    state.json     State: the valid contents of the two; replaced atomically, after those are fsynced
 
-A process has it to itself as long as it holds the lock on `.NAME.preparing.lock`.
+A process owns it while it holds the lock on `.NAME.preparing.lock`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ READING, READ, SPLIT, MOVING = "reading", "read", "split", "moving"
 
 @dataclass(frozen=True)
 class State:
-    """How far a preparation is.
+    """Progress of a preparation.
 
     Attributes:
-        phase: "reading" the text; all is "read"; the validation part is "split" off; the store is whole and "moving".
-        writer: of the store.
-        unit, first: the unit that is next, and how many of its documents are done.
-        stamps: digest of the stamps of the units that were begun, in order.
+        phase: "reading" the text; all is "read"; the validation part is "split" off; the store is complete and
+            "moving" into place.
+        writer: state of the store's writer.
+        unit, first: the next unit, and the number of its documents already done.
+        stamps: digest of the stamps of all units begun, in order.
         waiting: parts of later documents.
-        short_documents, amount: left out, and done, so far.
-        commit: of the hub's data set, if it is from there.
-        meta_sha256: of the whole store's meta.json.
+        short_documents, amount: documents dropped as too short, and progress, so far.
+        commit: of a hub data set.
+        meta_sha256: of the complete store's meta.json.
     """
 
     phase: str = READING
@@ -65,7 +66,7 @@ class State:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing would be lost with it."""
+        """Whether no work has been done."""
         return self == State()
 
 
@@ -74,7 +75,7 @@ class WorkFolder:
 
     Attributes:
         store, parts: its folders.
-        state: the last one that was saved; of this process or of one that was interrupted.
+        state: the last saved state, of this process or of an interrupted one.
     """
 
     def __init__(self, folder: Path, arguments: dict[str, Any], state: State) -> None:
@@ -82,7 +83,7 @@ class WorkFolder:
         self.store, self.parts = folder / "store", folder / "parts"
 
     def save(self, state: State) -> None:
-        """Make `state` the one to go on from. All that it speaks of is on disk by now, but for the parts."""
+        """Save `state` as the point to resume from. Fsyncs the parts; the caller has fsynced the rest."""
         known = {part.name for part in self.state.waiting}
         for part in state.waiting:
             if part.name not in known:
@@ -95,7 +96,7 @@ class WorkFolder:
         self.state = state
 
     def move_to(self, out: Path, replace: bool) -> None:
-        """Put the store, which is whole, in its place. May be repeated after an interruption."""
+        """Move the complete store into place. May be repeated after an interruption."""
         if meta_sha256(out) != self.state.meta_sha256:
             move_into_place(self.store, out, replace)
             sync_folder(out.parent)
@@ -103,16 +104,16 @@ class WorkFolder:
 
 @contextmanager
 def work_folder(out: Path, arguments: dict[str, Any], overwrite: bool) -> Iterator[WorkFolder]:
-    """Give the work folder of the store `out`, new or as an interrupted preparation with these arguments left it.
+    """Context manager: the work folder of the store `out`, new or left by an interrupted run with these arguments.
 
-    It stays if the block raises and something would be lost with it; else it is deleted in the end.
+    It is kept if the block raises after some work was saved, else deleted at the end.
 
     Args:
-        arguments: all that the result depends on, as JSON.
-        overwrite: what was done with other arguments may be dropped.
+        arguments: everything the result depends on, as JSON.
+        overwrite: discard an interrupted preparation with other arguments.
 
     Raises:
-        DataError: another process has it, it was left with other arguments, or the system refuses to write.
+        DataError: in use by another process, left by a run with other arguments, or the system refuses to write.
     """
     folder = _folder_for(out)
     remedy = "choose another folder"
@@ -130,7 +131,7 @@ def work_folder(out: Path, arguments: dict[str, Any], overwrite: bool) -> Iterat
 
 
 def kept_tokens(out: Path) -> int:
-    """Tokens that an interrupted preparation of `out` has left."""
+    """Tokens saved by an interrupted preparation of `out`."""
     with contextlib.suppress(DataError, OSError):
         return _read(_folder_for(out))[1].writer.num_tokens
     return 0
@@ -145,7 +146,7 @@ def start_anew(work: WorkFolder) -> None:
 
 
 def drop_unknown_parts(work: WorkFolder) -> None:
-    """Delete the parts that an interrupted preparation made and could not save."""
+    """Delete parts that an interrupted preparation wrote but did not record in its state."""
     known = {path for part in work.state.waiting for path in part.paths(work.parts)}
     for path in work.parts.iterdir():
         if path not in known:
@@ -170,7 +171,7 @@ def _open(folder: Path, arguments: dict[str, Any], overwrite: bool) -> WorkFolde
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:
-    """The arguments and the state that were saved; None and a new state where there are none."""
+    """The saved arguments and state; None and a new state if there are none."""
     try:
         record = read_json(folder / "state.json")
         if record["version"] != _VERSION:
@@ -196,7 +197,7 @@ def _difference(left: dict[str, Any] | None, arguments: dict[str, Any]) -> str:
 @contextmanager
 def _locked(out: Path, path: Path) -> Iterator[None]:
     try:
-        # Some network file systems have no locks: then it is the user who starts one process only.
+        # On network file systems without locks, the user must start only one process.
         lock, _ = take_lock(path)
     except BlockingIOError as error:
         raise DataError(out, "another process is preparing it", "wait for it, or choose another --out") from error
@@ -208,7 +209,7 @@ def _locked(out: Path, path: Path) -> Iterator[None]:
 
 
 def meta_sha256(store: Path) -> str:
-    """Digest of a store's meta.json; "" where there is none."""
+    """Digest of a store's meta.json; "" if there is none."""
     try:
         return hashlib.sha256((store / META_FILE).read_bytes()).hexdigest()
     except OSError:

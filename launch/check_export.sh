@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train a little, export, and compare fla's own model with ours on a GPU: logits, and texts of one seed.
-# A minute, and up to 10 more if fla has not tuned its kernels for these shapes before.
+# Train briefly, export, and compare fla's model with this package's on a GPU: logits, and texts with the same seed.
+# Takes a minute, and up to 10 more if fla has not tuned its kernels for these shapes before.
 # usage: launch/check_export.sh [KEY=VALUE ...]      settings of train.py, default: model=gla_340m with byte tokens
-#   RUN      a run that there is, in place of training one
-#   OUT      folder for all of it, default: a new one in the system's place for such
+#   RUN      an existing run, instead of training one
+#   OUT      folder for all results, default: a new temporary folder
 #   STEPS    default 20
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
-# Without a GPU it ends after the export, and an import of it that trains one step on.
+# Without a GPU it only exports, and trains one step from the export.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "gpu" "$@"
 cd "$root"
@@ -24,11 +24,11 @@ if [ -z "${RUN:-}" ]; then
 fi
 "$PYTHON" -m zeco_train.export "$RUN" "$out/export"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 0 ]; then
-  # Else fla's products of fp32 numbers would be those of tf32.
+  # Otherwise fla's fp32 matmuls use tf32.
   TRITON_F32_DEFAULT=ieee timeout 1200 "$PYTHON" -m zeco_train.hf.parity "$out/export"
 else
   echo "no GPU: fla's model was not compared"
-  # The shape is that of the model, which RUN may have with other settings than those of here.
+  # Take the model's shape from the export: RUN may have been trained with other settings.
   shape='import json, sys
 for key, value in json.load(open(sys.argv[1]))["config"]["model"].items(): print(f"model.{key}={json.dumps(value)}")'
   mapfile -t model < <("$PYTHON" -c "$shape" "$out/export/zeco_train.json")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train the same model on the same data with one backend after the other, each on all ranks, and compare the curves:
-# a table, compare.png and compare.json. Whatever joins the shards, the losses differ by rounding only.
-# usage: launch/compare_backends.sh [KEY=VALUE ...]      settings of train.py, alike for all backends
-#   BACKENDS        default "dp lasp1 lasp2 zeco"; zeco:ALGORITHM[:TRANSPORT] sets sp.all_scan; the first is the measure
-#   NPROC           ranks, default: the GPUs there are, else 2
-#   RUN_DIR         where the runs go, a folder each, default runs/compare
-#   MAX_DIFFERENCE  exit code 1 if a loss differs by more than this, relatively; default: only reported
-#   CHECKPOINTS     keep: the runs' last checkpoints stay; default: they are deleted, as they are large
+# Train the same model on the same data with each backend in turn, on all ranks, and compare the loss curves: a table,
+# compare.png and compare.json. The losses of different backends differ by rounding only.
+# usage: launch/compare_backends.sh [KEY=VALUE ...]      settings of train.py, the same for all backends
+#   BACKENDS        default "dp lasp1 lasp2 zeco"; zeco:ALGORITHM[:TRANSPORT] sets sp.all_scan; the baseline comes first
+#   NPROC           ranks, default: the number of GPUs, else 2
+#   RUN_DIR         parent of the runs' folders, default runs/compare
+#   MAX_DIFFERENCE  exit code 1 if a relative difference of losses exceeds this; default: only reported
+#   CHECKPOINTS     keep: keep the runs' last checkpoints; default: delete them, as they are large
 #   VENV=none       use the packages of $PYTHON (default: python of the PATH), install nothing
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "" "$@"
@@ -28,7 +28,7 @@ for backend in $backends; do
   folders+=("$folder")
   [ ! -e "$folder/checkpoints" ] || [ "${CHECKPOINTS:-}" = keep ] ||
     fail "RUN_DIR: $folder/checkpoints is there already, and is not this script's to delete; CHECKPOINTS=keep keeps it"
-  # Without its checkpoints, an earlier comparison is made anew.
+  # An earlier comparison without checkpoints starts anew.
   anew=()
   [ "${CHECKPOINTS:-}" = keep ] || anew=(checkpoint.missing=start_anew)
   echo "== $backend"

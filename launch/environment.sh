@@ -1,8 +1,8 @@
-# Sourced by the other scripts: makes the virtual environment in $VENV (default .venv), once, and activates it.
+# Sourced by the other scripts: creates the virtual environment in $VENV (default .venv) if needed, and activates it.
 # usage: source launch/environment.sh [EXTRA [ARGUMENT ...]]
 #   EXTRA      a set of optional dependencies of pyproject.toml
-#   ARGUMENT   the script's: with -h or --help among those it prints its first comment, and ends
-# VENV=none takes $PYTHON (default python, or python3) as it is, and installs nothing: for machines that have all packages.
+#   ARGUMENT   the calling script's arguments: on -h or --help, prints its first comment and exits
+# VENV=none uses $PYTHON (default python, or python3) and installs nothing: for machines that have all packages.
 
 extra="${1:-}"
 case " ${*:2} " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
@@ -27,7 +27,7 @@ find_python() {
 
 install() {
   local stamp="$VENV/.zeco-train-${extra:-base}" want log
-  # The folder counts too: the editable install points at it.
+  # The folder is part of the stamp: the editable install points to it.
   want="$root $(cksum <"$root/pyproject.toml")"
   [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && return
   if [ ! -x "$VENV/bin/python" ]; then
@@ -39,7 +39,7 @@ install() {
   log="$VENV/install.log"
   echo "installing packages (log: $log)"
   {
-    # A torch that is already there, a GPU machine's for example, stays.
+    # Keep an existing torch, for example that of a GPU machine.
     "$VENV/bin/python" -c 'import torch' 2>/dev/null || "$VENV/bin/python" -m pip install torch==2.13.0
     "$VENV/bin/python" -m pip install -e "$root${extra:+[$extra]}"
   } >"$log" 2>&1 || {
@@ -56,7 +56,7 @@ if [ "$VENV" = none ]; then
   return
 fi
 
-# Two scripts started at once must not both install.
+# Scripts started concurrently must not both install.
 mkdir -p "$(dirname "$VENV")"
 if command -v flock >/dev/null; then
   exec 9>"$VENV.lock"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Teach a model longer and longer sequences, 16k → 64k → 256k → 1M tokens: one run a stage, each from the weights of the
-# one before. Started again, by the same command, it goes on where it was: stages that are done are left as they are.
-# usage: launch/length_extension.sh [KEY=VALUE ...]      settings of train.py, alike for all stages
+# Extend a model's sequence length in stages, 16k → 64k → 256k → 1M tokens: one run per stage, each from the weights of
+# the previous one. The same command resumes after an interruption; finished stages are skipped.
+# usage: launch/length_extension.sh [KEY=VALUE ...]      settings of train.py, the same for all stages
 #   launch/length_extension.sh +experiment=gla_1b_extension data=tokens data.path=/data/books checkpoint.load=runs/gla_1b
-#   STAGES   SEQ_LEN:GLOBAL_BATCH:STEPS[:SEGMENTS[:SP_SIZE]], in order; the default keeps 1,048,576 tokens a step.
-#            More SEGMENTS need less memory; python -m zeco_train.plan says what fits
-#   NPROC    ranks, default: the GPUs there are, else 2
-#   RUN_DIR  where the stages go, a folder each, default runs/extension
+#   STAGES   SEQ_LEN:GLOBAL_BATCH:STEPS[:SEGMENTS[:SP_SIZE]], in order; the default keeps 1,048,576 tokens per step.
+#            More SEGMENTS need less memory; python -m zeco_train.plan estimates it
+#   NPROC    ranks, default: the number of GPUs, else 2
+#   RUN_DIR  parent of the stages' folders, default runs/extension
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
-# checkpoint.load=… is what the first stage starts from; without it, from the seed.
+# The first stage starts from checkpoint.load=…, by default from random weights.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "" "$@"
 cd "$root"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Does a state cross ranks in training? A model of two small layers learns to recall values by their keys, the keys on one
-# rank and the questions on the other, and is asked with the scan on and with the incoming states zeroed.
-# usage: launch/recall.sh [KEY=VALUE ...]      settings of train.py, alike for all stages
-#   NPROC    ranks, default 2; even, so that keys and questions lie apart
-#   RUN_DIR  where the runs go, a folder each, default runs/recall; started again, it goes on where it was
+# Check that training uses states across ranks: a model of two small layers learns to recall values by their keys, with
+# the keys on one rank and the queries on the other, and is evaluated with the scan and with the incoming states zeroed.
+# usage: launch/recall.sh [KEY=VALUE ...]      settings of train.py, the same for all stages
+#   NPROC    ranks, default 2; even, so that keys and queries are on different ranks
+#   RUN_DIR  parent of the runs' folders, default runs/recall; the same command resumes after an interruption
 #   VENV=none   use the packages of $PYTHON (default: python of the PATH), install nothing
-# Three runs, each from the weights of the one before, of 2, 8 and 16 pairs. The circuit that joins a value to the key before
-# it forms within some hundred steps where there are two keys only; with more from the start a model first learns to guess
-# among the values that it has seen, and stays there.
+# Three runs with 2, 8 and 16 pairs, each from the weights of the previous one. The circuit that binds a value to the
+# preceding key forms within some hundred steps if there are only two keys; with more from the start, a model first
+# learns to guess among the values seen, and stays there.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "" "$@"
 cd "$root"

@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# Train on 32 nodes of 8 GPUs, or on any other number, as one Slurm job that goes on by itself after its time limit, a
-# preemption, a lost node or a rank that dies.
+# Train on 32 nodes of 8 GPUs, or any other number, as one Slurm job that resumes automatically after its time limit, a
+# preemption, a lost node or a failed rank.
 #
 # usage: sbatch [sbatch options] launch/slurm_256gpu.sh [--] [KEY=VALUE ...]        settings of train.py
 #   sbatch launch/slurm_256gpu.sh +experiment=gla_1b_16k sp.size=8 data.global_batch=32
 #   sbatch --nodes 4 --time 2:00:00 --partition h100 launch/slurm_256gpu.sh -- train.steps=1000
 #
-# The first lines below are sbatch's defaults; its command line overrides each. Besides, from the environment:
+# The #SBATCH lines below are defaults; sbatch's command line overrides each. Environment variables:
 #   RUN_DIR         the run's folder, also after a requeue; default runs/JOBNAME-JOBID, or run_dir=… among the settings.
-#                   An earlier job's folder goes on from its last checkpoint
+#                   An earlier job's folder resumes from its last checkpoint
 #   PYTHON          default: .venv/bin/python of this repository, else python of the PATH
-#   RANKS_PER_NODE  default: the GPUs that the job has of a node; needed with --gpus-per-node 0, on CPUs
-#   TRAIN_NODES     nodes to train on, of more that are allocated: the rest are spares, which take the places of nodes
-#                   that the checks find at fault; default: all
-#   CHECKS          stop (default): a fault that the checks find ends the job; warn: it is only reported; off: no checks
-#   RESTARTS        starts in a row that may fail without a new checkpoint, default 3; one that fails after a new one is
-#                   always followed by another
-#   CACHE_DIR       of compiled kernels, on each node's own disk; what lies there is run, so the folder must be yours,
-#                   and others must not be able to write there; default /tmp/zeco-cache-UID-RANDOM, by the name that
-#                   ~/.cache/zeco-train keeps for the next job
-#   HEAD_ADDRESS, PORT   where the ranks meet; default: the first node that trains, and a random port at each start
-#   CLUSTER_INTERFACE    network interface of the cluster's own network, ib0 for example; default: all interfaces
+#   RANKS_PER_NODE  default: the job's GPUs per node; required with --gpus-per-node 0, on CPUs
+#   TRAIN_NODES     nodes to train on, if more are allocated: the rest are spares, which replace nodes that fail the
+#                   checks; default: all
+#   CHECKS          stop (default): a fault found by the checks ends the job; warn: it is only reported; off: no checks
+#   RESTARTS        consecutive starts that may fail without a new checkpoint, default 3; a start that fails after a new
+#                   checkpoint is always repeated
+#   CACHE_DIR       compiled kernels, on each node's own disk; its files are executed, so the folder must be yours and
+#                   not writable by others; default /tmp/zeco-cache-UID-RANDOM, a name stored in ~/.cache/zeco-train for
+#                   the next job
+#   HEAD_ADDRESS, PORT   rendezvous endpoint; default: the first training node, and a random port per start
+#   CLUSTER_INTERFACE    network interface of the cluster's own network, for example ib0; default: all interfaces
 # Trusted networks only: the connections between ranks (TCPStore, gloo, NCCL) have no authentication, and ranks exchange
-# pickled objects over them, so whoever can connect to them can run code as you. Each start has a random id, port and
-# key. The key signs torchrun's rendezvous, whose state is a pickle, too; it protects nothing else. Where nodes have more
-# than one network, set CLUSTER_INTERFACE: rendezvous, checks, the ranks' store, gloo and NCCL then listen on it only.
-# Stop, saved, for good: scancel JOB. Stop, saved, and start again: scancel --batch --signal=USR1 JOB.
+# pickled objects over them, so anyone who can connect to them can run code as you. Each start has a random id, port and
+# key. The key signs torchrun's rendezvous, whose state is also a pickle; it protects nothing else. If nodes have more
+# than one network, set CLUSTER_INTERFACE: rendezvous, checks, the ranks' store, gloo and NCCL then listen only on it.
+# Save and stop for good: scancel JOB. Save and restart: scancel --batch --signal=USR1 JOB.
 #SBATCH --job-name=zeco
 #SBATCH --nodes=32
 #SBATCH --ntasks-per-node=1
@@ -46,7 +46,7 @@ fail() {
 }
 
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a script for sbatch: sbatch $0 $*; on one machine: torchrun --standalone train.py"
-# Slurm runs a copy of this file, so its own place says nothing.
+# Slurm runs a copy of this file, so its path is not that of the repository.
 root="$SLURM_SUBMIT_DIR"
 if [ ! -f "$root/launch/slurm_node.py" ]; then
   script="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')"
@@ -69,7 +69,7 @@ run_dir="${run_dir#[\'\"]}" run_dir="${run_dir%[\'\"]}"
 [[ " $*" = *" name="* ]] || settings+=("name=$(basename "$run_dir")")
 settings+=("run_dir='$run_dir'")
 
-# Either is set, by --gpus-per-node or by --gres; the first may have the kind of GPU before the number.
+# Set by --gpus-per-node or by --gres; the first may have a GPU type before the number.
 gpus="${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}"
 gpus="${gpus##*:}"
 ranks="${RANKS_PER_NODE:-$gpus}"
@@ -80,7 +80,7 @@ nodes="${TRAIN_NODES:-$SLURM_JOB_NUM_NODES}"
 [[ "${CHECKS:=stop}" =~ ^(stop|warn|off)$ ]] || fail "CHECKS=$CHECKS: must be stop, warn or off"
 [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "RESTARTS=$RESTARTS: must be a number"
 [[ "${PORT:=0}" =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "PORT=$PORT: must be a number"
-# Up to a hundred more, for the starts of a job.
+# Leave room for up to a hundred more, for the starts of a job.
 [ "$PORT" = 0 ] || { [ "$PORT" -ge 1024 ] && [ "$PORT" -le 65400 ]; } || fail "PORT=$PORT: must be 1024 to 65400"
 if [ -z "${PYTHON:-}" ]; then
   PYTHON="$root/.venv/bin/python"
@@ -88,25 +88,25 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HEAD_ADDRESS HEAD_PORT RENDEZVOUS_ID RENDEZVOUS_KEY
-# Not in a TMPDIR that this node or job alone has.
+# Ignore TMPDIR, which may exist for this node or job only.
 CACHE_DIR="${CACHE_DIR:-$(cd "$root" && env -u TMPDIR "$PYTHON" -m zeco_train.system.code_cache)}" || exit 2
 export CACHE_DIR
-# How long a launcher waits for its ranks to save after SIGTERM. Slurm's own patience (KillWait, GraceTime) comes on top.
+# How long a launcher waits for its ranks to save after SIGTERM, in addition to Slurm's KillWait and GraceTime.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 
 if [ -n "${CLUSTER_INTERFACE:-}" ]; then
   export CLUSTER_INTERFACE GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$CLUSTER_INTERFACE}"
-  # Without the sign NCCL takes it for the beginning of names.
+  # Without the "=" NCCL treats it as a prefix of names.
   export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$CLUSTER_INTERFACE}"
 fi
 
 warned="" ended="" step=""
-# A while before the time limit, or a preemption: ranks save and end with a code that says so.
+# Sent before the time limit or a preemption: ranks save and exit with code 75.
 trap 'warned=1; say "warning signal: saving"; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true' USR1
-# Slurm takes the job away (scancel, requeue, time limit), and tells the ranks itself.
+# Slurm ends the job (scancel, requeue, time limit), and signals the ranks itself.
 trap 'ended=1' TERM
 
-# One task on each of the nodes for training; the exit code is the largest of theirs.
+# Run one task on each training node; the exit code is the largest of theirs.
 on_nodes() {
   local -a where=(--nodes="$1" --ntasks="$1" --ntasks-per-node=1)
   shift
@@ -126,12 +126,12 @@ newest_checkpoint() { (cd "$run_dir/checkpoints" 2>/dev/null && compgen -G 'step
 requeue() {
   say "requeue: $1; goes on from $(newest_checkpoint) of $run_dir"
   scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not requeue the job; sbatch … run_dir=$run_dir goes on from there"
-  # The end comes from Slurm; a job that has ended by itself would not be started again.
+  # Wait for Slurm to end the job: a job that exits by itself is not requeued.
   while [ -z "$ended" ]; do sleep 1; done
   exit 0
 }
 
-# Where the ranks meet: the first of the nodes that are not excluded, unless told otherwise.
+# Rendezvous host: HEAD_ADDRESS if given, else the first node that is not excluded.
 head_address() {
   local host
   for host in "${hosts[@]}"; do
@@ -156,7 +156,7 @@ check() {
     --run-dir "$run_dir" --report "$report" $([ "$gpus" = 0 ] || echo --gpus) || code=$?
   [ -z "$warned$ended" ] || return 0
   excluded="$("$PYTHON" -c 'import json, sys; print(",".join(json.load(open(sys.argv[1]))["bad"]))' "$report" 2>/dev/null)" || true
-  # With too few left, nobody is left out: then CHECKS=warn trains on all of them.
+  # Exclude nodes only if enough remain; otherwise CHECKS=warn trains on all of them.
   [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ] && [ "$code" -eq 0 ] || excluded=""
   [ "$code" -eq 0 ] || [ "$CHECKS" = warn ] || fail "the checks above found faults (CHECKS=warn starts all the same)"
 }
@@ -167,9 +167,9 @@ failures=0 excluded="" given_address="${HEAD_ADDRESS:-}"
 for ((attempt = 0; ; attempt++)); do
   output="$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt"
   mkdir -p "$output"
-  # Attempts of one job meet at different ports: the one before may not have let go of its own.
+  # Each attempt uses another port: the previous one may still be in use.
   port="$PORT"
-  # Below those that Linux gives to outgoing connections; the next one is for the checks.
+  # Below Linux's ephemeral ports; the next port is used by the checks.
   [ "$port" != 0 ] || port=$((20000 + 0x$(random 2) % 6000 * 2))
   HEAD_PORT=$((port + attempt % 50 * 2)) RENDEZVOUS_ID="$(random 16)" RENDEZVOUS_KEY="$(random 32)"
   say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}.$attempt: $nodes nodes × $ranks ranks ($SLURM_JOB_NODELIST), $run_dir"

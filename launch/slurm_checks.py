@@ -1,8 +1,8 @@
-"""Is every node of a Slurm job fit to train? One task on each node: `srun … python launch/slurm_checks.py --ranks R …`
+"""Health check of a Slurm job's nodes, one task per node: `srun … python launch/slurm_checks.py --ranks R …`
 
-Each node collects its facts and sends them to the first, over the network that the ranks will meet on; the first
-judges, and prints one line for each finding. Versions and GPUs are compared with what most nodes have, so nothing has
-to be written down beforehand. Exit code 1 on the first node if what is left is not enough to train on.
+Each node collects its facts and sends them to the first, over the network that the ranks will use; the first evaluates
+them and prints one line per finding. Versions and GPUs are compared with those of most nodes, so no reference values
+are needed. Exit code 1 on the first node if too few healthy nodes remain to train.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from zeco_train.system.small_files import parse_json
 
 Facts = dict[str, Any]
 
-# In which a node has to start Python, collect its facts and reach the first node.
+# Time for a node to start Python, collect its facts and reach the first node.
 SECONDS_TO_REPORT = 120.0
 SKEW_LIMIT_SECONDS = 2.0
 DISK_LIMITS_GB = {"run_dir": (1.0, 50.0), "cache": (0.5, 5.0), "/dev/shm": (0.05, 1.0)}
-# Of the median GPU's throughput: one that is slower holds all others up.
+# Threshold relative to the median GPU's throughput: one slower GPU holds up all others.
 SLOW_SHARE = 0.9
 _QUERY = (
     "name", "driver_version", "uuid", "memory.total", "memory.used", "clocks.max.sm", "power.limit", "mig.mode.current",
@@ -43,7 +43,7 @@ _QUERY = (
     "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
     "clocks_throttle_reasons.sw_thermal_slowdown",
 )  # fmt: skip
-# What a finding calls it, what nvidia-smi calls it, and whether nobody should train on a node that differs.
+# (Name in findings, nvidia-smi query, whether a difference is fatal.)
 _COMPARED = (
     ("GPU", "name", True),
     ("GPU memory, MiB,", "memory.total", True),
@@ -52,14 +52,14 @@ _COMPARED = (
     ("max SM clock", "clocks.max.sm", False),
 )
 _MEMORY_IN_USE_MIB = 2000.0
-# Of a node's facts, far more than those of 16 GPUs.
+# Limit for a node's facts, far more than 16 GPUs need.
 _LONGEST_LINE = 1 << 22
 _MATRIX = 8192
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`node`: empty for all. `fatal`: nobody should train there."""
+    """`node`: empty for all nodes. `fatal`: the node must not be used."""
 
     node: str
     fatal: bool
@@ -67,12 +67,12 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """What the user reads."""
+        """The finding as a line for the user."""
         return f"check: {self.node or 'job'}: {'error' if self.fatal else 'warning'}: {self.text}"
 
 
 def collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
-    """This node's facts."""
+    """Collect this node's facts."""
     software = installation()
     versions = {"python": software["python"], **software["packages"], "source": software["commit"]}
     gpus = _gpus() if shutil.which("nvidia-smi") else []
@@ -94,12 +94,12 @@ def collect(run_dir: Path, cache: Path, ranks: int) -> Facts:
 
 
 def judge(facts: dict[str, Facts], expected: list[str], uses_gpus: bool) -> list[Finding]:
-    """What is wrong with the nodes.
+    """Evaluate the facts of all nodes.
 
     Args:
-        facts: by node, of those that have reported; `skew` is seconds that its clock is ahead of the first node's.
+        facts: by node, of those that reported; `skew` is its clock offset from the first node's, in seconds.
         expected: all nodes of the job.
-        uses_gpus: whether each rank needs one.
+        uses_gpus: whether each rank needs a GPU.
     """
     findings = [Finding(node, True, "unreachable: did not report in time") for node in expected if node not in facts]
     findings += [Finding(node, True, fact["problem"]) for node, fact in facts.items() if "problem" in fact]
@@ -151,7 +151,7 @@ def _judge_gpus(node: str, fact: Facts) -> Iterable[Finding]:
 
 
 def _differences(name: str, values: dict[str, Any], fatal: bool) -> Iterable[Finding]:
-    """A finding for each node that has another value than most have."""
+    """A finding for each node whose value differs from the most common one."""
     counts = Counter(values.values()).most_common(1)
     for node, value in values.items():
         if value != counts[0][0]:
@@ -174,7 +174,7 @@ def _number(gpu: dict[str, str], name: str) -> float:
     try:
         return float(gpu[name])
     except (KeyError, ValueError):
-        # "[N/A]": a device that does not count it.
+        # "[N/A]": not supported by the device.
         return 0.0
 
 
@@ -188,7 +188,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _throughput(count: int) -> list[float]:
-    """TFLOP/s of each GPU in a second of large bf16 matrix products, all GPUs at once, as training has them."""
+    """TFLOP/s of each GPU over about a second of large bf16 matmuls, on all GPUs at once, as in training."""
     import torch
 
     starts, ends, products = [], [], 200
@@ -210,18 +210,18 @@ def _throughput(count: int) -> list[float]:
 
 
 def _free(path: Path) -> float | None:
-    """GB free where `path` is or would be; None if nothing can be written there."""
+    """Free GB at `path` or its nearest existing parent; None if it is not writable."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free / 1e9 if os.access(path, os.W_OK) else None
 
 
 def gather(port: int, token: str, expected: int, deadline: float, address: str = "") -> dict[str, Facts]:
-    """On the first node: what the others send, with the offset of their clocks.
+    """On the first node: receive the other nodes' facts, and measure their clock offsets.
 
     Args:
-        token: of the job; who sends another one is not heard.
-        address: to listen at; empty for all interfaces.
+        token: of the job; messages with another token are ignored.
+        address: to listen on; empty for all interfaces.
     """
     facts: dict[str, Facts] = {}
     with socket.create_server((address, port), backlog=expected) as server:
@@ -243,7 +243,7 @@ def gather(port: int, token: str, expected: int, deadline: float, address: str =
 
 
 def _receive(connection: socket.socket, token: str) -> Facts | None:
-    """A node's facts; its clock is read over the same connection, a few times, and the fastest answer counts."""
+    """Receive a node's facts, and read its clock five times over the same connection; the fastest answer counts."""
     with connection.makefile("rw", encoding="utf-8") as lines:
         message = parse_json(lines.readline(_LONGEST_LINE))
         match message:
@@ -265,7 +265,7 @@ def _receive(connection: socket.socket, token: str) -> Facts | None:
 
 
 def send(address: tuple[str, int], facts: Facts, deadline: float, clock: Callable[[], float] = time.time) -> None:
-    """On the other nodes: report to the first.
+    """On the other nodes: send the facts to the first.
 
     Raises:
         OSError: it cannot be reached before `deadline`.
@@ -278,7 +278,7 @@ def send(address: tuple[str, int], facts: Facts, deadline: float, clock: Callabl
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
-    # The first node hears all, one after the other.
+    # The first node serves connections one after the other.
     connection.settimeout(max(10.0, deadline - time.monotonic()))
     with connection, connection.makefile("rw", encoding="utf-8") as lines:
         lines.write(json.dumps(facts) + "\n")
@@ -307,7 +307,7 @@ def _summary(facts: dict[str, Facts], expected: int, bad: int, findings: int) ->
 def _collect(options: argparse.Namespace) -> Facts:
     try:
         facts = collect(options.run_dir, Path(os.environ["CACHE_DIR"]), options.ranks)
-    except Exception as error:  # whatever it is, it is this node's finding
+    except Exception as error:  # any error becomes a finding of this node
         facts = {"problem": f"{type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]}"}
     return facts | {"node": os.environ["SLURMD_NODENAME"], "token": token("checks")}
 
@@ -338,7 +338,7 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + float(os.environ.get("CHECK_SECONDS", SECONDS_TO_REPORT))
     own = _collect(options)
-    # Beside the port of the ranks, which is not to be found in use by its own check.
+    # Not the ranks' port, which must be free when they start.
     port = int(os.environ["HEAD_PORT"]) + 1
     if os.environ["SLURM_PROCID"] == "0":
         return _judge_job(options, own, port, deadline)

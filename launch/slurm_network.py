@@ -1,7 +1,7 @@
-"""Where the processes of a Slurm job listen, and how they recognise each other.
+"""Listen address and authentication of a Slurm job's processes.
 
-The batch script makes RENDEZVOUS_KEY anew for each attempt and hands it over in the environment of its steps, which
-only the user and root can read. The key itself never goes over the network.
+The batch script generates a new RENDEZVOUS_KEY for each attempt and passes it in the environment of its steps, which
+only the user and root can read. The key itself is never sent over the network.
 
 `python launch/slurm_network.py` prints this node's address on CLUSTER_INTERFACE.
 """
@@ -16,17 +16,17 @@ import struct
 import sys
 
 _SIOCGIFADDR = 0x8915
-# sizeof(struct ifreq) on 64-bit Linux, its name with the closing NUL, and where the IPv4 address is in it.
+# sizeof(struct ifreq) on 64-bit Linux, size of its name with the closing NUL, and bytes of the IPv4 address.
 _REQUEST_BYTES, _NAME_BYTES = 40, 16
 _ADDRESS = slice(20, 24)
 MAC_BYTES = 32
 
 
 def own_address() -> str | None:
-    """This node's IPv4 address on CLUSTER_INTERFACE; None where that is not set.
+    """This node's IPv4 address on CLUSTER_INTERFACE; None if that is not set.
 
     Raises:
-        OSError: there is no such interface here, or it has no IPv4 address.
+        OSError: no such interface, or it has no IPv4 address.
     """
     name = os.environ.get("CLUSTER_INTERFACE", "")
     if not name:
@@ -40,7 +40,7 @@ def own_address() -> str | None:
 
 
 def no_interface(error: OSError) -> str:
-    """The line for the user about an error of `own_address`."""
+    """Message for an error of `own_address`."""
     name, place = os.environ.get("CLUSTER_INTERFACE"), os.environ.get("SLURMD_NODENAME", "this node")
     return f"error: CLUSTER_INTERFACE={name}: no interface with an IPv4 address on {place} ({error.strerror or error})"
 
@@ -51,7 +51,7 @@ def sign(key: bytes, message: bytes) -> bytes:
 
 
 def token(purpose: str) -> str:
-    """Shows a peer, for one purpose, that this process has RENDEZVOUS_KEY."""
+    """Proof of possession of RENDEZVOUS_KEY, valid for one purpose."""
     return sign(os.environ["RENDEZVOUS_KEY"].encode(), purpose.encode()).hex()
 
 

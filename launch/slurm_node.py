@@ -1,14 +1,14 @@
 """torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`
 
-It is torchrun itself, with c10d rendezvous, but for what a batch script needs of it: the rendezvous is signed (see
-slurm_rendezvous.py), SIGUSR1 does not end it, compiled kernels go to the node's own disk, what a rank prints goes to a
-file named by its rank in the whole job (rank 0: to the job's output), and the exit code says why the ranks ended. srun
-reports the largest code of all nodes, so the codes are in the order of what counts:
+This is torchrun with c10d rendezvous, and the following changes for batch scripts: the rendezvous is signed (see
+slurm_rendezvous.py), SIGUSR1 does not end it, compiled kernels go to the node's own disk, a rank's output goes to a
+file named by its global rank (rank 0: to the job's output), and the exit code is the reason why the ranks ended. srun
+reports the largest code of all nodes, so the codes are ordered by priority:
 
     0     the ranks have finished
-    70    a rank failed, or was killed: the run can go on from its last checkpoint
-    75    the ranks were told to stop, and have saved
-    100+n rank's exit code n: nothing that another start would change (a wrong setting, data, a loss that is not finite)
+    70    a rank failed or was killed: the run can resume from its last checkpoint
+    75    the ranks received a stop signal, and have saved
+    100+n a rank's exit code n: a permanent error (a wrong setting, data, a loss that is not finite)
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from zeco_train.system.code_cache import use_private_caches
 
 FAILED, SAVED, FINAL = 70, 75, 100
 _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}
-# Of ranks that say nothing of a cause of their own: they lost a peer, were ended by their launcher, or have saved.
+# Exit codes that are not a root cause: the rank lost a peer, was ended by its launcher, or has saved.
 _CONSEQUENCES = {6, SAVED, -signal.SIGTERM, 128 + signal.SIGTERM}
-# Of a cause that one rank tells in a line; the peers of a rank that fails alone end with its code.
+# Exit codes whose cause one rank reports in a line; when a single rank fails, its peers exit with the same code.
 _TOLD = {*_FINAL_CODES, OutOfMemoryError.exit_code}
 _TAIL_LINES = 20
-# Longer than ranks leave rank 0 to speak before its ranks have joined.
+# Longer than the time that ranks give rank 0 to report an error before all ranks have joined.
 _SECONDS_FOR_OTHERS = 30.0
 
 
 class RankFiles(DefaultLogsSpecs):
-    """Where ranks print to: `rank_0012.out` and `.err` in the folder, by rank in the whole job; rank 0 as we do."""
+    """Output of the ranks: `rank_0012.out` and `.err` in the folder, by global rank; rank 0 uses the job's output."""
 
     def __init__(self, folder: Path, console: int) -> None:
         super().__init__(log_dir=tempfile.mkdtemp(prefix="zeco-torchrun-"))
@@ -63,7 +63,7 @@ class RankFiles(DefaultLogsSpecs):
         destinations = super().reify(envs)
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.ranks = sorted(ranks.values())
-        # torchrun's "" is its own stream; its own stderr is not the job's any more.
+        # For torchrun "" is its own stream; its stderr has been redirected, so name the job's stderr.
         out = {local: self._path(rank, "out") if rank else "" for local, rank in ranks.items()}
         err = {local: self._path(rank, "err") if rank else f"/dev/fd/{self._console}" for local, rank in ranks.items()}
         return dataclasses.replace(destinations, stdouts=out, stderrs=err)
@@ -72,12 +72,12 @@ class RankFiles(DefaultLogsSpecs):
         return str(self.folder / f"rank_{rank:04d}.{kind}")
 
     def errors(self) -> list[str]:
-        """The lines for the user that ranks other than 0 have written."""
+        """The error lines written by ranks other than 0."""
         lines = (line for rank in filter(None, self.ranks) for line in self._read(rank))
         return [line for line in lines if line.startswith("error: ")]
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines on a rank's stderr."""
+        """The last lines of a rank's stderr."""
         return self._read(rank)[-_TAIL_LINES:]
 
     def _read(self, rank: int) -> list[str]:
@@ -89,12 +89,12 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str], address: st
     """Run the node's ranks to their end; returns the exit code.
 
     Args:
-        address: of this node, which the stores are to listen at only.
+        address: the only address of this node on which the stores listen; None for all interfaces.
     """
     node = int(os.environ["SLURM_PROCID"])
-    # Ranks have no use for it, and some programs print their environment.
+    # Ranks do not need it, and some programs print their environment.
     key = os.environ.pop("RENDEZVOUS_KEY")
-    # Slurm sends it to every process of a step; ranks inherit this, and set handlers of their own.
+    # Slurm sends it to every process of a step; ranks inherit this setting, and install their own handlers.
     signal.signal(SIGUSR1, signal.SIG_IGN)
     console = _redirect_stderr(output / f"node_{node:04d}.log")
     endpoint = f"{os.environ['HEAD_ADDRESS']}:{os.environ['HEAD_PORT']}"
@@ -113,9 +113,9 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str], address: st
         lines, code = _explain(*error.get_first_failure(), files)
         _note_end(output, node)
         if node == 0 or 0 in files.ranks:
-            # Here, where the error keeps the agent and its stores, the rendezvous' on the first node and the ranks' on
-            # that of rank 0: without them nobody learns whose fault it was, or that it has been told already, and
-            # torchrun on the other nodes would end ranks that are about to end by themselves.
+            # Wait inside the handler: `error` keeps the agent and its stores alive, the rendezvous store on the first
+            # node and the ranks' store on rank 0's node. Without them the other ranks could not find out which rank
+            # failed and whether it has been reported, and torchrun on other nodes would kill ranks that are exiting.
             _wait_for_others(output, nodes)
     except SignalException as error:
         lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
@@ -129,16 +129,16 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str], address: st
 
 
 def _explain(rank: int, failure: ProcessFailure, files: RankFiles) -> tuple[list[str], int]:
-    """What to say of the end of the node's ranks, beyond what rank 0 has said itself, and the exit code."""
+    """Lines about the failure of the node's ranks, in addition to rank 0's own output, and the exit code."""
     code = failure.exitcode
     if code == SAVED:
         return [], SAVED
     lines = files.errors()
-    # By rank 0, whose lines are in the job's output already, or on another node.
+    # Reported by rank 0, whose lines are already in the job's output, or on another node.
     told_elsewhere = code in _TOLD and not lines
     if code not in _CONSEQUENCES and not told_elsewhere:
         if not lines and rank:
-            # A fault that no message was written for.
+            # An unexpected exception: show the traceback.
             lines = files.tail(rank)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines.append(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')} {how}; its output is in {files.folder}")
@@ -156,7 +156,7 @@ def _wait_for_others(output: Path, nodes: int) -> None:
 
 
 def _redirect_stderr(path: Path) -> int:
-    """Send what torchrun and its C++ code log to a file; returns the descriptor of what was stderr."""
+    """Redirect the logs of torchrun and its C++ code to a file; returns a descriptor of the original stderr."""
     console = os.dup(2)
     with path.open("ab") as log:
         os.dup2(log.fileno(), 2)
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("command", nargs="+", help="train.py and its settings")
     options = parser.parse_args()
     try:
-        # On this node's disk: hundreds of ranks that compile onto a shared one wait for each other.
+        # On this node's disk: on a shared disk, hundreds of compiling ranks wait for each other.
         use_private_caches(Path(os.environ["CACHE_DIR"]), "CACHE_DIR")
     except ConfigError as error:
         print(f"{error.line} (on {os.environ.get('SLURMD_NODENAME')})", file=sys.stderr)

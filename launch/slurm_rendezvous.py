@@ -1,12 +1,12 @@
-"""torchrun's c10d rendezvous, with a state that only this job can have written.
+"""torchrun's c10d rendezvous with an authenticated state.
 
-The agents of all nodes keep the rendezvous' state in a TCPStore on the first node, as a pickle. A TCPStore has no
-authentication: whoever reaches its port can list its keys and set them, so a random name of the job hides nothing, and
-`pickle.loads` of a stranger's bytes can run any code. Here the state goes with its HMAC by RENDEZVOUS_KEY, and a state
-without a valid one is an error before anything is unpickled.
+The agents of all nodes keep the rendezvous state in a TCPStore on the first node, as a pickle. A TCPStore has no
+authentication: anyone who can connect can list and set its keys, so a random job id is no protection, and
+`pickle.loads` of untrusted bytes can run any code. Here the state carries an HMAC with RENDEZVOUS_KEY, and a state
+without a valid HMAC is rejected before unpickling.
 
 This does not protect the ranks: their own store, gloo and NCCL have no authentication either, and ranks exchange
-pickled objects through them. Train in a network where everybody is trusted. CLUSTER_INTERFACE keeps other networks out.
+pickled objects through them. Train in trusted networks only. CLUSTER_INTERFACE keeps other networks out.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BACKEND = "zeco-c10d"
 
 
 class SignedBackend(RendezvousBackend):
-    """c10d's, with a signed state.
+    """The c10d backend with a signed state.
 
     Args:
-        backend: keeps the state.
-        key: that all agents of the job have, and nobody else.
+        backend: stores the state.
+        key: secret shared by the job's agents.
     """
 
     def __init__(self, backend: RendezvousBackend, key: bytes) -> None:
@@ -46,16 +46,16 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """Of the handler, as torchrun has it."""
+        """The handler's name for torchrun."""
         return BACKEND
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See `RendezvousBackend`. Raises RendezvousStateError for a state of somebody else."""
+        """See `RendezvousBackend`. Raises RendezvousStateError for a state without a valid HMAC."""
         found = self._backend.get_state()
         return None if found is None else (self._open(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See `RendezvousBackend`. Raises RendezvousStateError for a state of somebody else."""
+        """See `RendezvousBackend`. Raises RendezvousStateError for a state without a valid HMAC."""
         found = self._backend.set_state(sign(self._key, state) + state, token)
         return None if found is None else (self._open(found[0]), *found[1:])
 
@@ -67,7 +67,7 @@ class SignedBackend(RendezvousBackend):
 
 
 class _Handler(DynamicRendezvousHandler):
-    """Gives the ranks' store, on the node of rank 0, one address to listen at."""
+    """Makes the ranks' store, on rank 0's node, listen on a single address."""
 
     listen_address: str | None = None
 
@@ -76,14 +76,14 @@ class _Handler(DynamicRendezvousHandler):
 
 
 def server(listen_address: str | None, name: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """A TCPStore's server; without `listen_address` it listens on all interfaces, as torch has it.
+    """Create a TCPStore server; without `listen_address` it listens on all interfaces, torch's default.
 
     Args:
-        name: by which this process reaches it.
+        name: host name by which this process connects to it.
         port: 0 for a free one.
 
     Raises:
-        OSError, DistError: the port is in use, or the address is not of this machine.
+        OSError, DistError: the port is in use, or the address does not belong to this machine.
     """
     if listen_address is None:
         return TCPStore(name, port, is_master=True, multi_tenant=True, timeout=timeout)
@@ -95,15 +95,15 @@ def server(listen_address: str | None, name: str, port: int, timeout: timedelta 
 
 
 def create_handler(key: bytes, parameters: RendezvousParameters) -> RendezvousHandler:
-    """torchrun's handler of the rendezvous.
+    """Create torchrun's rendezvous handler.
 
     Args:
-        key: of the job. Not among the parameters, which torchrun writes to its log.
+        key: of the job. Not one of the parameters, since torchrun logs those.
         parameters: `is_host`, and `read_timeout` and `join_timeout` in seconds; with a local address the stores listen
-            there only.
+            only there.
 
     Raises:
-        RendezvousConnectionError: the store cannot be made or reached.
+        RendezvousConnectionError: the store cannot be created or reached.
     """
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=-1)
     timeout = timedelta(seconds=int(parameters.get("read_timeout")))

@@ -1,11 +1,11 @@
-"""Train with several backends, at several lengths of a sequence, on several numbers of nodes, each as a job of its own.
+"""Train with several backends, sequence lengths and numbers of nodes, each combination as a separate job.
 
     python launch/sweep.py --backends dp lasp1 lasp2 zeco --lengths 64k 256k 1M --nodes 1 4 \\
         --sbatch "--partition h100 --time 2:00:00" -- +experiment=gla_1b_16k train.steps=100 data.global_batch=32
 
-submits launch/slurm_256gpu.sh once for each combination, after all of them have been checked. Started again, it leaves
-finished runs and queued jobs alone, and submits the rest; a run that was broken off goes on. Each run's folder is
-FOLDER/BACKEND-LENGTH-NODESn, and what was submitted is in FOLDER/sweep.json.
+checks all combinations, then submits launch/slurm_256gpu.sh once for each. Started again, it skips finished runs and
+queued jobs, and submits the rest; interrupted runs resume. Each run's folder is FOLDER/BACKEND-LENGTH-NODESn, and the
+job ids are in FOLDER/sweep.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zeco_train.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "slurm_256gpu.sh"
-# What the sweep itself sets.
+# Settings controlled by the sweep.
 _OWN_KEYS = ("sp", "data.seq_len", "run_dir", "name")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the run's folder and of the job."""
+        """Name of the run's folder and of the job."""
         return f"{self.backend.replace(':', '_')}-{self.length}-{self.nodes}n"
 
     @property
@@ -69,18 +69,18 @@ class Case:
         own = [f"sp={backend}", f"data.seq_len={tokens(self.length)}", f"name={self.name}"]
         shared = list(self.settings)
         if backend == "dp":
-            # dp keeps whole sequences on a rank: a size that settings or an experiment give is meant for the others.
+            # dp keeps whole sequences on a rank: an sp.size from settings or an experiment is for the other backends.
             shared = [setting for setting in shared if not setting.startswith("sp.size=")]
             own.append("sp.size=-1")
         own.append(f"run_dir='{self.run_dir}'")
         return [*shared, *own, *([f"sp.all_scan.algorithm={algorithm}"] if algorithm else [])]
 
     def check(self) -> Config:
-        """The run's configuration.
+        """Load and check the run's configuration.
 
         Raises:
-            ConfigError: what the run itself would refuse before it starts, as far as that can be known without data;
-                it names the run.
+            ConfigError: an error that the run would report at its start, as far as it can be found without data; names
+                the run.
         """
         try:
             config = load_config(self.overrides)
@@ -97,7 +97,7 @@ def tokens(length: str) -> int:
     """`16k` → 16384, `1M` → 1048576, `3000` → 3000.
 
     Raises:
-        ConfigError: it is not a length.
+        ConfigError: not a valid length.
     """
     match = re.fullmatch(r"(\d+)([kKmM]?)", length)
     if match is None or int(match[1]) == 0:
@@ -106,13 +106,13 @@ def tokens(length: str) -> int:
 
 
 class Sweep:
-    """All cases of a grid, and what has become of them (`sweep.json`: job ids by name)."""
+    """All cases of a grid, and their job ids by name (`sweep.json`)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder = options, options.folder.resolve()
         _check_grid(options)
         if sign := re.search(r"['\\]|\$\{", str(self.folder)):
-            # Between the quotes that the run's folder gets among the settings it would mean something else.
+            # These characters would be interpreted within the quotes around run_dir in the settings.
             raise ConfigError("--folder", self.folder, f"must have no {sign[0]} in its path; name another folder")
         for setting in options.settings:
             key = setting.lstrip("+").partition("=")[0]
@@ -127,7 +127,7 @@ class Sweep:
         self.jobs = _read_jobs(self._record)
 
     def run(self) -> int:
-        """Check all, then submit or run what is to be done; returns the exit code."""
+        """Check all cases, then submit or run the unfinished ones; returns the exit code."""
         steps = {case.name: case.check().train.steps for case in self.cases}
         queued = {} if self.options.local or not self.jobs else _queued(self.jobs)
         rows, previous, failed = [], [], False
@@ -148,7 +148,7 @@ class Sweep:
         return 1 if failed else 0
 
     def _start(self, case: Case, before: str, previous: list[str]) -> tuple[str, bool]:
-        """Start one; what to say of it, and whether that went well. `previous` are the jobs of the others so far."""
+        """Start one case; returns its state for the table, and whether that succeeded. `previous`: earlier job ids."""
         command = self._local(case) if self.options.local else self._submission(case, previous)
         if self.options.dry_run:
             print(shlex.join(command))
@@ -161,7 +161,7 @@ class Sweep:
             print(f"== {case.name}", flush=True)
             code = _run_here(command)
             return ("finished", True) if code == 0 else (f"failed with exit code {code}", False)
-        # Jobs run where they are submitted; their output belongs to the sweep.
+        # The submitting folder is the jobs' working directory; `_submission` sends their output to the sweep's folder.
         try:
             done = subprocess.run(command, check=False, capture_output=True, text=True)
         except OSError as error:
@@ -171,7 +171,7 @@ class Sweep:
         number = done.stdout.strip().partition(";")[0]
         self.jobs[case.name] = number
         previous.append(number)
-        # After each, so that a sweep that is broken off does not submit twice.
+        # After each job, so that an interrupted sweep does not submit it twice.
         write_durably(self._record, json.dumps({"jobs": self.jobs}, indent=2))
         return f"submitted as job {number}, {before}", True
 
@@ -210,7 +210,7 @@ def _check_grid(options: argparse.Namespace) -> None:
 
 
 def _read_jobs(path: Path) -> dict[str, str]:
-    """Job ids by name, as an earlier call has left them."""
+    """Job ids by name, written by an earlier call."""
     try:
         return dict(json.loads(path.read_text())["jobs"])
     except FileNotFoundError:
@@ -224,13 +224,13 @@ def _run_here(command: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # The run has got it, too, and saves.
+            # The run has received the signal, too, and saves.
             process.wait()
             raise
 
 
 def _queued(jobs: dict[str, str]) -> dict[str, str]:
-    """States of those jobs that Slurm has yet to finish, by name of the case."""
+    """States of the queued and running jobs, by name of the case."""
     command = ["squeue", "--me", "--noheader", "--format=%i %T"]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -247,7 +247,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="launch/sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

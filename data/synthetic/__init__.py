@@ -1,1 +1,1 @@
-"""Sequences that no file holds: tasks that ask at the end for what was said before, made from (seed, index) alone."""
+"""Synthetic recall tasks, which ask at the end about earlier parts of a sequence; generated from (seed, index)."""

@@ -1,4 +1,4 @@
-"""What a synthetic task asks, and the checks of everything in it that a user can get wrong."""
+"""The configuration of synthetic tasks and its validation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from zeco_train.errors import ConfigError
 
 
 class Task(Enum):
-    """What is told in the sequence, and asked for at its end.
+    """The facts stated in the sequence, and the question about them at its end.
 
-    recall            multi-query associative recall (Arora et al., 2023, arXiv 2312.04927): pairs of a key and a value
-                      among random symbols in the first half, keys in the second half, whose values are asked for
-    needle            a sentence that gives a number a name, somewhere in text: which number?
-    needle_multikey   several such sentences; one of the names is asked for
-    needle_multivalue one name is given several numbers: which, in their order?
-    variables         boxes hold a number, or the same as an earlier box: which boxes hold this number, in their order?
+    recall            multi-query associative recall (Arora et al., 2023, arXiv 2312.04927): key-value pairs among
+                      random symbols in the first half, keys in the second half, to be answered with their values
+    needle            a sentence that assigns a number to a name, somewhere in text: which number?
+    needle_multikey   several such sentences; the question is about one of the names
+    needle_multivalue one name has several numbers: which, in order?
+    variables         boxes hold a number, or the same as an earlier box: which boxes hold this number, in order?
     counting          a bell rings some times, and a horn sounds some times: how often did the bell ring?
 
-    All but the first are text, after the kinds of task of RULER (Hsieh et al., 2024, arXiv 2404.06654).
+    All but the first are text, modelled on RULER (Hsieh et al., 2024, arXiv 2404.06654).
     """
 
     recall = "recall"
@@ -34,12 +34,12 @@ class Task(Enum):
         return self is not Task.recall
 
 
-# Symbols are these ids, so that they do not depend on a tokenizer; those below are special ones in most vocabularies.
+# Symbol ids, independent of any tokenizer; lower ids are special tokens in most vocabularies.
 FIRST_SYMBOL, NUM_SYMBOLS = 3, 256
 LARGEST_ALPHABET = (NUM_SYMBOLS - 1) // 2
 LARGEST_COUNT = 9
 
-# How many facts there are by default, and what they are.
+# Default number of facts, and their description.
 _FACTS = {
     Task.recall: (8, "pairs of a key and a value"),
     Task.needle: (1, "numbers"),
@@ -53,14 +53,14 @@ _FACTS = {
 @dataclass
 class SyntheticConfig:
     """Attributes:
-    task: what is asked.
-    facts: how many things are told that may be asked for: recall: pairs; needle_multikey: names; needle_multivalue:
-        numbers; variables: boxes; counting: rings at most; None for the task's default (8, 4, 4, 4, 9).
-    queries: of recall: how often a key's value is asked for; None for as often as there are facts, each once. (What is
-        asked again can also be read off the first time: easier to learn, but not to be measured by.)
-    alphabet: of recall: how many symbols may be keys, and how many other ones values.
-    keys: of recall: only so many of the keys are used; None for all. (Fewer are easier to learn: with as many as there
-        are pairs, each has a value in every example.)
+    task: the task.
+    facts: number of facts: pairs for recall; names for needle_multikey; numbers for needle_multivalue; boxes for
+        variables; maximum rings for counting; None for the task's default (8, 4, 4, 4, 9).
+    queries: number of queries, for recall; None for one per fact. (A repeated query can be answered from its first
+        answer: useful for learning, not for measuring.)
+    alphabet: number of key symbols, and of value symbols, for recall.
+    keys: number of keys in use, for recall; None for all. (Fewer are easier to learn: with as many keys as pairs, each
+        key has a value in every example.)
     digits: of the numbers of needles and variables.
     tokenizer: of the texts: `bytes`, or the folder of a Hugging Face tokenizer.
     """
@@ -89,7 +89,7 @@ class SyntheticConfig:
         return self.alphabet if self.keys is None else self.keys
 
     def validate(self, prefix: str = "data.synthetic") -> None:
-        """Raise `ConfigError` for a value out of range, or one that the task does not read."""
+        """Raise `ConfigError` for a value out of range, or one that the task ignores."""
         defaults = SyntheticConfig()
         readers: dict[str, list[Task]] = {
             "facts": [task for task in Task if task is not Task.needle],
@@ -105,7 +105,7 @@ class SyntheticConfig:
                 needed = ", ".join(task.value for task in tasks)
                 allowed = f"would be ignored by {prefix}.task={self.task.value}; it is for {needed}"
                 raise ConfigError(f"{prefix}.{name}", value, allowed)
-        # Keys of recall differ, and so do names and boxes; a count has one digit.
+        # Keys of recall are distinct, as are names and boxes; a count has one digit.
         most_facts = {Task.recall: self.num_keys, Task.counting: LARGEST_COUNT}.get(self.task, 64)
         limits = {
             "facts": (self.num_facts, most_facts),

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of a name: the same on every machine, with every version of every library."""
+"""Random numbers as functions of a name: identical on every machine and with every library version."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from numpy.typing import NDArray
 
 from data.permutation import Permutation
 
-# Numbers that one step of Philox gives.
+# Numbers per Philox step.
 _LANES = 4
 
 
 class Draws:
-    """Draws for one example; each is named by what it is of, and independent of all others.
+    """Draws for one example; each has a name (`of`) and is independent of all others.
 
     Args:
-        name: of the kind of example.
-        seed, index: which one.
+        name: kind of example.
+        seed, index: select the example.
     """
 
     def __init__(self, name: str, seed: int, index: int) -> None:
         self._name, self._seed, self._index = name, seed, index
 
     def pick(self, count: int, n: int, of: str) -> list[int]:
-        """`count` different numbers below `n`, in random order."""
+        """`count` distinct numbers below `n`, in random order."""
         assert 0 <= count <= n, (count, n)
         order = Permutation(n, self._seed, self._index, f"{self._name}, {of}")
         return [order(place) for place in range(count)]
@@ -35,11 +35,11 @@ class Draws:
         return self.pick(1, n, of)[0]
 
     def many_below(self, n: int, start: int, stop: int, of: str) -> NDArray[np.int64]:
-        """The `start`-th to `stop`-th of an endless row of numbers below `n`, [stop − start]; n is small."""
+        """Elements [start, stop) of an endless random sequence of numbers below `n`, [stop − start]; n is small."""
         name = f"{self._name}, {of}, seed {self._seed}, {self._index}"
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
         first = start // _LANES
-        # numpy promises the bits of its generators for ever, not what it derives from them.
+        # numpy guarantees the raw bits of its generators across versions, but not its distributions.
         raw = np.random.Philox(key=key, counter=first).random_raw(stop - first * _LANES)[start - first * _LANES :]
-        # The high bits, by a product: n differs from equal shares by less than 2⁻³² of a share.
+        # Multiply-shift on the high 32 bits: the bias is below n · 2⁻³².
         return ((raw >> np.uint64(32)) * np.uint64(n) >> np.uint64(32)).astype(np.int64)

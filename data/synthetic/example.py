@@ -1,4 +1,4 @@
-"""One example of a task: pieces laid into a filler that never ends, any slice of which can be made by itself."""
+"""One example of a task: pieces inserted into an endless filler; any slice can be generated independently."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Tokens = NDArray[np.int64]
 
 
 class Filler(Protocol):
-    """What lies between the pieces."""
+    """Tokens between the pieces."""
 
     def read(self, start: int, stop: int) -> Tokens:
         """Tokens [start, stop) of it, [stop − start] int64."""
 
 
 class Piece(NamedTuple):
-    """Tokens at a place of an example."""
+    """Tokens at a position of an example."""
 
     start: int
     tokens: Tokens
 
 
 class Answer(NamedTuple):
-    """Tokens [start, stop) of an example that are to be predicted, one after another."""
+    """Tokens [start, stop) of an example to be predicted."""
 
     start: int
     stop: int
@@ -37,13 +37,13 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence of `length` tokens, and one more: the label of the last.
+    """A sequence of `length` tokens, plus one: the label of the last.
 
     Attributes:
         length: of the sequence.
-        filler: of what is between the pieces.
-        pieces: by their places, without overlap.
-        answers: by their places; each is right or wrong as a whole.
+        filler: tokens between the pieces.
+        pieces: sorted by position, without overlap.
+        answers: sorted by position; each is right or wrong as a whole.
     """
 
     length: int
@@ -52,7 +52,7 @@ class Example:
     answers: Sequence[Answer]
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop), [stop − start] int64, with 0 ≤ start ≤ stop ≤ length + 1. Nothing else is made."""
+        """Tokens [start, stop), [stop − start] int64, with 0 ≤ start ≤ stop ≤ length + 1; generates only these."""
         assert 0 <= start <= stop <= self.length + 1, (start, stop, self.length)
         parts, place = [], start
         first = max(0, bisect.bisect_right(self._starts, start) - 1)
@@ -73,7 +73,7 @@ class Example:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def counts(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the labels of tokens [start, stop) count, [stop − start]: a label is the token after."""
+        """Mask of the counted labels of tokens [start, stop), [stop − start]; a token's label is the next token."""
         counts = np.zeros(stop - start, dtype=np.bool_)
         for answer in self.answers:
             counts[max(0, answer.start - 1 - start) : max(0, answer.stop - 1 - start)] = True
@@ -81,7 +81,7 @@ class Example:
 
     @property
     def num_labels(self) -> int:
-        """How many labels count."""
+        """Number of counted labels."""
         return sum(answer.stop - answer.start for answer in self.answers)
 
     @cached_property
@@ -90,9 +90,9 @@ class Example:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Tokens of the pieces before each, and of all."""
+        """Total tokens of the pieces before each piece, and of all pieces."""
         return [0, *np.cumsum([len(piece.tokens) for piece in self.pieces]).tolist()]
 
     def _fill(self, number: int, start: int, stop: int) -> Tokens:
-        """The filler at places [start, stop) of the example, which lie before piece `number` and behind the others."""
+        """The filler at positions [start, stop) of the example, between pieces `number` − 1 and `number`."""
         return self.filler.read(start - self._before[number], stop - self._before[number])

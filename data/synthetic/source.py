@@ -1,4 +1,4 @@
-"""A synthetic task as what a run trains on: an endless stream of examples, whose only state is how many were taken."""
+"""A synthetic task as a training source: an endless stream of examples, whose only state is the number consumed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from data.synthetic.example import Example
 from data.synthetic.tasks import ExampleMaker, check_task_vocabulary, draws_for, make_task
 from data.tokenizer import load_tokenizer
 
-# Nothing ever comes again; the number is there for sums over sources.
+# Examples never repeat; the number exists for sums over sources.
 _ENDLESS = 1 << 40
 
 
 class ExampleReader(Reader):
-    """Makes one sequence-parallel rank's slices of some examples; only the labels of answers count.
+    """Generates one sequence-parallel rank's shards of examples; only the labels of answers count.
 
     Args:
-        example: makes an example by its number.
-        count: of the examples.
+        example: generates an example from its number.
+        count: number of examples.
     """
 
     has_labels = True
@@ -37,7 +37,7 @@ class ExampleReader(Reader):
         self._example, self.num_sequences, self.split, self.description = example, count, split, description
 
     def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
-        """See `Reader`. Padded where the split's sequences are longer; tokens outside of the shard are not made."""
+        """See `Reader`. Padded if the split's sequences are longer; generates only the shard's tokens."""
         example, offset = self._example(sequence), self.split.offset(segment)
         stop, end = offset + self.split.length, example.length + 1
         tokens = example.read(min(offset, end), min(stop + 1, end))
@@ -50,7 +50,7 @@ class ExampleReader(Reader):
 
 
 class SyntheticReader(ExampleReader):
-    """Makes one sequence-parallel rank's slices of the examples of a task, without end.
+    """Generates one sequence-parallel rank's shards of an endless stream of a task's examples.
 
     Raises:
         ConfigError: sequences too short for the task.
@@ -61,7 +61,7 @@ class SyntheticReader(ExampleReader):
     def __init__(self, source: SyntheticSource, split: DataSplit, seed: int) -> None:
         source.task.check(split.seq_len, "data.seq_len")
         self._source, self._seed = source, seed
-        # A step's examples are asked for more than once: for their tokens, and for how many labels they have.
+        # Cached: each example of a step is used for its tokens and for its number of labels.
         super().__init__(lru_cache(maxsize=64)(self._make), _ENDLESS, split, source.description)
 
     def _make(self, sequence: int) -> Example:
@@ -75,8 +75,8 @@ class SyntheticSource:
 
     Attributes:
         config: of the task.
-        task: makes its examples.
-        purpose: "training" or "validation": their examples differ.
+        task: generates its examples.
+        purpose: "training" or "validation"; their examples differ.
     """
 
     config: SyntheticConfig
@@ -87,7 +87,7 @@ class SyntheticSource:
 
     @property
     def description(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return f"the synthetic task {self.config.task.value}"
 
     def reader(
@@ -103,7 +103,7 @@ class SyntheticSource:
 
 @dataclass(frozen=True)
 class OpenedSynthetic(OpenedData):
-    """A task to train on, and other examples of it to validate on."""
+    """A task, with different examples for training and validation."""
 
     train: list[SyntheticSource]
     validation: list[SyntheticSource]
@@ -128,11 +128,11 @@ class OpenedSynthetic(OpenedData):
 
 
 def open_synthetic(config: DataConfig, *, vocab_size: int, validate: bool) -> OpenedSynthetic:
-    """The task of a configuration.
+    """Open the task of a configuration.
 
     Raises:
-        ConfigError: sequences too short for the task, or a vocabulary beyond the model's.
-        DataError: a tokenizer that cannot be loaded.
+        ConfigError: sequences are too short for the task, or its vocabulary exceeds the model's.
+        DataError: the tokenizer cannot be loaded.
     """
     settings = config.synthetic
     task = make_task(settings, load_tokenizer(settings.tokenizer))

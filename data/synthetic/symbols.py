@@ -1,8 +1,8 @@
-"""Multi-query associative recall: pairs of symbols in the first half of a sequence, questions in the second half.
+"""Multi-query associative recall: key-value pairs in the first half of a sequence, queries in the second half.
 
     … key value … key value … | … key → value … key → value …
 
-So the keys and the questions about them always lie on different ranks where 2, 4, 6 … ranks share a sequence.
+So with an even number of ranks per sequence, pairs and queries are always on different ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Noise:
 class Recall:
     """Makes examples of `recall`, see `data.synthetic.tasks.ExampleMaker`.
 
-    All keys of an example differ, values may repeat. A question is a key, and the label of that token its value; with
-    more questions than pairs, keys come again. Without a depth the pairs are scattered over the first half; with one
-    they stand together in it.
+    The keys of an example are distinct, values may repeat. A query is a key, and the label of that token is its value;
+    with more queries than pairs, keys repeat. Without a depth the pairs are scattered over the first half; with a depth
+    they are contiguous.
     """
 
     vocab_size = FIRST_SYMBOL + NUM_SYMBOLS
@@ -40,12 +40,12 @@ class Recall:
     def __init__(self, config: SyntheticConfig) -> None:
         self._pairs, self._queries = config.num_facts, config.num_queries
         self._keys, self._alphabet = config.num_keys, config.alphabet
-        # Of a guess among all values.
+        # Accuracy of a uniform guess among all values.
         self.chance = 1 / config.alphabet
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""
-        # Each half holds whole pairs only; the second one is a token longer, by the label of the last.
+        # Each half holds whole pairs only; the second has one more token, the label of the last.
         shortest = max(4 * self._pairs, 4 * self._queries)
         if length < shortest:
             told = f"{self._pairs} pairs and {self._queries} queries"

@@ -1,8 +1,8 @@
-"""Text that tells something among sentences that do not matter, and asks for it at the end.
+"""Text tasks: facts among irrelevant sentences, and a question about them at the end.
 
-A text is put together from pieces that are tokenised one by one, so a tokenizer sees each of them alike wherever it
-stands. The filler is whole sentences, in which the pieces stand at the ends of sentences; only at its very beginning a
-sentence may be cut, so that every length is met to the token.
+A text is assembled from pieces that are tokenised separately, so a piece has the same ids at every position. Pieces are
+inserted between whole filler sentences. Only the first sentence may be truncated, so that every length is met to the
+token.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NUM_NAMES = len(COLOURS) * len(PLACES)
 
 
 class Sentences:
-    """Random sentences, of which the last `length` tokens are read.
+    """The last `length` tokens of a random sequence of sentences.
 
-    Which sentence is where takes a sum over all of them, 8 bytes a sentence; their tokens are made slice by slice.
+    Stores the sentences' end positions, 8 bytes per sentence; tokens are generated slice by slice.
 
     Args:
-        table: the tokens of each sentence that there is.
+        table: the tokens of each possible sentence.
 
     Attributes:
-        borders: where a piece may stand: the ends of all sentences, but for those that were cut off whole.
+        borders: positions where a piece may be inserted: the ends of all sentences within the length.
     """
 
     def __init__(self, table: Sequence[Tokens], draws: Draws, length: int) -> None:
@@ -44,7 +44,7 @@ class Sentences:
         ends = np.cumsum(np.array([len(tokens) for tokens in table])[self._choices])
         used = int(np.searchsorted(ends, length)) + 1
         self._choices = self._choices[:used]
-        # Cut at the front, so that what follows the last sentence follows a full stop.
+        # Truncate at the front, so that the question follows a full stop.
         self._ends = ends[:used] - (ends[used - 1] - length)
         self.borders: list[int] = self._ends[self._ends >= 0].tolist()
 
@@ -60,13 +60,13 @@ class Sentences:
 
 @dataclass(frozen=True)
 class _Script:
-    """What a text says.
+    """Contents of a text.
 
     Attributes:
-        told: the pieces that matter, in their order; the first one is at the depth, the others anywhere behind it.
-        beside: pieces that only look like them, anywhere.
+        told: the relevant facts, in order; the first is at the depth, the others anywhere after it.
+        beside: distractors, anywhere.
         question: at the end.
-        answers: after it, one after another.
+        answers: after the question, in order.
     """
 
     told: Sequence[str]
@@ -76,7 +76,7 @@ class _Script:
 
     @property
     def ending(self) -> list[str]:
-        """The question, and the answers with commas between them: answers have odd places."""
+        """The question and the comma-separated answers; answers have odd indices."""
         before = [self.question, *[","] * (len(self.answers) - 1)]
         return [text for pair in zip(before, self.answers, strict=True) for text in pair]
 
@@ -87,13 +87,13 @@ class Texts:
     def __init__(self, config: SyntheticConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
         self.vocab_size = tokenizer.vocab_size
-        # Of a guess among all answers of the right form; that of the first one where there are several.
+        # Accuracy of a uniform guess among all answers of the right form; for several answers, of the first.
         of_others = 1 / (9 * 10 ** (config.digits - 1))
         self.chance = {Task.counting: 1 / config.num_facts, Task.variables: 1 / _NUM_NAMES}.get(config.task, of_others)
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""
-        # No token is shorter than a byte, but for one that a tokenizer may put before each piece.
+        # At most one token per byte, plus one that a tokenizer may put before each piece.
         script = self._script(_Longest("", 0, 0))
         pieces = (*script.told, *script.beside, *script.ending)
         shortest = sum(len(text) + 1 for text in (*pieces, max(SENTENCES, key=len)))
@@ -110,7 +110,7 @@ class Texts:
         assert filled > 0, (filled, length)
         filler = Sentences(self._table, draws, filled)
         places = self._places(filler.borders, len(told), len(beside), draws, depth)
-        # Those at one place stand in the order in which they are told.
+        # Pieces at the same position keep their order.
         laid = sorted(zip(places, range(len(places)), (*told, *beside), strict=True), key=lambda entry: entry[:2])
         pieces, before = [], 0
         for place, _, tokens in laid:
@@ -133,7 +133,7 @@ class Texts:
 
     @staticmethod
     def _places(borders: list[int], told: int, beside: int, draws: Draws, depth: float | None) -> list[int]:
-        """Where in the filler each piece stands."""
+        """Position of each piece in the filler."""
         if depth is None:
             first = draws.below(len(borders), "depth")
         else:
@@ -182,7 +182,7 @@ class Texts:
 
 
 class _Longest(Draws):
-    """Draws that make the longest pieces."""
+    """Draws that yield the longest pieces."""
 
     def pick(self, count: int, n: int, of: str) -> list[int]:
         """The last one, always."""
@@ -190,6 +190,6 @@ class _Longest(Draws):
 
 
 def _chain(boxes: Sequence[str], number: str) -> list[str]:
-    """The first box holds the number, each further one what the one before it holds."""
+    """The first box holds the number, each further box the same as the one before it."""
     later = (f" The {box} box holds what the {before} box holds." for before, box in itertools.pairwise(boxes))
     return [f" The {boxes[0]} box holds {number}.", *later]

@@ -1,4 +1,4 @@
-"""The words of the texts: made up, without digits, and in no way taken from a corpus."""
+"""The words of the texts: invented, without digits, not taken from any corpus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACES = (
 )  # fmt: skip
 # The longest come last.
 COLOURS, PLACES = (tuple(sorted(words, key=len)) for words in (_COLOURS, _PLACES))
-# Of filler sentences: who, does what, where.
+# Parts of filler sentences: subject, predicate, adverbial.
 _WHO = ("The miller", "A tall child", "The old sailor", "Our neighbour", "A quiet nurse", "The baker", "Some traveller")
 _DOES = ("sweeps the yard", "counts the clouds", "mends a net", "looks for a coat", "sings", "waits", "peels an apple")
 _WHERE = ("by the river", "until noon", "under the oak", "before the rain", "behind the hill", "with a smile", "again")

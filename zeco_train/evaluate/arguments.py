@@ -1,4 +1,4 @@
-"""The command line of `zeco_train.evaluate`, told apart: what is evaluated, on which tasks, with which settings."""
+"""Parses the command line of `zeco_train.evaluate`: model, tasks and settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zeco_train.system.arguments import Parser, user_path
 class Request:
     """Attributes:
     path: of the trained model.
-    tasks: ours, in the order in which they were named.
-    standard: lm_eval's.
+    tasks: built-in tasks, in the given order.
+    standard: lm_eval's tasks.
     settings: TASK.KEY=VALUE.
     overrides: of the run's configuration, KEY=VALUE.
-    out: a folder for the results; None for one beside the model.
+    out: folder for the results; None for one beside the model.
     """
 
     path: str
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> Request:
     """Read a command line.
 
     Raises:
-        ConfigError: it cannot be read, or names a task twice or none.
+        ConfigError: it is malformed, or names a task twice or none.
     """
     parser = Parser(prog="python -m zeco_train.evaluate", add_help=False)
     parser.add_argument("path", metavar="RUN")
@@ -73,7 +73,7 @@ def _section(text: str) -> str:
 
 
 def _check_override(text: str) -> None:
-    """A path in place of an override is likelier a second model than a key."""
+    """Reject arguments without "=", which are probably paths of a second model, and misspelt task names."""
     if "=" not in text:
         raise ConfigError("argument", text, "is neither KEY=VALUE nor an option; one model at a time is evaluated")
     key, _, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""What `python -m zeco_train.evaluate` runs: check all that is cheap, then run one task after another."""
+"""The command `python -m zeco_train.evaluate`: run all cheap checks, then one task after another."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
     config = trained.configure([*request.overrides, *_fitting_batch(request.overrides)])
-    # All ranks share a sequence, but for lm_eval's short texts.
+    # By default all ranks share a sequence, except for lm_eval's short texts.
     size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
     sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
     device = find_device(config.train.device, job.launch, "train.device")
@@ -70,7 +70,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
 
 
 def _fitting_batch(overrides: Sequence[str]) -> list[str]:
-    """A batch of training, which nobody reads here, that is a multiple of the data.micro_batch asked for."""
+    """Override data.global_batch, which is unused here, to a multiple of the requested data.micro_batch."""
     pairs = [text.partition("=") for text in overrides]
     return [f"data.global_batch={value}" for key, _, value in pairs if key == "data.micro_batch"]
 
@@ -88,7 +88,7 @@ def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolde
 
 
 def _facts(evaluation: Evaluation, tasks: Mapping[str, Task]) -> dict[str, Any]:
-    """What was evaluated, on what, and with which settings."""
+    """The model, environment and settings of the evaluation."""
     trained = evaluation.trained
     return {
         "model": str(trained.path.resolve()),

@@ -1,4 +1,4 @@
-"""How sequences of any length are cut in time, so that a rank has no more tokens at once than it is to have."""
+"""Cuts sequences of any length into segments, to bound the tokens per rank and forward pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cut:
-    """How sequences are cut.
+    """Shape of a batch of segmented sequences.
 
     Attributes:
-        length: of each, padded at its end: nothing before a token knows of what follows.
+        length: of each sequence, padded at its end, which is harmless for a causal model.
         segments: equal parts in time, each with equal shards.
-        batch: sequences at once.
+        batch: sequences per forward pass.
     """
 
     length: int
@@ -21,8 +21,8 @@ class Cut:
 
     @classmethod
     def of(cls, length: int, sp_size: int, least_segments: int, tokens: int) -> Cut:
-        """The fewest segments, a multiple of `least_segments`, that leave a rank at most `tokens` tokens at once, and
-        as many sequences as that takes.
+        """The fewest segments, a multiple of `least_segments`, with at most `tokens` tokens per rank and forward pass;
+        and the largest batch within that limit.
         """
         least = sp_size * least_segments
         times = -(-length // (least * tokens))

@@ -1,4 +1,4 @@
-"""What an evaluation works with: a trained model, laid over the ranks, and where its results go."""
+"""Context of an evaluation: the trained model on the ranks, its configuration, and output to the user."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from zeco_train.sp.registry import build_scan
 from zeco_train.system.terminal import visible
 from zeco_train.training.forward import SequenceForward
 
-# Of a run's configuration, what an evaluation reads; all else would be set in vain.
+# Parts of a run's configuration that an evaluation reads; overrides of others are rejected.
 READ = ("data", "sp", "parallel", "train.dtype", "train.device", "train.segments")
 _NOT_READ = ("data.global_batch", "data.shuffle", "data.verify", "data.verify_changed")
-# What a file of the group `data` is named for.
+# Keys that a config file of group `data` is expected to set.
 _WHICH_TEXT = ("data.kind", "data.path", "data.stores")
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Attributes:
-    trained: what is evaluated.
-    config: of the run, with the command line's overrides; its split is resolved.
+    trained: the model to evaluate.
+    config: of the run, with the command line's overrides and resolved parallelism.
     mesh: the ranks.
-    enter: says what this rank is doing now, for messages about it.
-    standard: names of lm_eval's tasks that are asked for.
+    enter: sets the name of this rank's current phase, for error messages.
+    standard: names of the requested lm_eval tasks.
     """
 
     trained: Trained
@@ -42,12 +42,12 @@ class Evaluation:
 
     @cached_property
     def scan(self) -> ScanBackend:
-        """Joins the shards of a sequence. Its first use is collective."""
+        """The sequence-parallel scan. The first use is collective."""
         return build_scan(self.config.sp, self.mesh.scan_groups, self.mesh.timeout, self.mesh.device)
 
     @cached_property
     def forward(self) -> SequenceForward:
-        """The model, loaded at the first use, which is collective.
+        """The model, loaded lazily. The first use is collective.
 
         Raises:
             CheckpointError: its weights are damaged.
@@ -59,24 +59,24 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """What pictures call the model."""
+        """Name of the model in plots."""
         trained = self.trained
         name = trained.config.name if trained.config is not None else trained.path.name
         return name if trained.step is None else f"{name}, step {trained.step}"
 
     @property
     def train_len(self) -> int | None:
-        """Tokens of the sequences that the model was trained on, if that is known."""
+        """Sequence length in training, if known."""
         return self.trained.config.data.seq_len if self.trained.config is not None else None
 
     def note(self, text: str) -> None:
-        """Show a line to the user, once."""
+        """Print a line, on rank 0."""
         if self.mesh.is_main:
             print(visible(text), flush=True)
 
 
 def check_read(overrides: Sequence[str]) -> None:
-    """Refuse an override of what no evaluation reads. Raises ConfigError."""
+    """Reject overrides of settings that an evaluation does not read. Raises ConfigError."""
     for text in overrides:
         key, _, value = text.lstrip("+").partition("=")
         if key == "experiment":
@@ -87,7 +87,7 @@ def check_read(overrides: Sequence[str]) -> None:
 
 
 def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | None:
-    """What a file of the group `data` has put in place of the run's own settings, beside other text, in a line.
+    """A line about the run's settings, other than the text itself, changed by a config file of group `data`; or None.
 
     Args:
         before: the run's configuration.

@@ -28,8 +28,8 @@ _ALL = 1 << 62
 @dataclass
 class HeldOut:
     """Attributes:
-    lengths: of the sequences that the held-out text is cut into, one evaluation each; empty is data.seq_len.
-    sequences: at most so many of each store, the first ones; 0: all. A training's own val_loss takes the first
+    lengths: sequence lengths, one evaluation each; empty is data.seq_len.
+    sequences: use only the first so many of each store; 0: all. val_loss in training uses the first
         train.eval_sequences.
     """
 
@@ -84,7 +84,7 @@ class HeldOut:
         return _result(by_length, evaluation)
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
-        """The sequences of a length, and what is taken and left out of the stores, in lines."""
+        """The validation at a length, and lines about the used and unused parts of the stores."""
         data, segments = evaluation.config.data, evaluation.config.train.segments
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
         validation = Validation(
@@ -97,10 +97,10 @@ class HeldOut:
 
 
 def _tokenizer(trained: Trained) -> Mapping[str, str]:
-    """What tells the model's tokenizer from others: with its digest, which is to be taken of an export's own files.
+    """The model's tokenizer info, including its digest, which for an export is computed from its files.
 
     Raises:
-        DataError: they cannot be loaded.
+        DataError: the files cannot be loaded.
     """
     info = trained.tokenizer_info
     is_told = not info or info.get("kind") == BYTES or "sha256" in info
@@ -113,7 +113,7 @@ def _too_short(source: Source, length: int) -> str:
 
 
 def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluation: Evaluation) -> TaskResult:
-    # A token of bytes is a byte, whatever the text.
+    # With the byte tokenizer one token is one byte.
     is_bytes = evaluation.trained.tokenizer_info.get("kind") == BYTES
     metrics: dict[str, float] = {}
     lines = []
@@ -141,7 +141,7 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
 
 
 def _spoken(losses: PositionLosses) -> str:
-    """A few of the buckets, from the first to the last."""
+    """Format up to six buckets, evenly spaced from the first to the last."""
     buckets = list(zip(pairwise(losses.edges), losses.losses, strict=True))
     some = sorted({round(index * (len(buckets) - 1) / 5) for index in range(6)})
     return ", ".join(f"{buckets[i][0][0]:,}–{buckets[i][0][1] - 1:,} {buckets[i][1]:.3f}" for i in some)

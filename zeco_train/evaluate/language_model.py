@@ -1,4 +1,4 @@
-"""A trained model as lm_eval's: texts in, log-likelihoods and texts out. Imports lm_eval; for rank 0."""
+"""lm_eval's model interface for a trained model: log-likelihoods and generation. Imports lm_eval; for rank 0."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zeco_train.evaluate.service import Service
 from zeco_train.generate.generator import Limits
 from zeco_train.generate.sampling import Sampling
 
-# Its progress is ours to report.
+# Silence its progress messages.
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
-# What a task may ask of generation, and we can do; anything else is refused rather than left out.
+# Supported generation settings of tasks; others are rejected rather than ignored.
 _GENERATION = {"until", "max_gen_toks", "max_tokens", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"}
 _MAX_NEW_TOKENS = 256
 
 
 class Tasks(TaskManager):
-    """lm_eval's tasks, whose loading fails in a line."""
+    """lm_eval's task manager; loading errors become one-line DataErrors."""
 
     def load(self, task_list: Any) -> Any:
-        """Make tasks, which reads their data sets.
+        """Create tasks, which loads their data sets.
 
         Raises:
             DataError: a task or its data set cannot be loaded.
@@ -38,7 +38,7 @@ class Tasks(TaskManager):
         try:
             return super().load(task_list)
         except Exception as error:
-            # Tasks and data sets run code of their own: almost anything may be raised.
+            # Tasks and data sets run their own code, which may raise anything.
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             remedy = "data sets have to be on this machine (HF_HOME), or the hub within reach"
             raise DataError(f"--tasks {','.join(map(str, task_list))}", f"lm_eval: {reason}", remedy) from error
@@ -46,7 +46,7 @@ class Tasks(TaskManager):
 
 class LanguageModel(TemplateLM):
     """Args:
-    service: works on requests, on all ranks.
+    service: processes requests on all ranks.
     tokenizer: of the model.
     seed: of sampled texts.
     """
@@ -57,18 +57,18 @@ class LanguageModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text without a context: the end of another document, as in training."""
+        """Prefix of a text without context: the end-of-sequence id, which precedes documents in training."""
         return self._tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, without any of the tokenizer's additions, as in training."""
+        """Ids of a text, without special tokens, as in training."""
         ids: list[int] = self._tokenizer.encode([string])[0].tolist()
         return ids
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        # A context of blanks alone is left without a token: they belong to the continuation.
+        # lm_eval moves trailing blanks of a context to the continuation, so a blank context has no tokens.
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         work = [ScoreRequest(np.array(before + after, dtype=np.int64), len(before)) for before, after in pairs]
         scores = [(score.log_likelihood, score.is_greedy) for score in self._service.score(work)]
@@ -77,13 +77,13 @@ class LanguageModel(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, each in one pass of its full length."""
+        """Log-likelihoods of whole texts, each as one sequence of full length."""
         texts = ([self.eot_token_id, *self.tok_encode(request.args[0])] for request in requests)
         work = [ScoreRequest(np.array(ids, dtype=np.int64), 1) for ids in texts]
         return [score.log_likelihood for score in self._service.score(work)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts after prompts, those of like settings together and by length."""
+        """Generate texts; requests with equal settings are batched, sorted by length."""
         alike: dict[tuple[Sampling, Limits], list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             alike[self._settings(request.args[1])].append(number)
@@ -96,10 +96,10 @@ class LanguageModel(TemplateLM):
         return texts
 
     def _settings(self, wanted: Mapping[str, Any]) -> tuple[Sampling, Limits]:
-        """Our settings for lm_eval's.
+        """Convert lm_eval's generation settings.
 
         Raises:
-            ConfigError: a setting that we have not.
+            ConfigError: an unsupported setting.
         """
         if unknown := sorted({*wanted} - _GENERATION):
             allowed = f"generation has no such setting; allowed: {', '.join(sorted(_GENERATION))}"

@@ -1,8 +1,8 @@
-"""The tasks that `zeco_train.evaluate` has of its own, by name; any other name is one of lm_eval's.
+"""Registry of the built-in tasks of `zeco_train.evaluate`; any other name is a task of lm_eval.
 
-A task is a dataclass of its settings that knows how to run: `--tasks needle needle.lengths=[4096,65536]` makes a
-`Needle(lengths=[4096, 65536])`. To add one, write its class and name it in `TASKS`; its module is imported when the
-task is asked for, and not before.
+A task is a dataclass of its settings with a `run` method: `--tasks needle needle.lengths=[4096,65536]` creates
+`Needle(lengths=[4096, 65536])`. To add a task, write its class and register it in `TASKS`; its module is imported only
+when the task is requested.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task found. Only rank 0's is read.
+    """Result of a task. Only rank 0's is used.
 
     Attributes:
-        metrics: the figures that matter, by name.
-        lines: what is printed, beneath the task's name.
-        details: all the rest, for results.json: dictionaries, lists, texts and numbers.
-        figures: pictures, by the file name each gets (`needle.png`).
+        metrics: main metrics by name.
+        lines: text to print under the task's name.
+        details: further results for results.json: dictionaries, lists, strings and numbers.
+        figures: plots by file name (`needle.png`).
     """
 
     metrics: Mapping[str, float]
@@ -47,10 +47,10 @@ class Task(Protocol):
         """Raise `ConfigError` for a value out of range, the field named without the task's name."""
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """Check all that the model and the ranks decide; every task is asked before the first one runs. Collective.
+        """Run the checks that need the model and the ranks; called for all tasks before the first one runs. Collective.
 
         Raises:
-            ConfigError, DataError: on every rank alike.
+            ConfigError, DataError: on all ranks.
         """
 
     def run(self, evaluation: Evaluation) -> TaskResult:
@@ -89,18 +89,18 @@ TASKS: dict[str, TaskKind] = {
         )
     },
 }
-# What all tasks of lm_eval are settings of, together.
+# Prefix of the settings shared by all lm_eval tasks.
 LM_EVAL = "lm_eval"
 STANDARD = TaskKind("lm_eval's tasks", "zeco_train.evaluate.standard:StandardTasks")
 
 
 def build_tasks(names: Sequence[str], standard: Sequence[str], settings: Sequence[str]) -> dict[str, Task]:
-    """Tasks with their settings, by name; all of lm_eval's are one task of ours.
+    """Create tasks with their settings, by name; all lm_eval tasks together are one `Task`.
 
     Args:
         names: of `TASKS`.
-        standard: lm_eval's.
-        settings: TASK.KEY=VALUE arguments, in Hydra's syntax; each of one of these tasks.
+        standard: names of lm_eval's tasks.
+        settings: TASK.KEY=VALUE arguments of these tasks, in Hydra's syntax.
 
     Raises:
         ConfigError: an unknown key, or a value of the wrong type or out of range; the field is named with its task.

@@ -1,7 +1,7 @@
-"""Texts of any length to be scored, dealt out to all ranks: batched by length, long ones cut in time and over ranks.
+"""Scores texts of any length on all ranks: batched by length, long texts cut into segments and sharded over ranks.
 
-A text goes through the model as one sequence, however long it is: a model whose whole past is a state has no longest
-input, so nothing is cut off and no window slides.
+Each text is one sequence, whatever its length: a recurrent model has no maximum input, so there is no truncation and no
+sliding window.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeco_train.training.forward import SequenceForward
 class ScoreRequest:
     """Attributes:
     tokens: [n] int64.
-    first: tokens[first:] are scored, each by those before it; ≥ 1.
+    first: tokens[first:] are scored, each given those before it; ≥ 1.
     """
 
     tokens: NDArray[np.int64]
@@ -36,19 +36,19 @@ class ScoreRequest:
 
     @property
     def example(self) -> Example:
-        """What an `ExampleReader` makes shards of."""
+        """The request as an example, to be sharded by `ExampleReader`."""
         return Example(len(self.tokens) - 1, self, [], [Answer(self.first, len(self.tokens))])
 
 
-# In place of requests, where a rank has none.
+# Padding for a rank without requests.
 _NOTHING = ScoreRequest(np.zeros(1, dtype=np.int64), 1)
 
 
 @dataclass(frozen=True)
 class Score:
     """Attributes:
-    log_likelihood: of the scored tokens, in nats; 0 of none.
-    is_greedy: each of them is the model's likeliest.
+    log_likelihood: sum over the scored tokens, in nats.
+    is_greedy: whether every scored token is the model's likeliest.
     """
 
     log_likelihood: float
@@ -57,10 +57,10 @@ class Score:
 
 @dataclass(frozen=True)
 class _Pack:
-    """Requests that go through the model together.
+    """A batch of requests.
 
     Attributes:
-        numbers: of the requests; empty for one that only keeps ranks in step.
+        numbers: of the requests; empty for a padding batch, which only keeps ranks in step.
         length: of each sequence, padded.
         segments: in time.
     """
@@ -71,16 +71,16 @@ class _Pack:
 
 
 def score(forward: SequenceForward, requests: Sequence[ScoreRequest], batch_tokens: int) -> list[Score]:
-    """Score all requests, the same list on every rank; the same scores on every rank. Collective.
+    """Score all requests; takes the same list and returns the same scores on every rank. Collective.
 
     Args:
         forward: of the model.
         requests: in any order.
-        batch_tokens: of a rank, padding included, that go through the model at once; bounds memory.
+        batch_tokens: maximum tokens per rank and forward pass, padding included; bounds memory.
     """
     mesh, device = forward.mesh, forward.mesh.device
     plan = _deal(requests, batch_tokens, mesh.dp_size, mesh.sp_size)
-    # Sum of losses, and scored tokens that are not the likeliest.
+    # Sum of losses, and number of scored tokens that are not the likeliest.
     found = torch.zeros(len(requests), 2, dtype=torch.float64, device=device)
     for pack in plan[mesh.dp_rank]:
         rows = [requests[number].example for number in pack.numbers] or [_NOTHING.example]
@@ -89,21 +89,21 @@ def score(forward: SequenceForward, requests: Sequence[ScoreRequest], batch_toke
         for batch, scores in zip(segments, forward.scores(segments, pack.length), strict=True):
             wrong = scores.predictions != batch.labels.to(device)
             both = torch.stack([scores.losses.sum(1, dtype=torch.float64), wrong.sum(1).double()], dim=1)
-            # Padding that keeps ranks in step has a row, and no request.
+            # A padding batch has a row but no request.
             found[pack.numbers] += both[: len(pack.numbers)]
     dist.all_reduce(found)
     return [Score(-loss, wrong == 0) for loss, wrong in found.tolist()]
 
 
 def _deal(requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_size: int) -> list[list[_Pack]]:
-    """The packs of each group of ranks that share sequences; all have as many passes through the model.
+    """Distribute packs over the groups of ranks that share sequences, with equally many forward passes each.
 
-    With sharded parameters a pass of one rank is a communication of all.
+    With sharded parameters, every forward pass is collective over all ranks.
     """
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     packs: list[_Pack] = []
     while order:
-        # The last token is nobody's input.
+        # The last token is never an input.
         longest = max(len(requests[order[0]].tokens) - 1, 1)
         cut = Cut.of(longest, sp_size, 1, batch_tokens)
         packs.append(_Pack(order[: cut.batch], cut.length, cut.segments))

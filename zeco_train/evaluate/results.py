@@ -1,4 +1,4 @@
-"""Where an evaluation's results go: a new folder with results.json and the tasks' pictures."""
+"""Results folder of an evaluation: results.json and the tasks' plots."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ RESULTS_FILE = "results.json"
 
 
 class ResultsFolder:
-    """A new folder, made once there is something to write; what an earlier evaluation has left is never touched.
+    """A new folder, created with the first results; earlier evaluations are never overwritten.
 
     Args:
-        out: the folder; None for `evaluation/step_…` beside the model (or `….1`, `….2`, … where that exists).
+        out: the folder; None for `evaluation/step_…` beside the model (or `….1`, `….2`, … if that exists).
         trained: the model.
         facts: of the evaluation as a whole, for results.json.
 
     Attributes:
-        path: the folder; before there are results, None.
+        path: the folder; None before the first results.
 
     Raises:
-        ConfigError: it could not be made, or exists and is not empty.
+        ConfigError: it cannot be created, or exists and is not empty.
     """
 
     def __init__(self, out: Path | None, trained: Trained, facts: Mapping[str, Any]) -> None:
@@ -47,11 +47,11 @@ class ResultsFolder:
                 _check_empty(self._wanted)
 
     def add(self, name: str, result: TaskResult) -> None:
-        """Write a task's results, beside those of the tasks before it.
+        """Add a task's results to results.json, and write its plots.
 
         Raises:
-            ConfigError: the folder cannot be made.
-            DataError: they cannot be written.
+            ConfigError: the folder cannot be created.
+            DataError: a file cannot be written.
         """
         if self.path is None:
             with self._refused():

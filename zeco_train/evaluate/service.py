@@ -1,8 +1,8 @@
-"""How rank 0 has all ranks work on what only it knows of: the requests of a harness that runs there.
+"""Lets a harness on rank 0 use the model on all ranks.
 
-lm_eval reads data sets, builds prompts and judges answers on rank 0 alone: many ranks would ask a hub for the same
-files at once, and might disagree. The other ranks serve: they wait for rank 0's next batch of requests, take their part
-of it, and wait again, until rank 0 is done.
+lm_eval reads data sets, builds prompts and scores answers on rank 0 alone: many ranks would download the same files at
+once, and might disagree. The other ranks wait for rank 0's next batch of requests, process their part of it, and wait
+again, until rank 0 is done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END = "end"
 
 
 class Service:
-    """Scoring and generation by all ranks at rank 0's word. Its making is collective.
+    """Scoring and generation on all ranks, driven by rank 0. The constructor is collective.
 
     Args:
         evaluation: of the model.
@@ -36,7 +36,7 @@ class Service:
     def __init__(self, evaluation: Evaluation, batch_tokens: int) -> None:
         self._evaluation, self._batch_tokens = evaluation, batch_tokens
         self._forward = evaluation.forward
-        # Rank 0 may take its time between two batches, to fetch a data set for example.
+        # A CPU group with an hour's timeout, since rank 0 may be slow between batches, e.g. to download a data set.
         self._group = host_group(evaluation.mesh)
         self._at_work = False
 
@@ -44,7 +44,7 @@ class Service:
         """Run `harness` on rank 0, where it may call `score` and `generate`, while the other ranks serve. Collective.
 
         Returns:
-            What it returned, on rank 0; None elsewhere.
+            The harness's result on rank 0; None elsewhere.
 
         Raises:
             ZecoError: the harness's, on every rank.
@@ -56,7 +56,7 @@ class Service:
             result = harness()
         except Exception as error:
             if not self._at_work:
-                # The others wait for a word. A fault of ours goes on as it is, and ends them, too.
+                # Release the waiting ranks. An unexpected exception is not sent, but propagates and ends the job.
                 self._tell(_END, error if isinstance(error, ZecoError) else None)
             raise
         self._tell(_END, None)
@@ -103,7 +103,7 @@ class Service:
 
     @cached_property
     def _generator(self) -> Generator:
-        """On a copy of the model that is whole on every rank, which steps of a token need. Collective at first."""
+        """Uses a copy of the model replicated on every rank, as decode steps need. The first use is collective."""
         evaluation = self._evaluation
         model = load_trained(evaluation.trained, evaluation.mesh, dtype=evaluation.config.train.dtype, strategy=None)
         tokenizer = evaluation.trained.tokenizer

@@ -1,4 +1,4 @@
-"""The tasks of lm_eval, the harness by which the papers report PIQA, HellaSwag, WinoGrande, ARC, OBQA and others."""
+"""The tasks of lm_eval, the harness used in papers for PIQA, HellaSwag, WinoGrande, ARC, OBQA and others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zeco_train.system.ranges import check_least
 @dataclass
 class StandardTasks:
     """Attributes:
-    num_fewshot: examples in a prompt; null is what each task says.
-    limit: at most so many documents of each task, for a quick look; null is all.
-    include_path: a folder with task files (YAML) of your own.
-    batch_tokens: of a rank that go through the model at once; bounds memory.
+    num_fewshot: examples in a prompt; null is each task's default.
+    limit: maximum documents per task, for a quick test; null is all.
+    include_path: a folder with your own task files (YAML).
+    batch_tokens: maximum tokens per rank and forward pass; bounds memory.
     seed: of few-shot examples and sampled texts.
     """
 
@@ -50,7 +50,7 @@ class StandardTasks:
 
     def run(self, evaluation: Evaluation) -> TaskResult:
         """See `Task.run`."""
-        # With it come transformers and what generation takes.
+        # Imported late: it pulls in transformers and the generation modules.
         from zeco_train.evaluate.service import Service
 
         service = Service(evaluation, self.batch_tokens)
@@ -65,7 +65,7 @@ class StandardTasks:
             raise ConfigError("--tasks", names[0], problem)
         from zeco_train.evaluate.language_model import Tasks
 
-        # Made once: it reads the headers of thousands of files.
+        # Created once: it reads the headers of thousands of files.
         self._tasks = Tasks(include_path=self.include_path)
         known = self._tasks.all_tasks
         for name in names:
@@ -75,7 +75,7 @@ class StandardTasks:
                 raise ConfigError("--tasks", name, f"neither we nor lm_eval have such a task; {hint}")
 
     def _harness(self, evaluation: Evaluation, service: Any) -> Mapping[str, Any]:
-        """Run lm_eval; its results.
+        """Run lm_eval and return its results.
 
         Raises:
             DataError: a task or its data set cannot be loaded.
@@ -118,6 +118,6 @@ def _result(found: Mapping[str, Any], limit: int | None) -> TaskResult:
         of = f" ({count} documents, {found['n-shot'].get(task, 0)}-shot)" if count else ""
         lines.append(f"  {task:<20} {', '.join(shown)}{of}")
     kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better", "configs", "lm_eval_version")
-    # What JSON can hold; functions of a task's configuration by their names.
+    # Make JSON-serialisable: functions in a task's configuration become their names.
     details = {name: json.loads(json.dumps(found[name], default=str)) for name in kept if name in found}
     return TaskResult(metrics, lines, details)

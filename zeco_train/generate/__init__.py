@@ -1,6 +1,6 @@
-"""Generation: a prompt goes through the chunked operator, and what follows it through one recurrent step a token.
+"""Generation: prefill with the chunked operator, then decoding with one recurrent step per token.
 
-`[torchrun …] python -m zeco_train.generate RUN --prompt … [KEY=VALUE …]`. The parts are `prefill` (a prompt, over any
-number of ranks and in pieces of bounded size, to states), `decode` (one token a step, with constant memory), `sampling`
-(logits to tokens), `text` (tokens to text as it comes) and `generator`, which puts them together.
+`[torchrun …] python -m zeco_train.generate RUN --prompt … [KEY=VALUE …]`. The modules are `prefill` (prompts to states,
+on any number of ranks, in pieces of bounded size), `decode` (one token per step, constant memory), `sampling` (logits
+to tokens), `text` (streaming detokenisation) and `generator`, which combines them.
 """

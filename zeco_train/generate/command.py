@@ -1,4 +1,4 @@
-"""What `python -m zeco_train.generate` runs: find the model, join the ranks, load it, generate."""
+"""The command `python -m zeco_train.generate`: find the model, join the ranks, load it, generate."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _generate(arguments: list[str], job: Job) -> int:
         if options.json is not None:
             write_json(options.json, texts, completions, _facts(options, trained, mesh, generator.speed))
         print(_summary(completions, generator.speed), file=sys.stderr, flush=True)
-    # As a shell has it for what a signal has ended.
+    # Shell convention for a process ended by a signal.
     return 128 + generator.stopped_by if generator.stopped_by else 0
 
 
@@ -99,7 +99,7 @@ def _join(config: Config, options: Options, launch: Launch) -> ProcessMesh:
 def _share_prompts(
     options: Options, generator: Generator, trained: Trained, mesh: ProcessMesh
 ) -> tuple[list[str], list[Tensor]]:
-    """Texts, on rank 0, which reads them, and ids, on all ranks."""
+    """Read the prompts on rank 0 and broadcast their ids; returns the texts (rank 0 only) and the ids."""
 
     def read() -> tuple[list[str], list[Tensor]]:
         texts = read_prompts(options.prompts)
@@ -129,7 +129,7 @@ def _facts(options: Options, trained: Trained, mesh: ProcessMesh, speed: Speed) 
 
 
 def _summary(completions: Sequence[Completion], speed: Speed) -> str:
-    """One line for the terminal."""
+    """One-line summary for the terminal."""
     tokens = sum(len(completion.tokens) for completion in completions)
     ends = [completion.ended_by for completion in completions]
     reasons = ", ".join(f"{ends.count(reason)} by {reason}" for reason in dict.fromkeys(ends))

@@ -1,4 +1,4 @@
-"""One token a step: tokens and states in, logits out. Memory is that of the states, however long the sequences are."""
+"""The decode step: tokens and states in, logits out. Memory is that of the states, independent of sequence length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from models.language_model import LanguageModel
 
 
 class Decoder:
-    """A batch of sequences that go on token by token.
+    """Decodes a batch of sequences token by token.
 
     Args:
-        model: whole on this rank.
-        states: after the tokens so far, by layer [B, H, K, V]; they are moved on in place, and are the decoder's now.
-        cuda_graph: on CUDA, record the kernels of a step once and start them as one: a step is some dozen small kernels
-            a layer, which take longer to launch than to run.
+        model: replicated on this rank.
+        states: recurrent states after the tokens so far, per layer [B, H, K, V]; owned by the decoder, updated in
+            place.
+        cuda_graph: on CUDA, capture a step as a CUDA graph: a step has about a dozen small kernels per layer, which
+            take longer to launch than to run.
     """
 
     def __init__(self, model: LanguageModel, states: Sequence[Tensor], cuda_graph: bool = True) -> None:
@@ -26,13 +27,13 @@ class Decoder:
         self._graph = _GraphedStep(model, self._states) if cuda_graph and states[0].is_cuda else None
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [B, vocab] after these tokens, [B] int64; they hold until the next step."""
+        """Logits [B, vocab] after these tokens, [B] int64; valid until the next step."""
         if self._graph is not None:
             return self._graph.step(tokens)
         return self._model.step(tokens, self._states)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep only these rows, in this order."""
         index = torch.tensor(rows, device=self._states[0].device)
         self._states = [state[index] for state in self._states]
         if self._graph is not None:
@@ -40,12 +41,13 @@ class Decoder:
 
 
 class _GraphedStep:
-    """`model.step` on CUDA as one graph, over tokens, states and logits that stay where they are."""
+    """`model.step` as a CUDA graph, with static buffers for tokens, states and logits."""
 
     def __init__(self, model: LanguageModel, states: Sequence[Tensor]) -> None:
         device = states[0].device
         self._tokens = torch.zeros(len(states[0]), dtype=torch.int64, device=device)
-        # What runs for the first time, compiles, tunes and allocates, none of which a recording may; and moves states.
+        # Warm up before capture: the first run compiles, autotunes and allocates. It also changes the states, so
+        # restore them afterwards.
         before = [state.clone() for state in states]
         stream = _recording_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -67,5 +69,5 @@ class _GraphedStep:
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs of a device: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen."""
+    """One capture stream per device: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
-"""Prompts in, texts out: prefill, then decoding in batches, whatever ranks there are.
+"""Text generation: prefill, then batched decoding, on any number of ranks.
 
-Every rank holds the whole model, and the states after a prompt are on all ranks of its sequence: these divide what
-is to be decoded, and nothing crosses ranks then, but that all meet now and then to learn who still works.
+The model is replicated on every rank. After prefill, all ranks of an SP group hold the states of its prompts and divide
+the texts. Decoding is local; ranks synchronise every 16 steps to detect completion.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from zeco_train.ops.seam import StateScan
 
 _STEPS_BETWEEN_MEETINGS = 16
 
-# Told each piece of a text once it is certain: of which prompt and sample, the piece, and whether it is the last one.
+# Callback for each final piece of a text: (prompt, sample, piece, whether it is the last).
 OnText = Callable[[int, int, str, bool], None]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a text ends.
+    """Stopping criteria.
 
     Attributes:
-        max_tokens: at the latest after so many tokens.
-        stops: before the first of these texts.
-        at_eos: before the tokenizer's end of sequence.
+        max_tokens: maximum number of tokens.
+        stops: stop strings; the text ends before the first one found.
+        at_eos: stop at the end-of-sequence token, which is not part of the text.
     """
 
     max_tokens: int = 256
@@ -55,12 +55,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Completion:
-    """What follows a prompt.
+    """The generated continuation of a prompt.
 
     Attributes:
-        prompt, sample: which prompt, and which of its samples.
+        prompt, sample: index of the prompt, and of the sample.
         text: without the prompt.
-        tokens: its ids; up to and including what ended it.
+        tokens: its ids, including those of the end of sequence or stop string.
         ended_by: `eos`, `stop`, `length`, or `signal`.
     """
 
@@ -73,11 +73,11 @@ class Completion:
 
 @dataclass
 class Speed:
-    """How long this rank has taken.
+    """Tokens and times of this rank.
 
     Attributes:
-        prompt_tokens, prefill_seconds: of the prompts, on all ranks of their sequence together.
-        tokens, decode_seconds: of what followed, on this rank.
+        prompt_tokens, prefill_seconds: of prefill, by all ranks of the SP group together.
+        tokens, decode_seconds: of decoding, on this rank.
     """
 
     prompt_tokens: int = 0
@@ -92,7 +92,7 @@ class _Key(NamedTuple):
 
 
 class _Row:
-    """A text in the making."""
+    """State of one text being generated."""
 
     def __init__(self, key: _Key, limits: Limits, tokenizer: Tokenizer, prompt: Tensor) -> None:
         self.key, self._limits = key, limits
@@ -104,7 +104,7 @@ class _Row:
         self.ended_by = ""
 
     def add(self, token: int) -> str:
-        """Take the next token; returns the text that is certain by it."""
+        """Append a token; returns the text that is final after it."""
         self.tokens.append(token)
         if token == self._eos:
             return self.end("eos")
@@ -117,7 +117,7 @@ class _Row:
         return piece
 
     def end(self, reason: str) -> str:
-        """End the text where it is; returns what had been held back."""
+        """End the text here; returns the text held back so far."""
         piece = self._stops.add(self._stream.finish())
         if self._stops.found is None:
             piece += self._stops.finish()
@@ -131,7 +131,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Request:
-    """What `Generator.generate` is asked for."""
+    """Arguments of `Generator.generate`."""
 
     sampling: Sampling
     limits: Limits
@@ -147,17 +147,17 @@ class Generator:
     """Generates texts with a model.
 
     Args:
-        model: whole on every rank, in the dtype to compute in.
+        model: replicated on every rank, in the compute dtype.
         tokenizer: of the model.
-        mesh: the ranks; those of one SP group share a prompt, several groups take different prompts.
-        scan: joins the shards of a prompt.
-        prefill_tokens: of a prompt on a rank at once; bounds memory.
-        batch: texts decoded at once on a rank.
+        mesh: the ranks; an SP group shares a prompt, different groups process different prompts.
+        scan: sequence-parallel scan for prefill.
+        prefill_tokens: maximum prompt tokens per rank and prefill piece; bounds memory.
+        batch: texts decoded at once per rank.
         cuda_graph: see `Decoder`.
-        stop: asked now and then; a number other than 0, on any rank, ends all texts where they are.
+        stop: polled periodically; a nonzero value on any rank ends all texts.
 
     Attributes:
-        speed: of all calls so far.
+        speed: totals over all calls so far.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class Generator:
 
     @property
     def stopped_by(self) -> int:
-        """What `stop` gave on some rank; 0 if it has never given anything else."""
+        """The nonzero value of `stop` on some rank, else 0."""
         return self._meetings.signal
 
     def encode(self, text: str) -> Tensor:
-        """The ids of a prompt, [T] int64, T ≥ 1: an empty one is what stands before a document, the end of another."""
+        """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training."""
         ids = torch.as_tensor(self._tokenizer.encode([text])[0].astype("int64"))
         return ids if len(ids) else torch.tensor([self._tokenizer.eos_id])
 
@@ -200,17 +200,17 @@ class Generator:
         samples: int = 1,
         on_text: OnText | None = None,
     ) -> list[Completion]:
-        """Texts after each of some prompts. Collective: all ranks give the same prompts and get all texts.
+        """Generate texts for each prompt. Collective: all ranks pass the same prompts and get all texts.
 
         Args:
             prompts: `encode`d, [T_i] int64.
-            sampling: how tokens are chosen; sample j of each prompt has `sampling.seed` + j.
-            limits: where texts end.
-            samples: texts for each prompt.
-            on_text: told of this rank's texts as they come.
+            sampling: sampling parameters; sample j of each prompt uses seed `sampling.seed` + j.
+            limits: stopping criteria.
+            samples: texts per prompt.
+            on_text: callback for this rank's texts as they are generated.
 
         Returns:
-            By prompt, and of each by sample. After a stop, those that had begun.
+            Sorted by prompt, then sample. After a stop, only texts that had begun.
 
         Raises:
             NonFiniteError: the model's logits are NaN or infinite.
@@ -230,7 +230,7 @@ class Generator:
         return sorted((c for part in everyone for c in part), key=lambda c: (c.prompt, c.sample))
 
     def _run(self, prompts: dict[int, Tensor], request: _Request) -> list[Completion]:
-        """Some prompts of this SP group, from prefill to the end; returns this rank's texts."""
+        """Prefill and decode some prompts of this SP group; returns this rank's texts."""
         started = time.perf_counter()
         found = self._prefill.run(list(prompts.values()), proceed=lambda: not self._meetings.meet(in_batch=True).signal)
         self.speed.prefill_seconds += time.perf_counter() - started
@@ -255,11 +255,11 @@ class Generator:
         return done
 
     def _decode(self, rows: list[_Row], logits: Tensor, states: list[Tensor], request: _Request) -> None:
-        """Bring rows to their ends, in the same number of meetings on all ranks of the group. A rank may have none."""
+        """Decode rows to their ends, with equally many meetings on all ranks of the group. `rows` may be empty."""
         seeds = [request.sampling.seed + row.key.sample for row in rows]
         sampler = Sampler(request.sampling, seeds, logits.device)
         decoder = Decoder(self._model, states, self._cuda_graph) if rows else None
-        # Those that the decoder works on, ended ones among them until they are half of it.
+        # Rows in the decoder; ended rows are dropped once they are half of the batch.
         batch, tokens = list(rows), torch.empty(0)
         for step in range(request.limits.max_tokens):
             active = [place for place, row in enumerate(batch) if not row.ended_by]
@@ -291,11 +291,11 @@ class Generator:
 
 
 class _Meeting(NamedTuple):
-    """What all ranks know by a meeting.
+    """Result of a meeting, agreed by all ranks.
 
     Attributes:
-        signal: that some rank has been told, or 0.
-        batch_goes_on: some rank of this one's SP group has texts in the batch that have not ended.
+        signal: nonzero if `stop` was nonzero on some rank.
+        batch_goes_on: some rank of this SP group has unfinished texts in the batch.
         all_finished: no rank has any work left.
     """
 
@@ -305,12 +305,12 @@ class _Meeting(NamedTuple):
 
 
 class _Meetings:
-    """Where all ranks learn who still works, and whether any has been told to stop. What they do in between takes them
-    different times, but all come by regularly, so nobody waits for longer than a few steps of another.
+    """Periodic synchronisation of all ranks, to detect completion and stop requests. Ranks progress at different speeds
+    in between, but all meet regularly, so the wait is at most a few steps of another rank.
 
     Attributes:
         signal: of the last meeting.
-        steps_between: of decoding, between two meetings.
+        steps_between: decode steps between two meetings.
     """
 
     def __init__(self, mesh: ProcessMesh, stop: Callable[[], int]) -> None:
@@ -319,7 +319,7 @@ class _Meetings:
         self.steps_between = _STEPS_BETWEEN_MEETINGS if mesh.world_size > 1 else 1
 
     def meet(self, *, in_batch: bool, finished: bool = False) -> _Meeting:
-        """Say what this rank does, and hear of the others. Collective over all ranks, whatever they are at."""
+        """All-reduce the status of all ranks. Collective over all ranks, in prefill, decoding or finished."""
         flags = torch.zeros(2 + self._mesh.dp_size, dtype=torch.int64)
         flags[0], flags[1], flags[2 + self._mesh.dp_rank] = self._stop(), int(not finished), int(in_batch)
         if self._mesh.world_size > 1:

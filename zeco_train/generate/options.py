@@ -16,7 +16,7 @@ from zeco_train.system.files import read_errors
 from zeco_train.system.paths import check_output_file
 
 _STDIN = "-"
-# Settings of train.py that decide how a model generates; with all below them.
+# Settings of train.py that apply to generation, with all keys below them.
 _SETTINGS = ("sp", "train.dtype", "train.device", "parallel.timeout_seconds")
 _DESCRIPTION = """Generate text with a trained model.
 
@@ -32,16 +32,16 @@ Ranks share each prompt and divide the texts; with sp=dp, or a smaller sp.size, 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for.
+    """Parsed command line.
 
     Attributes:
-        run: where the model is.
+        run: path of the model.
         overrides: KEY=VALUE, of train.py.
-        prompts: texts; files are not read yet, see `read_prompts`.
-        samples: texts for each prompt.
-        sampling, limits: how tokens are chosen, and where texts end.
-        stream: show text as it comes.
-        json: a file for the results.
+        prompts: texts, or files not yet read; see `read_prompts`.
+        samples: texts per prompt.
+        sampling, limits: sampling parameters and stopping criteria.
+        stream: print text as it is generated.
+        json: file for the results.
         prefill_tokens, batch, cuda_graph: see `Generator`.
     """
 
@@ -62,8 +62,8 @@ def parse(arguments: Sequence[str]) -> Options:
     """Read the command line.
 
     Raises:
-        ConfigError: a mistake in it.
-        SystemExit: it asks for help, which has been printed.
+        ConfigError: an invalid argument.
+        SystemExit: after printing --help.
     """
     given = _parser().parse_intermixed_args(arguments)
     if given.greedy and (given.temperature is not None or given.top_k or given.top_p != 1.0):
@@ -92,10 +92,10 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
-    """The texts of prompts, those in files (UTF-8) and on stdin read.
+    """The texts of prompts; reads files (UTF-8) and stdin.
 
     Raises:
-        DataError: a file that cannot be read or is no text.
+        DataError: a file cannot be read or is not UTF-8.
     """
     return [_read(prompt) if isinstance(prompt, Path) else prompt for prompt in prompts]
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> str:
 
 
 def _check_text(name: str, text: str | Path) -> None:
-    """Refuse bytes of the command line that are no text."""
+    """Reject command-line text that is not valid UTF-8."""
     try:
         str(text).encode()
     except UnicodeEncodeError as error:

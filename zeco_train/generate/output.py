@@ -1,4 +1,4 @@
-"""What a user sees of texts in the making, and the file that keeps them."""
+"""Streaming output of generated texts, and the JSON file of results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zeco_train.system.terminal import visible
 
 
 class Printer:
-    """Writes texts one after another, by prompt and sample; the first that has not ended is shown as it comes.
+    """Prints texts in order of prompt and sample; the first unfinished text is streamed.
 
     Args:
-        total: texts in all. Each has a heading if there are several.
-        samples: of each prompt.
-        out: where to. On a terminal, control characters in a model's text are shown, not obeyed; a file or a pipe gets
-            the text as it is.
-        stream: whether anything is shown before it is complete.
+        total: number of texts. Each has a heading if there are several.
+        samples: per prompt.
+        out: output stream. On a terminal, control characters in generated text are escaped; a file or a pipe gets the
+            text unchanged.
+        stream: whether to print incomplete texts.
 
     Attributes:
-        is_closed: nobody reads any more, as after `| head`.
+        is_closed: the reader has closed the pipe, as after `| head`.
     """
 
     def __init__(self, total: int, samples: int, out: TextIO, stream: bool = True) -> None:
@@ -34,13 +34,13 @@ class Printer:
         self._is_terminal = out.isatty()
         self._waiting: dict[int, list[str]] = {}
         self._ended: set[int] = set()
-        # The text that is shown now, and whether its heading is.
+        # The text being printed, and whether its heading has been printed.
         self._current, self._is_begun = 0, False
         self._last = "\n"
         self.is_closed = False
 
     def tell(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
-        """Take the next piece of a text. See `OnText`."""
+        """Add the next piece of a text. See `OnText`."""
         number = prompt * self._samples + sample
         self._waiting.setdefault(number, []).append(piece)
         if is_last:
@@ -48,11 +48,11 @@ class Printer:
         self._show()
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        """Take all texts, those of other ranks among them, and show what has not been."""
+        """Print the remaining texts, including those of other ranks."""
         texts = {completion.prompt * self._samples + completion.sample: completion.text for completion in completions}
         for number in range(self._current, self._total):
             if number not in self._ended:
-                # Those without a completion never began, for the command was told to stop.
+                # Texts without a completion never began, because of a stop request.
                 self._waiting[number] = [texts.get(number, "")]
                 self._ended.add(number)
         self._show()
@@ -83,13 +83,13 @@ class Printer:
             self._out.flush()
         except BrokenPipeError:
             self.is_closed = True
-            # What Python flushes as it ends.
+            # Python flushes stdout at exit, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         self._last = text[-1]
 
 
 def write_json(path: Path, prompts: Sequence[str], completions: Sequence[Completion], facts: Mapping[str, Any]) -> None:
-    """Leave the results in a file.
+    """Write the results to a file.
 
     Raises:
         DataError: it cannot be written.

@@ -1,9 +1,9 @@
-"""A prompt through the chunked operator, to the states after it.
+"""Prefill: prompts through the chunked operator, to the states after them.
 
-Prompts of a batch need not be of one length: all are taken together up to the end of the shortest, those that are left
-up to the end of the next, and so on. Between two such ends tokens go through the model in pieces of bounded size, one
-after another, as segments do in training, each spread over the ranks of the sequence: memory is that of one piece,
-whatever the prompt's length. Nothing is padded, so what a prompt gives does not depend on those beside it.
+Prompts of a batch may differ in length: all are processed together up to the end of the shortest, the rest up to the
+end of the next, and so on. In between, tokens are processed in pieces of bounded size, like segments in training, each
+sharded over the ranks of the sequence: memory is that of one piece, whatever the prompt's length. Nothing is padded, so
+a prompt's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from zeco_train.sp.dp import LocalScan
 
 
 class Prefill:
-    """Puts prompts through a model. Collective over the ranks that share a sequence, all of which get the results.
+    """Runs prompts through a model. Collective over the ranks that share a sequence; all get the results.
 
     Args:
-        model: whole on every rank.
+        model: replicated on every rank.
         mesh: the ranks.
-        scan: joins the shards of a sequence.
-        tokens: at most so many of a piece on a rank, over all its prompts.
+        scan: sequence-parallel scan.
+        tokens: maximum tokens of a piece per rank, summed over its prompts.
     """
 
     def __init__(self, model: LanguageModel, mesh: ProcessMesh, scan: StateScan, tokens: int) -> None:
@@ -43,15 +43,15 @@ class Prefill:
         proceed: Callable[[], bool] = lambda: True,
         states: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Logits [B, vocab] after each prompt's last token, and the states there, by layer [B, H, K, V].
+        """Logits [B, vocab] after each prompt's last token, and the states there, per layer [B, H, K, V].
 
         Args:
             prompts: [T_i] int64 each, T_i ≥ 1, the same on all ranks of a sequence.
-            proceed: asked before each piece; must say the same on all these ranks.
-            states: after what stands before the prompts, the same on all these ranks; None: nothing does.
+            proceed: called before each piece; must return the same value on all these ranks.
+            states: initial states, the same on all these ranks; None for zeros.
 
         Returns:
-            None if it was told not to proceed.
+            None if `proceed` returned false.
         """
         device, lengths = self._mesh.device, [len(prompt) for prompt in prompts]
         states = self._model.zero_states(len(prompts), device) if states is None else [s.clone() for s in states]
@@ -66,12 +66,12 @@ class Prefill:
             carries, hidden = self._piece(tokens, start, [state[index] for state in states])
             for state, carry in zip(states, carries, strict=True):
                 state[index] = carry
-            # Overwritten where the prompt goes on; a piece's last rows are those that its last token belongs to.
+            # Overwritten by later pieces, so the value of each prompt's last piece remains.
             last[index] = hidden
         return self._model.lm_head(last), states
 
     def _pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Where pieces start and stop: at the ends of prompts, and wherever there are too many tokens."""
+        """Ranges [start, stop) of the pieces: cut at the ends of prompts, and at the maximum size."""
         start = 0
         for end in sorted(set(lengths)):
             rows = sum(length >= end for length in lengths)
@@ -82,10 +82,10 @@ class Prefill:
                 start = stop
 
     def _piece(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """One piece, [B, T] on all ranks, from the states before it to those after it and the last token's [B, D]."""
+        """Process one piece, [B, T] on all ranks; returns the states after it and the last token's hidden [B, D]."""
         total, ranks = tokens.shape[1], self._mesh.sp_size
         first, after = 0, total
-        # A rank must have a token, and less than a chunk for each is not worth the way.
+        # Shard only if each rank gets a chunk: every rank needs a token, and smaller shards do not pay off.
         is_shared = ranks > 1 and total >= ranks * CHUNK
         if is_shared:
             first, after = (total * rank // ranks for rank in (self._mesh.sp_rank, self._mesh.sp_rank + 1))
@@ -101,7 +101,7 @@ class Prefill:
 
 @torch.no_grad()
 def whole_logits(model: LanguageModel, input_ids: Tensor) -> Tensor:
-    """Logits by the chunked operator at once, on this rank alone: input_ids [B, T] → [B, T, vocab]."""
+    """All logits in one pass of the chunked operator, on this rank alone: input_ids [B, T] → [B, T, vocab]."""
     scan = LocalScan()
     logits = model(input_ids, SequenceShard(scan=scan, offset=0, seq_len=input_ids.shape[1]))
     scan.drain()

@@ -1,4 +1,4 @@
-"""From logits to the next token."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from zeco_train.errors import ConfigError
 
-# A generator's seed is a whole number of 64 bits; samples of a prompt count up from the one that is given.
+# A generator's seed has 64 bits; the samples of a prompt use consecutive seeds.
 _LARGEST_SEED = (1 << 63) - 1
-# Logits divided by less than this may not be finite any more.
+# Logits divided by less than this may overflow.
 _LEAST_TEMPERATURE = 1e-9
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """Sampling parameters.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: of so many likeliest tokens only (and those as likely as the last of them); 0: of all.
-        top_p: of the fewest likeliest tokens only whose probabilities sum to this; 1: of all.
-        seed: of the draws.
+        temperature: divides the logits; 0 for greedy decoding.
+        top_k: keep only the k likeliest tokens (and ties with the last of them); 0 keeps all.
+        top_p: keep only the smallest set of likeliest tokens whose probabilities sum to this; 1 keeps all.
+        seed: of the random numbers.
     """
 
     temperature: float = 1.0
@@ -47,13 +47,13 @@ class Sampling:
 
 
 class Sampler:
-    """Draws the tokens of a batch. Each row has a stream of random numbers of its own, so what it draws does not depend
-    on the rows beside it; a row of seed s draws as transformers' `generate` does alone after `torch.manual_seed(s)`.
+    """Samples the tokens of a batch. Each row has its own random generator, so its tokens do not depend on the rest of
+    the batch; a row with seed s draws as transformers' `generate` does alone after `torch.manual_seed(s)`.
 
     Args:
-        sampling: how.
-        seeds: of each row.
-        device: of the logits. Streams of one seed differ between kinds of devices.
+        sampling: the parameters.
+        seeds: one per row.
+        device: of the logits. The same seed gives different numbers on different device types.
     """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], device: torch.device) -> None:
@@ -61,16 +61,16 @@ class Sampler:
         self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep only these rows, in this order."""
         self._streams = [self._streams[row] for row in rows]
 
     def draw(self, logits: Tensor) -> Tensor:
-        """[B] int64 of logits [B, vocab]; −1 for a row with logits that are not finite."""
+        """Sample [B] int64 from logits [B, vocab]; −1 for rows with non-finite logits."""
         is_sound = logits.isfinite().all(-1)
         if self._sampling.temperature == 0:
             tokens = logits.argmax(-1)
         else:
-            # A row of NaN would end the process on CUDA, far from here.
+            # On CUDA, multinomial of NaN triggers a device-side assert, reported asynchronously.
             weights = probabilities(logits.masked_fill(~is_sound[:, None], 0.0), self._sampling)
             draws = [torch.multinomial(row, 1, generator=g) for row, g in zip(weights, self._streams, strict=True)]
             tokens = torch.cat(draws)
@@ -78,7 +78,7 @@ class Sampler:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What the tokens are drawn with: logits [B, vocab] → [B, vocab] fp32, 0 for those that are left out."""
+    """Sampling probabilities: logits [B, vocab] → [B, vocab] fp32, 0 for excluded tokens."""
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k).values[:, -1:]
@@ -86,7 +86,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True, stable=True)
         weights = ordered.softmax(-1)
-        # A token stays if those before it do not reach top_p yet; so the first one always does.
+        # Keep a token if those before it sum to less than top_p; so the first is always kept.
         is_out = weights.cumsum(-1) - weights >= sampling.top_p
         logits = logits.masked_fill(is_out.scatter(-1, order, is_out), -torch.inf)
     return logits.softmax(-1)

@@ -1,4 +1,4 @@
-"""From tokens to text, as they come: nothing is shown that a later token could still change."""
+"""Streaming detokenisation: returns only text that no later token can change."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 
 from data.tokenizer import Tokenizer
 
-# What decoders put for bytes that are no character, or not yet: up to three of the four bytes of a character may be
-# there, and a decoder may put one mark for each of them.
+# Replacement character for invalid or incomplete UTF-8. Up to three of a character's four bytes may be present, and a
+# decoder may emit one mark for each.
 _MARK = "\ufffd"
 _MOST_MARKS = 3
-# Tokens before those that are decoded: enough for what a tokenizer does at the border of two words.
+# Preceding tokens decoded as context: enough for a tokenizer's treatment of word boundaries.
 CONTEXT = 8
 _MOST_IDS = 64
 
 
 class TextStream:
-    """Decodes a sequence token by token. All pieces together are what decoding all tokens together gives.
+    """Decodes a sequence token by token. The concatenated pieces equal the decoding of all tokens at once.
 
     Args:
-        tokenizer: whose tokens.
-        context: those before the first; their text is not repeated.
+        tokenizer: of the tokens.
+        context: tokens before the first; their text is not returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -31,18 +31,18 @@ class TextStream:
         self._given = len(self._decode())
 
     def add(self, token: int) -> str:
-        """The text that this token completes; "" while a character lacks bytes."""
+        """The text completed by this token; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._decode()
         piece = self._give(text, _settled(text))
         if len(self._ids) > _MOST_IDS:
-            # The work of a token stays the same, however long the text.
+            # Bounds the work per token, however long the text.
             del self._ids[:-CONTEXT]
             self._given = _settled(self._decode())
         return piece
 
     def finish(self) -> str:
-        """What is left, when no token follows."""
+        """The remaining text, after the last token."""
         text = self._decode()
         return self._give(text, len(text))
 
@@ -56,15 +56,15 @@ class TextStream:
 
 
 def _settled(text: str) -> int:
-    """How much of a text no later token can change."""
+    """Length of the prefix of a text that no later token can change."""
     return len(text) - min(len(text) - len(text.rstrip(_MARK)), _MOST_MARKS)
 
 
 class StopTexts:
-    """Ends a text before the first of some texts in it.
+    """Ends a text before the first stop string.
 
     Args:
-        texts: none of them empty.
+        texts: the stop strings, not empty.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ class StopTexts:
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
-        """The text that is certain to be before any of them; `found` says whether one has come."""
+        """The text that is certainly before any stop string; sets `found` when one occurs."""
         text = self._held + piece
         places = [(place, stop) for stop in self._texts if (place := text.find(stop)) >= 0]
         if places:
@@ -85,13 +85,13 @@ class StopTexts:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back, when no more text follows."""
+        """The text held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-size:]):
             return size

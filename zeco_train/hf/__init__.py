@@ -1,1 +1,1 @@
-"""Folders as Hugging Face's libraries have them, with the models of flash-linear-attention: written and read."""
+"""Reads and writes Hugging Face folders with the models of flash-linear-attention."""

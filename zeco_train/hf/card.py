@@ -1,4 +1,4 @@
-"""The model card: what an exported model is, how it was trained, and how it is used."""
+"""The model card of an export: the model, its training, and its use."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
     """The text of README.md.
 
     Args:
-        losses: `loss` and `val_loss` where they are known; see `last_losses`.
-        origin: what ORIGIN_FILE holds.
+        losses: the known losses; see `last_losses`.
+        origin: contents of ORIGIN_FILE.
     """
     model, data, fla = config.model, config.data, mixer_of(config.model).fla
     assert fla is not None, "what fla has no class for is not exported"
@@ -64,7 +64,7 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
 
 
 def last_losses(run_dir: Path, step: int) -> dict[str, float]:
-    """The training loss of the last step that was logged up to `step`, and the last validation loss.
+    """The last training loss and the last validation loss logged up to `step`.
 
     Raises:
         DataError: the metrics cannot be read.

@@ -1,4 +1,4 @@
-"""Training that goes on from a model in Hugging Face's form: whether the run's configuration is of that model."""
+"""Checks for training from a Hugging Face folder: whether the run's configuration matches the model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.folder import checked_fla_model
 from zeco_train.hf.tokenizer import tokenizer_info
 
-# They name it, and say how it was begun.
+# Name and initialisation: not part of the trained model.
 _NOT_OF_THE_MODEL = ("name", "initializer_range")
 
 
 def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
-    """Check that the model in `folder` is the one that is configured.
+    """Check that the model in `folder` matches the configured one.
 
     Raises:
-        ConfigError: it is another one; the overrides that it takes are named.
-        CheckpointError: its files cannot be read, or do not fit its own configuration.
+        ConfigError: it differs; the message names the overrides that it needs.
+        CheckpointError: its files cannot be read, or do not match its own configuration.
     """
     found = checked_fla_model(folder).model
     fields = [entry.name for entry in dataclasses.fields(model) if entry.name not in _NOT_OF_THE_MODEL]
@@ -34,7 +34,7 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
 
 
 def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
-    """What to tell the user if the tokens of the data are not, or may not be, those that the model knows."""
+    """A warning if the data's tokenizer is not, or may not be, the model's; None if they match."""
     info = tokenizer_info(folder)
     if info is None:
         return f"{folder} has no tokenizer: whether its tokens are those of the data, nobody has checked"

@@ -1,8 +1,8 @@
-"""Export of a trained model to a folder that Hugging Face's libraries read.
+"""Export of a trained model to a Hugging Face folder.
 
-One process on a CPU, whatever the model was trained on; memory is that of two files of weights. The folder appears by
-one rename once all in it is on disk. With fla installed, `AutoModelForCausalLM.from_pretrained(OUT)` loads it; no code
-comes with it, so nothing has to be trusted.
+Runs in one CPU process, whatever the model was trained on, with the memory of two weight files. The folder is fsynced
+and then renamed into place. With fla installed, `AutoModelForCausalLM.from_pretrained(OUT)` loads it; it contains no
+code, so trust_remote_code is not needed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _PAD_OF_BYTES = 0
 @dataclass
 class ExportSettings:
     """Attributes:
-    shard_mb: the most of weights in a file, in MB; memory is about twice that, for a file is read back.
-    dtype: of the weights in the files; null: that which they were trained in, bit for bit.
+    shard_mb: maximum size of a weight file, in MB; memory is about twice that, since each file is read back.
+    dtype: of the weights in the files; null: that of the checkpoint, bit for bit.
     """
 
     shard_mb: int = 1000
@@ -58,10 +58,10 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     """Write a trained model to `out`.
 
     Returns:
-        What was done, in a line.
+        A one-line summary.
 
     Raises:
-        ZecoError: there is no such model, it is damaged, fla's configuration cannot express it, or `out` is taken or
+        ZecoError: there is no such model, it is damaged, fla's configuration cannot express it, or `out` exists or
             cannot be written.
     """
     trained = find_trained(run)
@@ -75,7 +75,7 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
         raise CheckpointError(f"{trained.path}: damaged: {problem}; name another checkpoint")
     stored = stored_dtype(trained.path, trained.model)
     dtype = stored if settings.dtype is None else settings.dtype.compute
-    # All that is refused is refused before anything is written.
+    # Run all checks before anything is written.
     record = _fla_record(trained, trained.config, dtype)
     with atomic_folder(out, remedy="name another OUT") as folder:
         _check_room(out, folder, spec_of(trained.model).num_parameters * dtype.itemsize)
@@ -95,7 +95,7 @@ def _fla_record(trained: Trained, config: Config, dtype: torch.dtype) -> dict[st
 
 
 def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` unless the disk of the folder that becomes `out` has room for the weights."""
+    """Raise `ConfigError` unless the disk of `folder`, which becomes `out`, has room for the weights."""
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         sizes = f"{num_bytes / 1e9:.3g} GB of weights, {free / 1e9:.3g} GB are free there"
         raise ConfigError("OUT", out, sizes)
@@ -123,14 +123,14 @@ def _fill(
     write_durably(folder / "README.md", model_card(config, progress, losses, origin))
     written = write_weights(trained.path, trained.model, folder, dtype, file_bytes)
     _check_round_trip(folder, trained)
-    # Of the weights: the rest is small, is checked when it is read, and may well be edited.
+    # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
     weights = [folder / name for name in written.files]
     write_checksums(folder, {path.name: (path.stat().st_size, sha256_of(path)) for path in weights})
     return written
 
 
 def _check_round_trip(folder: Path, trained: Trained) -> None:
-    """What was written has to be the model again when it is read; a failure is a fault of ours."""
+    """Assert that the written folder reads back as the same model; a failure is a bug in this package."""
     found = dataclasses.replace(checked_fla_model(folder).model, name=trained.model.name)
     wanted = trained.model.canonical()
     assert found == wanted, (found, wanted)

@@ -1,7 +1,7 @@
-"""The configuration of fla's models (`fla.models`, 0.6.0) and ours, in both directions.
+"""Conversion between the configurations of fla's models (`fla.models`, 0.6.0) and this package's, in both directions.
 
-What fla's configuration can say and our model cannot do is refused by name, and so is the reverse. Its switches for
-fused kernels do not change the model; `use_gk` and `use_gv` no code of it reads.
+Settings that the other side does not support are rejected by name. fla's switches for fused kernels do not change the
+model; its `use_gk` and `use_gv` are not read by any of its code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.registry import MIXERS, mixer_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import ConfigError
 
-# fla's defaults, for what a file leaves out.
+# fla's defaults, for keys missing from a file.
 _DEFAULTS: dict[str, int | float | bool] = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -31,9 +31,9 @@ _DEFAULTS: dict[str, int | float | bool] = {
 }
 _OPTIONAL = {"intermediate_size": int, "hidden_ratio": int}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-# What fla calls as we do.
+# Keys with the same name in fla and here.
 _SAME = ("hidden_size", "initializer_range", "intermediate_size", "norm_eps", "tie_word_embeddings", "vocab_size")
-# Keys with the only value that our models have, and what another one stands for.
+# Keys with the only supported value, and the meaning of other values.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "attn": (None, "layers of softmax attention"),
     "attnres_block_size": (None, "residuals over blocks of layers"),
@@ -45,32 +45,32 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class FlaModel:
-    """What a config.json says.
+    """The contents of a config.json.
 
     Attributes:
         model: the shape.
-        renamed: parts of parameters' names, ours to those of the file, where they differ.
+        renamed: parts of parameter names that differ: this package's to the file's.
     """
 
     model: LanguageModelConfig
     renamed: Mapping[str, str]
 
     def name_of(self, parameter: str) -> str:
-        """What the file calls one of our parameters."""
+        """The name in the file of one of this package's parameters."""
         for own, theirs in self.renamed.items():
             parameter = parameter.replace(own, theirs)
         return parameter
 
 
 def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
-    """Our model for a config.json.
+    """Convert a config.json to a model configuration.
 
     Args:
         record: its contents.
         path: of its folder, for messages and for the model's name.
 
     Raises:
-        ConfigError: it is of another model, or of one with what ours has not; names the key.
+        ConfigError: an unknown model, or an unsupported setting; names the key.
     """
     file = path / CONFIG_FILE
     mixer, fla = _known(file, record.get("model_type"))
@@ -110,10 +110,10 @@ def to_fla(
     """The contents of config.json.
 
     Args:
-        tokenizer: names the end of a sequence; there is no token for its beginning.
-        pad_id: of padding, if there is one.
-        seq_len: that the model was trained with; it bounds nothing, but tools ask.
-        dtype: of the weights, as torch calls it.
+        tokenizer: provides the end-of-sequence id; there is no beginning-of-sequence token.
+        pad_id: padding id, if there is one.
+        seq_len: sequence length in training; no limit of the model, but tools require one.
+        dtype: of the weights, by its torch name.
 
     Raises:
         ConfigError: fla's configuration cannot express the model.
@@ -158,12 +158,12 @@ def _known(file: Path, model_type: Any) -> tuple[type[Mixer], FlaFormat]:
 
 
 def _default_inner(width: int, ratio: int | None) -> int:
-    """fla's width of the MLP where its configuration gives none: 2/3 · ratio · width, up to a multiple of 256."""
+    """fla's default MLP width: 2/3 · ratio · width, rounded up to a multiple of 256."""
     return -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256) * 256
 
 
 def _checked(file: Path, key: str, value: Any, kind: type) -> Any:
-    """A value of one of `_KINDS`; a whole number is good for both kinds of numbers, and a truth value for neither."""
+    """Check a value's type, one of `_KINDS`; an int is accepted as float, a bool is not accepted as a number."""
     allowed = int | float if kind is float else kind
     if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
         raise _refusal(file, key, value, f"must be {_KINDS[kind]}")

@@ -1,6 +1,6 @@
-"""What lies in a Hugging Face folder: its configuration, and its weights by name.
+"""Configuration and weight headers of a Hugging Face folder.
 
-Weights are read from safetensors files only: `model.safetensors`, or those that `model.safetensors.index.json` names.
+Weights are read from safetensors files only: `model.safetensors`, or those named in `model.safetensors.index.json`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from zeco_train.hf.fla_config import FlaModel, from_fla
 from zeco_train.system import small_files
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# What an export of ours says of where it is from.
+# Provenance of an export by this package.
 ORIGIN_FILE = "zeco_train.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
-# A tied head is the embedding; files may have it or not.
+# A tied head equals the embedding; files may include it or not.
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, as its header says: [shape] of `dtype`."""
+    """A tensor's entry in a file header: [shape] of `dtype`."""
 
     file: str
     dtype: str
@@ -35,12 +35,12 @@ class Stored:
 
 
 def checked_fla_model(folder: Path) -> FlaModel:
-    """The model that config.json describes, once the files are seen to have its parameters, no more and no less, in
-    shapes and dtypes that can be read.
+    """The model of config.json, after checking that the files hold exactly its parameters, with matching shapes and
+    readable dtypes.
 
     Raises:
-        ConfigError: it is another model than ours; see `from_fla`.
-        CheckpointError: names the first parameter that is not so, or the file that cannot be read.
+        ConfigError: an unsupported model; see `from_fla`.
+        CheckpointError: names the first mismatched parameter, or the file that cannot be read.
     """
     fla = from_fla(read_record(folder / CONFIG_FILE), folder)
     expected = {fla.name_of(name): shape for name, shape in spec_of(fla.model).parameter_shapes.items()}
@@ -62,7 +62,7 @@ def checked_fla_model(folder: Path) -> FlaModel:
 
 
 def stored_weights(folder: Path) -> dict[str, Stored]:
-    """The tensors of a folder, by the headers of its files.
+    """The tensors of a folder, from the headers of its files.
 
     Raises:
         CheckpointError: there are none, a file is damaged, or files and index disagree.
@@ -78,7 +78,7 @@ def stored_weights(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the files with weights."""
+    """The names of the weight files."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX_FILE).is_file():
         table = read_record(folder / INDEX_FILE).get("weight_map")
@@ -92,7 +92,7 @@ def _files(folder: Path) -> list[str]:
         hint = f" (there is {others[0]}: convert it with transformers, save_pretrained)" if others else ""
         raise CheckpointError(f"{folder}: {missing[0]} is missing{hint}")
     if extra := sorted(set(present) - set(named)):
-        # The reader takes all there are.
+        # HuggingFaceStorageReader reads all safetensors files of the folder.
         raise CheckpointError(f"{folder}: {extra[0]} is none of the files that it should have; move it away")
     return named
 

@@ -1,8 +1,8 @@
-"""`python -m zeco_train.hf.parity EXPORT`: an export in fla's own model beside ours, on a GPU.
+"""`python -m zeco_train.hf.parity EXPORT`: compare an export in fla's model with this package's model, on a GPU.
 
-Logits of one sequence, in fp32 and bf16, each also against ours in fp64, and the texts that both generate with the same
-seed, theirs through transformers. fla's model computes with Triton: without a GPU there is nothing to compare with. Its
-products in fp32 are those of tf32 unless TRITON_F32_DEFAULT=ieee is set, which is worth more than what is allowed here.
+Compares the logits of one sequence in fp32 and bf16, each also against this package's in fp64, and the texts that both
+generate with the same seed, fla's through transformers. fla's model uses Triton and so needs a GPU. Its fp32 matmuls
+use tf32 unless TRITON_F32_DEFAULT=ieee is set, and the error of tf32 exceeds the tolerance here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zeco_train.system.numbers import relative_error
 from zeco_train.system.ranges import check_least
 
 _USAGE = "python -m zeco_train.hf.parity EXPORT [KEY=VALUE ...]"
-# The largest relative error (2-norms) between the two models' logits that passes.
+# Tolerance for the relative error (2-norms) between the two models' logits.
 ALLOWED = {Dtype.fp32: 1e-4, Dtype.bf16: 1e-2}
 
 
@@ -45,9 +45,9 @@ ALLOWED = {Dtype.fp32: 1e-4, Dtype.bf16: 1e-2}
 class ParitySettings:
     """Attributes:
     tokens: length of the sequence whose logits are compared.
-    prompt_tokens: of it, what the texts begin with.
-    new_tokens: of each text.
-    seed: of the sequence, and of what is drawn.
+    prompt_tokens: tokens of it used as the prompt of the texts.
+    new_tokens: tokens generated per text.
+    seed: of the sequence, and of sampling.
     """
 
     tokens: int = 4096
@@ -64,13 +64,13 @@ class ParitySettings:
 
 @dataclass(frozen=True)
 class Parity:
-    """The two models in one dtype.
+    """Comparison of the two models in one dtype.
 
     Attributes:
         dtype: of weights and activations.
-        error: of our logits against theirs, ‖ours − theirs‖ / ‖theirs‖.
-        ours, theirs: of each against our logits in fp64.
-        same: by kind of text (greedy, drawn) how many tokens are the same before the first that differs, of how many.
+        error: relative error between the logits, ‖ours − theirs‖ / ‖theirs‖.
+        ours, theirs: relative error of each against our logits in fp64.
+        same: by kind of text (greedy, drawn): number of equal tokens before the first difference, and total.
     """
 
     dtype: Dtype
@@ -87,16 +87,16 @@ class Parity:
 def compare(
     trained: Trained, mesh: ProcessMesh, settings: ParitySettings, dtypes: Sequence[Dtype] = tuple(ALLOWED)
 ) -> Iterator[Parity]:
-    """Both models in one dtype after another; of one rank.
+    """Compare both models in each dtype, on one rank.
 
     Args:
         trained: an export.
     """
-    import fla  # noqa: F401 - tells transformers of its models
+    import fla  # noqa: F401 - registers its models with transformers
     from transformers import AutoModelForCausalLM
 
     draw = torch.Generator().manual_seed(settings.seed)
-    # Special tokens have low ids in most vocabularies.
+    # Skip the lowest ids, special tokens in most vocabularies.
     first, vocabulary = min(3, trained.model.vocab_size - 1), trained.model.vocab_size
     ids = torch.randint(first, vocabulary, (settings.tokens,), generator=draw)
     sequence = ids[None].to(mesh.device)
@@ -129,7 +129,7 @@ HEADER = "dtype   ours − theirs   allowed   ours − fp64   theirs − fp64   
 
 
 def line(row: Parity) -> str:
-    """A comparison as a line below `HEADER`."""
+    """Format a comparison as a line below `HEADER`."""
     counts = "   ".join(f"{equal:>4} of {total:<4}" for equal, total in row.same.values())
     figures = f"{row.error:13.2e}   {ALLOWED[row.dtype]:7.0e}   {row.ours:11.2e}   {row.theirs:13.2e}"
     return f"{row.dtype.value:5}   {figures}   {counts}   {'ok' if row.passes else 'TOO FAR APART'}"
@@ -137,7 +137,7 @@ def line(row: Parity) -> str:
 
 @errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
-    """Compare; returns the process's exit code, 1 where logits are further apart than is allowed."""
+    """Compare; returns the process's exit code, 1 if an error exceeds its tolerance."""
     if {"-h", "--help"} & set(arguments):
         print(f"usage: {_USAGE}\n\n{describe_settings(ParitySettings)}")
         return 0
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     print(HEADER, flush=True)
     all_pass = True
     for row in compare(trained, mesh, settings):
-        # At once: fla tunes its kernels for minutes in each dtype.
+        # Flush each line: fla tunes its kernels for minutes per dtype.
         print(line(row), flush=True)
         all_pass &= row.passes
     dist.destroy_process_group()

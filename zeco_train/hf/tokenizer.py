@@ -1,7 +1,7 @@
 """The tokenizer in a Hugging Face folder.
 
-That of bytes is transformers' `ByT5Tokenizer(extra_ids=0)`, whose ids ours has (`data.tokenizer.ByteTokenizer`). It is
-recognised without importing transformers, and written without.
+The byte tokenizer is transformers' `ByT5Tokenizer(extra_ids=0)`, with the same ids as `data.tokenizer.ByteTokenizer`.
+It is recognised and written without importing transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_BYTES = {
 
 
 def tokenizer_info(folder: Path) -> dict[str, str] | None:
-    """What `StoreMeta.tokenizer` would say of the tokenizer in a folder, but for its digest; None if there is none."""
+    """`StoreMeta.tokenizer` of the tokenizer in a folder, without its digest; None if there is none."""
     if not any((folder / name).is_file() for name in (TOKENIZER_CONFIG, *VOCABULARIES)):
         return None
     if _is_of_bytes(folder / TOKENIZER_CONFIG):
@@ -37,10 +37,10 @@ def write_tokenizer(tokenizer: Tokenizer, files: Path | None, folder: Path) -> N
     """Write a tokenizer's files.
 
     Args:
-        files: the folder with its own files, which are copied as they are; None: it writes them itself.
+        files: the folder with its files, which are copied unchanged; None: use `Tokenizer.save`.
 
     Raises:
-        DataError: they are not all files of that folder; see `check_tokenizer`.
+        DataError: a file is a link out of that folder; see `check_tokenizer`.
     """
     if isinstance(tokenizer, ByteTokenizer):
         write_durably(folder / TOKENIZER_CONFIG, json.dumps(_OF_BYTES, indent=2) + "\n")

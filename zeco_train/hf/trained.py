@@ -1,4 +1,4 @@
-"""A trained model, wherever it lies: in a run's folder, in one of its checkpoints, or exported."""
+"""Finds and loads a trained model: from a run's folder, one of its checkpoints, or an export."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from zeco_train.tracking.run_folder import read_identity
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model that was found, and what is known of it without its weights.
+    """Location and metadata of a trained model, without its weights.
 
     Attributes:
-        path: where its weights are: a checkpoint's folder, or an export.
+        path: folder of the weights: a checkpoint, or an export.
         model: its shape.
-        config: of the run that trained it; None if that is not known, as of an export that is not ours.
-        step: after which it was saved; None if that is not known.
-        tokenizer_info: `StoreMeta.tokenizer` of what it was trained on.
-        folders: in which the tokenizer's files may be, in this order.
+        config: of the run that trained it; None if unknown, as for other programs' exports.
+        step: at which it was saved; None if unknown.
+        tokenizer_info: `StoreMeta.tokenizer` of its training data.
+        folders: searched in order for the tokenizer's files.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Trained:
 
     @property
     def token_folders(self) -> list[Path]:
-        """`folders`, and of a run the token stores that it read: older runs kept no tokenizer of their own."""
+        """`folders`, and for a run also its token stores: older runs have no copy of the tokenizer."""
         data = self.config.data if self.config is not None else None
         if data is None or not (data.path or data.stores) or is_hf_folder(self.path):
             return list(self.folders)
@@ -59,10 +59,10 @@ class Trained:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Loaded on its first use: all but that of bytes take transformers and their time.
+        """The tokenizer, loaded lazily: all but the byte tokenizer import transformers, which is slow.
 
         Raises:
-            DataError: it is nowhere to be found.
+            DataError: it cannot be found.
         """
         name = tokenizer_name(self.tokenizer_info, *self.token_folders)
         try:
@@ -73,9 +73,9 @@ class Trained:
             raise DataError(name or self.path, f"no tokenizer there, nor in {places} ({error})", remedy) from error
 
     def configure(self, overrides: list[str]) -> Config:
-        """The run's configuration, with overrides as `train.py` takes them; its split is left to the ranks there are.
+        """The run's configuration with overrides in `train.py`'s syntax; `sp.size` and device are set to automatic.
 
-        Of a model of unknown origin, that of `configs/train.yaml`.
+        For a model of unknown origin, starts from `configs/train.yaml`.
 
         Raises:
             ConfigError: see `load_config`; or an override of the model.
@@ -94,18 +94,16 @@ class Trained:
             checkpoint=replace(base.checkpoint, load=None),
         )
         if any(text.partition("=")[0] == "data" for text in overrides):
-            # A file of the group sets all of the section; other text is to be of the run's length all the same.
+            # A config file of group `data` replaces the whole section; keep the run's sequence length.
             overrides = [f"data.seq_len={base.data.seq_len}", *overrides]
         return load_config(overrides, base)
 
 
 def find_trained(path: str) -> Trained:
-    """Find a trained model: in a run's folder the newest checkpoint, in a checkpoint's, or in an export.
-
-    Only small files are read.
+    """Find a trained model: a run's newest checkpoint, a given checkpoint, or an export. Reads only small files.
 
     Raises:
-        ZecoError: there is none, or its files are damaged or not ours.
+        ZecoError: there is none, or its files are damaged or unsupported.
     """
     check_path("RUN", path)
     folder = Path(path)
@@ -125,19 +123,19 @@ def find_trained(path: str) -> Trained:
 
 
 def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy | None) -> LanguageModel:
-    """The model with its weights, laid over the ranks, for use without gradients. Collective.
+    """Load the model for inference, sharded over the ranks. Collective.
 
-    Any number of ranks and any strategy will do, whatever it was trained with. The weights are in the compute dtype.
-    With None as strategy they are plain tensors, whole on every rank, as `LanguageModel.step` needs them.
+    The number of ranks and the strategy may differ from training. The weights are in the compute dtype. With strategy
+    None they are plain tensors, replicated on every rank, as `LanguageModel.step` needs them.
 
     Raises:
         CheckpointError: the weights are damaged or of another model.
-        ConfigError: the ranks have found different checkpoints.
+        ConfigError: the ranks found different checkpoints.
     """
     with torch.device("meta"):
         model = spec_of(trained.model).build().to(dtype.compute)
     model.to_empty(device=mesh.device)
-    # `to_empty` replaces each module's parameters on their own.
+    # `to_empty` replaces each module's parameters separately, which unties them.
     model.tie_weights()
     if strategy is not None:
         parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh)

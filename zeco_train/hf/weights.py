@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint, or of a Hugging Face folder, into a model that lies over any number of ranks."""
+"""Loads the weights of a checkpoint or a Hugging Face folder into a model on any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 
 
 def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.ProcessGroup) -> None:
-    """Restore weights only, in place, in the dtype that they have in the model. Collective.
+    """Load weights only, in place, converted to the model's dtype. Collective.
 
     Args:
-        path: a checkpoint's folder, or one in Hugging Face's form.
-        group: of all ranks, between hosts.
+        path: a checkpoint's folder, or a Hugging Face folder.
+        group: CPU process group of all ranks.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
-        ConfigError: the ranks have found different ones.
+        ConfigError: the ranks found different ones.
     """
     is_hf = is_hf_folder(path)
     remedy = "name one step_… folder, or one export, for all ranks"
     check_same(agree(mesh, lambda: _which(path, is_hf)), mesh.world_size, remedy)
-    # Folders that others wrote say nothing of what was in them.
+    # Folders written by other programs have no checksums.
     problem = damage_of(path, mesh) if not is_hf or (path / CHECKSUMS_FILE).is_file() else None
     if problem is not None:
         raise CheckpointError(f"{path}: damaged: {problem}; name another checkpoint")
@@ -48,10 +48,10 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
 
 
 def _which(path: Path, is_hf: bool) -> dict[str, Any]:
-    """What tells a folder from those that other ranks may have found: each looks for the newest checkpoint by itself,
-    the run that it is of may go on meanwhile, and nodes may hold different exports under the same path.
+    """Identity of a folder, to be compared over ranks: each looks for the newest checkpoint by itself, the run may
+    still be writing checkpoints, and nodes may hold different exports under the same path.
     """
     if not is_hf:
         return {"checkpoint": path.name}
-    # Others' folders say nothing of where they are from.
+    # Other programs' folders have no ORIGIN_FILE.
     return {"export of step": read_record(path / ORIGIN_FILE).get("step")} if (path / ORIGIN_FILE).is_file() else {}

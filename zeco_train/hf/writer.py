@@ -1,4 +1,4 @@
-"""Writes a checkpoint's weights as safetensors files of a bounded size; one process, which holds one file at a time."""
+"""Writes a checkpoint's weights as safetensors files of bounded size, in one process, one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from zeco_train.errors import CheckpointError, system_errors
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.system.files import sync_file, write_durably
 
-# What weights lie under in a checkpoint (`Checkpointer`).
+# Key of the weights in a checkpoint (`Checkpointer`).
 _MODEL = "model"
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files of weights: their names, and the bytes of all tensors."""
+    """The weight files: their names, and the total bytes of all tensors."""
 
     files: list[str]
     num_bytes: int
 
 
 def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
-    """The dtype of a checkpoint's weights, which have one, once they are seen to be those of the model.
+    """The common dtype of a checkpoint's weights, after checking that names and shapes match the model.
 
     Raises:
-        CheckpointError: they are not, or the checkpoint cannot be read.
+        CheckpointError: a mismatch, several dtypes, or an unreadable checkpoint.
     """
     with system_errors(lambda reason: CheckpointError(f"{checkpoint}: .metadata cannot be read: {reason}")):
         metadata = read_metadata(checkpoint).state_dict_metadata
@@ -56,14 +56,14 @@ def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
 def write_weights(
     checkpoint: Path, model: LanguageModelConfig, folder: Path, dtype: torch.dtype, file_bytes: int
 ) -> Written:
-    """Write the weights, rounded to `dtype` where they have another one, and read each file back.
+    """Write the weights, converted to `dtype`, and verify each file by reading it back.
 
     Args:
-        file_bytes: the most of tensors in a file; one tensor alone may have more.
+        file_bytes: maximum bytes of tensors per file; a single larger tensor gets its own file.
 
     Raises:
         CheckpointError: a weight cannot be read.
-        OSError: a file cannot be written, or is not what was written.
+        OSError: a file cannot be written, or differs when read back.
     """
     parts = list(_parts(spec_of(model).parameter_shapes, dtype.itemsize, file_bytes))
     names = _file_names(len(parts))
@@ -76,7 +76,7 @@ def write_weights(
         _check_file(folder / file, tensors)
         table |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
-        # Before the next file's tensors are made.
+        # Free them before allocating the next file's tensors.
         del tensors
     if len(names) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
@@ -85,7 +85,7 @@ def write_weights(
 
 
 def _parts(shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int) -> Iterator[dict[str, torch.Size]]:
-    """The weights in the order of the model, as many a file as fit."""
+    """The weights in model order, packed into files."""
     part: dict[str, torch.Size] = {}
     filled = 0
     for name, shape in shapes.items():
@@ -106,9 +106,9 @@ def _file_names(count: int) -> list[str]:
 
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Have a file on disk, and compare it bit by bit with what it is to hold."""
+    """Fsync a file, and compare it bit by bit with the tensors."""
     sync_file(path)
-    # Not that of a secret: others read it, too.
+    # Readable by others: weights are not secret.
     path.chmod(0o644)
     with safe_open(path, framework="pt") as stored:
         for name, tensor in tensors.items():

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, metrics, starts, pictures, and what goes to W&B and TensorBoard."""
+"""Records of a run: its folder, metrics, starts, plots, and the W&B and TensorBoard loggers."""

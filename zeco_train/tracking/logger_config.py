@@ -26,7 +26,7 @@ class LoggerMode(Enum):
     disabled = "disabled"
 
 
-# What has to be installed, and what brings it.
+# Required package, and what to install for it.
 _PACKAGES = {
     LoggerKind.wandb: ("wandb", "wandb==0.31.*"),
     LoggerKind.tensorboard: ("tensorboard", "'zeco-train[tensorboard]', or tensorboard"),
@@ -36,14 +36,14 @@ _PACKAGES = {
 @dataclass
 class LoggerConfig:
     """Attributes:
-    kind: which tracker.
-    project, entity: as W&B has them; `entity` (a user or team) None is the account's default.
-    group: None is MODEL-LENGTH, such as gla_1b-1M: runs that differ in how they were split.
-    job_type: what kind of job the run is.
-    tags: besides those of the run's own: sp=…, sp.size=…, seq_len=…, model=…, strategy=…, devices=….
-    mode: `offline` unless told otherwise.
-    timeout_seconds: the longest wait for W&B's server at the start, after which the run is tracked offline, and at the
-        end, after which what is left stays in the run's folder.
+    kind: the tracker.
+    project, entity: as in W&B; `entity` (a user or team) None is the account's default.
+    group: None for MODEL-LENGTH, such as gla_1b-1M, which groups runs that differ in their parallelism.
+    job_type: W&B's job type.
+    tags: added to the automatic ones: sp=…, sp.size=…, seq_len=…, model=…, strategy=…, devices=….
+    mode: `offline` by default.
+    timeout_seconds: maximum wait for W&B's server at the start, after which the run is tracked offline, and at the end,
+        after which unsent data stays in the run's folder.
     """
 
     kind: LoggerKind = LoggerKind.none
@@ -56,14 +56,14 @@ class LoggerConfig:
     timeout_seconds: float = 60.0
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys that need another setting to be read, which one, and whether it is set."""
+        """Yield (key, setting it depends on, whether that is set)."""
         for name in ("project", "entity", "group", "job_type", "tags", "mode", "timeout_seconds"):
             yield name, "logger=wandb", self.kind is LoggerKind.wandb
 
     def validate(self) -> None:
-        """Raise `ConfigError` for what the tracker would refuse, or if it is not installed.
+        """Raise `ConfigError` for values that the tracker would reject, or if it is not installed.
 
-        Every rank can judge this alone, so that no rank waits for another that has already failed.
+        Every rank checks this alone, so no rank waits for one that has already failed.
         """
         if self.kind is LoggerKind.none:
             return
@@ -79,7 +79,7 @@ class LoggerConfig:
         if not 1 <= self.timeout_seconds <= 3600:
             raise ConfigError("logger.timeout_seconds", self.timeout_seconds, "must be from 1 to 3600")
         package, install = _PACKAGES[self.kind]
-        # Python takes a folder named wandb, as runs leave it, for a package; only a real one has an origin.
+        # A folder named wandb, as created by runs, is found as a namespace package; only a real package has an origin.
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             problem = f"package {package} is not installed; pip install {install}, or logger=none"

@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 class ExperimentLogger(Protocol):
-    """Where metrics go besides metrics.jsonl. `begin` comes first and once; nothing after it may end a run."""
+    """Metrics sink besides metrics.jsonl. `begin` is called first and once; errors after it must not end the run."""
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
-        """Begin, or go on with, a tracked run.
+        """Begin or resume a tracked run.
 
         Args:
             config: the resolved configuration as plain values.
-            start: how this start of the run is laid out, and from which step it goes on.
-            run_id: what `begin` returned when the run began (kept in its checkpoints), None for a new run.
+            start: layout and first step of this start.
+            run_id: returned by `begin` when the run began (stored in its checkpoints), None for a new run.
 
         Returns:
-            The run's id; None if this tracker has none.
+            The run's id; None if this tracker has no ids.
         """
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a step."""
 
     def finish(self, exit_code: int = 0) -> None:
-        """Hand over what is pending, and end; an `exit_code` ≠ 0 marks the run as failed. May be called again."""
+        """Flush and end; an `exit_code` ≠ 0 marks the run as failed. May be called again."""
 
 
 def build_logger(config: LoggerConfig, run_dir: str | Path, rank: int) -> ExperimentLogger:
-    """The configured tracker on rank 0; one that does nothing on the others."""
+    """The configured tracker on rank 0; a no-op on other ranks."""
     if rank != 0 or config.kind is LoggerKind.none:
         return NoLogger()
     if config.kind is LoggerKind.tensorboard:
@@ -46,7 +46,7 @@ def build_logger(config: LoggerConfig, run_dir: str | Path, rank: int) -> Experi
 
 
 class NoLogger:
-    """Records nothing and keeps the run id, so that a run may be continued with and without its tracker."""
+    """Records nothing, but keeps the run id, so that a run can be resumed with or without its tracker."""
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
         return run_id

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run measured, one JSON object a logged step."""
+"""metrics.jsonl: a run's metrics, one JSON object per logged step."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One row of metrics.jsonl. Times and rates are means over the steps since the row before.
+    """One row of metrics.jsonl. Times and rates are means over the steps since the previous row.
 
     Attributes:
         step: optimizer steps done, from 1.
         loss: mean token loss of the global batch, in nats.
         grad_norm: global gradient norm before clipping.
         lr: learning rate of this step.
-        tokens: trained on since the start of the run, over all ranks.
-        tokens_per_second, tokens_per_second_per_device: throughput of the whole job, and over its ranks.
-        step_seconds: wall-clock time of a step.
-        data_seconds: the part of it spent waiting for the loader, on the rank that waited longest.
-        val_loss: mean token loss over the held-out sequences, where it was measured; of a mixture, the mean of its
-            stores' losses (`val_loss/NAME` in `extra`) with their weights. `val_perplexity` in `extra` is its
-            exponential; by position it is in validation.jsonl.
-        memory_gb: the most device memory that PyTorch has allocated at any time since this process started, in 10^9
-            bytes, on the rank that needed most. It never falls: what a run needs is its last row. GPUs only.
-        mfu: model FLOPs over the device's peak; hfu: the same with what was computed a second time. GPUs only, and for
-            dtypes and devices whose peak is known (`zeco_train.tracking.recorder.peak_flops`).
-        comm_exposed_seconds: for how long the compute of a step waited for scans over ranks, on the rank that waited
-            longest (`zeco_train.sp.exposed`); absent where no scan crosses ranks, as with sp=dp. What gathering
-            parameters and reducing gradients expose is not in it.
-        extra: further values by name, JSON types only; they become columns of their own. A run with
-            `train.nonfinite=skip:N` has `skipped_steps`, all steps left out so far, once there are any, and in the row
-            of such a step `nonfinite`: what was not finite, and the first tensor concerned.
+        tokens: tokens trained on since the start of the run, over all ranks.
+        tokens_per_second, tokens_per_second_per_device: throughput of the whole job, and divided by its ranks.
+        step_seconds: wall-clock time per step.
+        data_seconds: time per step spent waiting for the loader, maximum over ranks.
+        val_loss: mean token loss over the held-out sequences, if measured; for a mixture, the weighted mean of its
+            stores' losses (`val_loss/NAME` in `extra`). `val_perplexity` in `extra` is its exponential; losses by
+            position are in validation.jsonl.
+        memory_gb: peak device memory allocated by PyTorch since this process started, in 10^9 bytes, maximum over
+            ranks. It never decreases: the last row is the run's peak. GPUs only.
+        mfu: model FLOPs over the device's peak; hfu: the same including recomputation. GPUs only, and for dtypes and
+            devices with a known peak (`zeco_train.tracking.recorder.peak_flops`).
+        comm_exposed_seconds: exposed communication: time per step that compute waited for scans over ranks, maximum
+            over ranks (`zeco_train.sp.exposed`); absent if no scan crosses ranks, as with sp=dp. Excludes parameter
+            all-gathers and gradient reductions.
+        extra: further values by name, JSON types only; each becomes a column. With `train.nonfinite=skip:N`,
+            `skipped_steps` is the number of steps skipped so far, if any, and the row of a skipped step has
+            `nonfinite`: the non-finite quantity, and the first tensor concerned.
     """
 
     step: int
@@ -69,7 +69,7 @@ class StepMetrics:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Self:
-        """A row as `as_dict` gave it, or as `read_metrics` did, where what is None was NaN or infinite."""
+        """Inverse of `as_dict`; also takes rows of `read_metrics`, where None stands for NaN or infinity."""
         values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
         columns = {column.name: values.pop(column.name) for column in fields(cls) if column.name in values}
         return cls(**columns, extra=values)
@@ -78,7 +78,7 @@ class StepMetrics:
         """The columns that have a value, `extra` last.
 
         Raises:
-            ValueError: a name in `extra` is one of the columns.
+            ValueError: a name in `extra` clashes with a column.
         """
         names = [column.name for column in fields(self) if column.name != "extra"]
         if clash := sorted({*names} & {*self.extra}):
@@ -93,19 +93,19 @@ _LARGEST = 1e100
 
 
 class LineWriter:
-    """Appends JSON objects to a file, each with one system call, so that a kill leaves whole lines but the last.
+    """Appends JSON objects to a file, one system call per row, so a kill can tear only the last line.
 
-    Opening it on a file that a killed run left cuts off that partial last line, and nothing else.
+    Opening an existing file truncates a torn last line, and nothing else.
 
-    Floats are written with all their digits (`float(text)` gives back the same value). NaN and infinities, which JSON
-    has not, are written as `null`.
+    Floats are written with all digits (`float(text)` restores the same value). NaN and infinities, which JSON lacks,
+    are written as `null`.
 
-    A resumed run appends: a step that was done twice has two rows, of which the last counts (`read_metrics`).
+    A resumed run appends: a repeated step has two rows, of which the last counts (`read_metrics`).
 
-    Rows that the disk does not take, since it is full, are kept and written later; the first time, that is said.
+    While the disk is full, rows are kept in memory and written later; a warning is logged when this begins.
 
     Args:
-        path: the file; made, with its folder, if it is not there.
+        path: the file; created, with its folder, if missing.
 
     Raises:
         DataError: it cannot be written, here or in `flush`.
@@ -120,7 +120,7 @@ class LineWriter:
         self._repair()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row. What another process reads from now on has it."""
+        """Append a row, immediately visible to other processes."""
         line = json.dumps(jsonable(row, lambda value: None), allow_nan=False, separators=(", ", ": ")) + "\n"
         was_pending = bool(self._pending)
         self._pending += line.encode()
@@ -129,7 +129,7 @@ class LineWriter:
             logger.warning("%s; the run goes on, its rows are kept until then", self._unwritable(error))
 
     def flush(self) -> None:
-        """Write what the disk has not taken yet, or raise `DataError`."""
+        """Write pending rows, or raise `DataError`."""
         error = self._try_to_write()
         if error is not None:
             raise self._unwritable(error) from error
@@ -144,7 +144,7 @@ class LineWriter:
     def _try_to_write(self) -> OSError | None:
         assert not self._file.closed, "write after close"
         try:
-            # A regular file takes it all at once; only a full disk takes a part, and then fails on the rest.
+            # A write to a regular file is complete, except on a full disk: partial first, then an error.
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
@@ -162,7 +162,7 @@ class LineWriter:
             self.close()
 
     def _repair(self) -> None:
-        """Truncate the file behind its last newline."""
+        """Truncate the file after its last newline."""
         size = end = os.fstat(self._file.fileno()).st_size
         while end > 0:
             start = max(0, end - 65536)
@@ -180,11 +180,10 @@ class LineWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, one a step, in the order of steps; also of a run that is going on.
+    """The rows of a metrics.jsonl, one per step, sorted by step; the run may still be writing.
 
-    Of several rows of a step the last counts. A last line without its newline is still being written, or was torn by
-    a kill, and is left out. Columns of `StepMetrics` that were NaN or infinite are None. A file that does not exist has
-    no rows.
+    The last of several rows of a step counts. A last line without a newline is incomplete or was torn by a kill, and is
+    skipped. Columns of `StepMetrics` that were NaN or infinite are None. A missing file has no rows.
 
     Raises:
         DataError: a line is not a JSON object with a `step`, a column of `StepMetrics` is not a number, or the file
@@ -207,21 +206,20 @@ def step_of_row(path: str | Path, number: int, row: Mapping[str, Any]) -> int:
 
 
 def wrong_value(number: int, name: str, value: object, expected: str) -> str:
-    """What is wrong with a field of a line, in words; the value is cut where it is long."""
+    """Error text for a field of a line; long values are truncated."""
     text = ascii(value)
     return f"line {number}: {name} is {text if len(text) <= 60 else f'{text[:60]}…'}, not {expected}"
 
 
 def _number(path: str | Path, number: int, name: str, value: object) -> float | None:
-    """A column's value; None for null and for what JSON has not, NaN and infinities.
+    """A column's value; None for null, NaN and infinities.
 
-    Magnitudes that only a diverged or a foreign run has are infinite or zero here: quotients and the axes of pictures
-    would overflow.
+    Magnitudes beyond 1e±100, from diverged or corrupted runs, become None or zero: ratios and plot axes would overflow.
     """
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Whole numbers have no end in JSON, nor in Python.
+    # Integers are unbounded in JSON and in Python.
     if not is_number or (isinstance(value, int) and abs(value) > _LARGEST):
         raise DataError(path, wrong_value(number, name, value, "a number or null"), "correct or remove the line")
     assert isinstance(value, int | float)
@@ -231,7 +229,7 @@ def _number(path: str | Path, number: int, name: str, value: object) -> float | 
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with one JSON object a line, numbered from 1; see `read_metrics` for its end.
+    """The objects of a JSON-lines file, numbered from 1; for an incomplete last line see `read_metrics`.
 
     Raises:
         DataError: a line is not a JSON object, or the file cannot be read.

@@ -1,4 +1,4 @@
-"""A picture of a run: loss and throughput over its steps."""
+"""Plot of a run: loss and throughput over its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "loss.png"
 
-# From this many rows on, a running mean over about a 50th of them is drawn over the single rows.
+# From this many rows on, a running mean over about a 50th of them is drawn over the raw rows.
 _ROWS_TO_SMOOTH = 200
 
 
@@ -25,10 +25,10 @@ def plot_run(run_dir: str | Path) -> Path | None:
     """Draw `run_dir/metrics.jsonl` into `run_dir/loss.png`: losses above, tokens/s below.
 
     Returns:
-        The picture's path; None if there is no row to draw.
+        The plot's path; None if there are no rows.
 
     Raises:
-        DataError: metrics.jsonl cannot be read, or the picture not written.
+        DataError: metrics.jsonl cannot be read, or the plot cannot be written.
     """
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
@@ -88,20 +88,20 @@ def _draw_throughput(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have a value by this name."""
+    """Steps and values of the rows that have this column."""
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def _marker(steps: list[int]) -> str:
-    """Dots where the line alone would be hard to see, or would not be."""
+    """Markers if the series has few points: a line alone would be hard to see, or empty for one point."""
     return "o" if len(steps) == 1 else "." if len(steps) <= 30 else ""
 
 
 def smoothed(values: list[float]) -> tuple[list[float], int]:
-    """Many values as running means, few as they are; and over how many of them the means are.
+    """Running means of many values (few are returned unchanged), and the window size.
 
-    A mean is of the values within half of that many, of fewer at the ends: centred, so that it does not lag.
+    The window is centred, so that the means do not lag, and shorter at the ends.
     """
     count, sums = len(values), [0.0, *accumulate(values)]
     half = count // 100 if count >= _ROWS_TO_SMOOTH else 0

@@ -1,4 +1,4 @@
-"""Pictures of the loss by position: of one evaluation, or of a run's validations one after another."""
+"""Plots of the loss by position: of one evaluation, or of a run's successive validations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VALIDATION_FILE, POSITIONS_PLOT_FILE = "validation.jsonl", "loss_by_position.png"
-# More curves of one run would hide each other.
+# More curves would overlap.
 _MOST_CURVES = 8
 
 
 def position_figure(title: str, by_length: Mapping[int, PositionLosses], train_len: int | None = None) -> Figure:
-    """The curves of an evaluation, one for each length of sequences.
+    """Plot an evaluation, one curve per sequence length.
 
     Args:
-        title: of the picture.
-        by_length: by tokens of a sequence.
-        train_len: tokens of the sequences that the model was trained on, if that is known.
+        title: of the plot.
+        by_length: losses, keyed by sequence length in tokens.
+        train_len: sequence length in training, if known.
     """
     figure = new_figure(title, (8, 5), dpi=130, title_size=13)
     axes = figure.subplots()
@@ -44,10 +44,10 @@ def position_figure(title: str, by_length: Mapping[int, PositionLosses], train_l
 
 
 def plot_validations(run_dir: Path) -> Path | None:
-    """Draw a run's validation.jsonl into loss_by_position.png, a curve a validation; None without any.
+    """Draw a run's validation.jsonl into loss_by_position.png, one curve per validation; None if there are none.
 
     Raises:
-        DataError: validation.jsonl cannot be read, or the picture not written.
+        DataError: validation.jsonl cannot be read, or the plot cannot be written.
     """
     path = run_dir / VALIDATION_FILE
     curves = _some(read_validations(path))
@@ -68,7 +68,7 @@ def plot_validations(run_dir: Path) -> Path | None:
 
 
 def read_validations(path: Path) -> list[tuple[int, PositionLosses]]:
-    """Steps and losses by position of a validation.jsonl, in the order of steps; of rows of one step the last counts.
+    """Steps and losses by position of a validation.jsonl, sorted by step; the last of several rows of a step counts.
 
     Raises:
         DataError: a line is not a validation, or the file cannot be read; names the line and the field.
@@ -86,7 +86,7 @@ def read_validations(path: Path) -> list[tuple[int, PositionLosses]]:
 
 
 def _some(curves: list[tuple[int, PositionLosses]]) -> list[tuple[int, PositionLosses]]:
-    """The last one and a few of those before it, evenly spaced."""
+    """At most _MOST_CURVES curves, evenly spaced, including the first and the last."""
     if len(curves) <= _MOST_CURVES:
         return curves
     return [curves[round(index * (len(curves) - 1) / (_MOST_CURVES - 1))] for index in range(_MOST_CURVES)]

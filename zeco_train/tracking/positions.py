@@ -1,4 +1,4 @@
-"""The loss by position: what a model gains from more and more context, in log-spaced buckets over a sequence."""
+"""Loss by position in log-spaced buckets over a sequence, which shows the gain from longer context."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zeco_train.system.labels import IGNORE_INDEX
 
 MeanAndError = tuple[Tensor, Tensor]
 
-# Up to here a bucket an octave, since few tokens lie there; then two.
+# One bucket per octave up to this position, which has few tokens; two per octave after it.
 _FINE_FROM = 16
-# No sequence has more tokens.
+# Upper bound on the length of a sequence.
 _LONGEST = 1 << 50
 
 
@@ -29,7 +29,7 @@ def bucket_edges(seq_len: int) -> list[int]:
     edges = [0, 1, 2, 4, 8]
     half_octaves = 2 * int(math.log2(max(seq_len, 2))) + 2
     edges += [round(_FINE_FROM * 2 ** (step / 2)) for step in range(half_octaves)]
-    # The last one takes in what would be a sliver of a bucket.
+    # A last bucket that would be too narrow is merged into the one before it.
     return [edge for edge in edges if edge <= seq_len / 2**0.25] + [seq_len]
 
 
@@ -39,8 +39,8 @@ class PositionLosses:
 
     Attributes:
         edges: [buckets + 1], positions in the sequence from 0.
-        losses: [buckets]; NaN where no label counts.
-        errors: [buckets], standard errors of the losses, from how sequences differ; NaN where there is but one.
+        losses: [buckets]; NaN for buckets without counted labels.
+        errors: [buckets], standard errors of the losses over sequences; NaN for a single sequence.
     """
 
     edges: list[int]
@@ -49,16 +49,16 @@ class PositionLosses:
 
     @classmethod
     def of_sums(cls, parts: Sequence[PositionSums], weights: Sequence[float]) -> PositionLosses:
-        """The mean of several stores' losses, with their weights."""
+        """The weighted mean of several stores' losses."""
         losses, errors = weighted([part.by_bucket() for part in parts], weights)
         return cls(parts[0].edges, losses.tolist(), errors.tolist())
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PositionLosses:
-        """From what `as_dict` gave, where JSON may have put null for NaN.
+        """Inverse of `as_dict`; null stands for NaN.
 
         Raises:
-            ValueError: names the list that is not of this form.
+            ValueError: names the malformed list.
         """
         edges = record.get("edges")
         if not isinstance(edges, list) or not all(type(edge) is int and 0 <= edge <= _LONGEST for edge in edges):
@@ -69,7 +69,7 @@ class PositionLosses:
         return cls(edges, losses, errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """Plain values for JSON, NaN as null."""
         return {"edges": self.edges, **jsonable({"losses": self.losses, "errors": self.errors}, lambda value: None)}
 
 
@@ -78,10 +78,10 @@ class ValidationLoss:
     """Mean token losses, in nats.
 
     Attributes:
-        mean: over all stores, each with its weight in training: what the training loss is an estimate of.
+        mean: over all stores with their training weights; the training loss estimates the same quantity.
         by_position: the same by position in the sequence.
-        by_store: of each store of a mixture; empty where there is one store only.
-        error: standard error of `mean`, from how sequences differ; None where a store has one sequence only.
+        by_store: per store of a mixture; empty for a single store.
+        error: standard error of `mean` over sequences; None if a store has only one sequence.
     """
 
     mean: float
@@ -91,11 +91,11 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """Of a token."""
+        """Per-token perplexity."""
         return math.exp(self.mean) if self.mean < 700 else math.inf
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             "loss": self.mean,
             "error": self.error,
@@ -106,11 +106,11 @@ class ValidationLoss:
 
 
 class PositionSums:
-    """Sums of token losses, and counts of labels, by sequence and bucket, of this rank's tokens.
+    """Sums of token losses and counts of labels, by sequence and bucket, over this rank's tokens.
 
     Args:
-        num_sequences: to be added in all.
-        seq_len: of each.
+        num_sequences: total number of sequences to be added.
+        seq_len: of each sequence.
         device: of the losses.
     """
 
@@ -135,31 +135,31 @@ class PositionSums:
                 self._sums[1, rows, bucket] += (scores.predictions[:, piece] != IGNORE_INDEX).sum(1)
 
     def reduce(self) -> None:
-        """Have the sums of all ranks on each. Collective."""
+        """All-reduce the sums over all ranks. Collective."""
         dist.all_reduce(self._sums)
 
     def whole(self) -> MeanAndError:
-        """Of all tokens: scalars."""
+        """Mean and error over all tokens: scalars."""
         return _mean_and_error(*self._sums.sum(2).cpu())
 
     def by_bucket(self) -> MeanAndError:
-        """Of each bucket: [buckets]."""
+        """Mean and error per bucket: [buckets]."""
         return _mean_and_error(*self._sums.cpu())
 
 
 def _numbers(values: object, name: str, count: int) -> list[float]:
-    """`count` numbers from JSON, null and infinities being NaN; raises ValueError for anything else."""
+    """`count` numbers from JSON; null and infinities become NaN. Raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"{name} is not a list of {count} numbers")
     for value in values:
-        # Whole numbers of JSON may be larger than any float, and a truth value is an int.
+        # A JSON integer may exceed any float, and bool is a subclass of int.
         if not (value is None or type(value) is float or (type(value) is int and abs(value) < _LONGEST)):
             raise ValueError(f"{name} has a value that is neither a number nor null")
     return [math.nan if value is None or not math.isfinite(value) else float(value) for value in values]
 
 
 def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
-    """Mean over tokens, and its standard error over sequences, which have their own numbers of labels.
+    """Mean over tokens, and its standard error over sequences (a ratio estimator: label counts differ).
 
     Args:
         sums, counts: [sequences, …], losses and labels.
@@ -174,7 +174,7 @@ def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
 
 
 def weighted(parts: Sequence[MeanAndError], weights: Sequence[float]) -> MeanAndError:
-    """Means with weights, and their error, the parts being independent."""
+    """Weighted mean of independent parts, and its error."""
     shares = [weight / sum(weights) for weight in weights]
     mean = sum(share * mean for share, (mean, _) in zip(shares, parts, strict=True))
     error = sum((share * error) ** 2 for share, (_, error) in zip(shares, parts, strict=True))

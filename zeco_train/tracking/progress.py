@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run while it goes: a bar on a terminal, plain lines anywhere else; and its last line."""
+"""Progress display of rank 0: a bar on a terminal, plain lines otherwise; and the summary line."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from zeco_train.system.terminal import visible
 
 logger = logging.getLogger(__name__)
 
-# Taken for the size of a terminal that does not know its own.
+# Assumed size of a terminal that reports none.
 _COLUMNS, _ROWS = 100, 24
 
 
 class ProgressDisplay:
-    """Shows the steps of a run on stdout, a terminal or not.
+    """Shows the steps of a run on stdout, whether or not it is a terminal.
 
-    A display that breaks (a closed pipe, a terminal that is gone) says so in the log and stays silent: a run does not
-    end because nobody looks at it.
+    If the output breaks (closed pipe, lost terminal), a warning is logged and the display is disabled; the run goes on.
 
     Args:
         total_steps: steps of the whole run.
-        step: steps that are done already (a resumed run's).
-        enabled: False shows nothing, on ranks > 0.
-        stream: where to; stdout by default.
-        clock: seconds, for the estimate of the time left.
+        step: steps already done, in a resumed run.
+        enabled: False on ranks > 0, to show nothing.
+        stream: output stream; stdout by default.
+        clock: time in seconds, for the ETA.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class ProgressDisplay:
         self._bar: tqdm | None = None
         if self._stream is not None and self._stream.isatty():
             known_size = _has_size(self._stream)
-            # No rate of tqdm's own: it counts steps, and the checkpoints and validations between them.
+            # No tqdm rate: it would count steps, and include checkpoints and validations.
             self._bar = tqdm(
                 total=total_steps,
                 initial=step,
@@ -65,7 +64,7 @@ class ProgressDisplay:
             )
 
     def advance(self, step: int) -> None:
-        """`step` steps are done. Moves the bar; plain lines come with `report` only."""
+        """Advance the bar to `step` steps done; plain lines are printed by `report` only."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
@@ -93,7 +92,7 @@ class ProgressDisplay:
             self._print("  ".join([f"step {step:{width}d}/{self.total_steps}", *parts]))
 
     def note(self, text: str) -> None:
-        """Show a line of its own, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         self._print(text)
 
     def close(self) -> None:
@@ -103,7 +102,7 @@ class ProgressDisplay:
             self._bar = None
 
     def _seconds_left(self, row: Mapping[str, Any]) -> float:
-        """Wall-clock time left at the pace since the first report, which leaves out the start-up in the first steps."""
+        """Remaining wall-clock time at the pace since the first report, which excludes start-up in the first steps."""
         step, now = row["step"], self._clock()
         if self._first is None or step <= self._first[0]:
             self._first = (step, now)
@@ -125,19 +124,19 @@ class ProgressDisplay:
         except OSError as error:
             logger.warning("no more progress is shown, the output is closed: %s", error)
             if self._stream is sys.stdout:
-                # Whatever else prints there would fail too, at the latest when the interpreter ends.
+                # Other writes to stdout would fail too, at the latest the flush at interpreter exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self._stream = None
 
 
 def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path) -> str:
-    """A run in one line, from its rows of metrics: steps, first → last loss, median tokens/s, where the results are."""
+    """One-line summary of a run from its metrics: steps, first → last loss, median tokens/s, results folder."""
     where = f"results in {run_dir}"
     if not rows:
         return f"no step was logged, {where}"
     last = rows[-1]
     steps = "1 step" if last["step"] == 1 else f"{last['step']} steps"
-    # None stands for NaN and infinities in rows that were read from metrics.jsonl.
+    # None stands for NaN and infinities in rows read from metrics.jsonl.
     losses = [math.nan if row.get("loss") is None else row["loss"] for row in rows]
     loss = f"loss {losses[0]:.2f} → {losses[-1]:.2f}"
     if last.get("val_loss") is not None:
@@ -157,7 +156,7 @@ def compact(value: float) -> str:
 
 
 def _has_size(terminal: TextIO) -> bool:
-    """Whether a terminal knows its size; one made by a container or a job launcher may report 0 × 0."""
+    """Whether a terminal reports its size; in containers and job launchers it may be 0 × 0."""
     try:
         return min(os.get_terminal_size(terminal.fileno())) > 0
     except OSError:

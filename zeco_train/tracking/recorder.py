@@ -1,6 +1,6 @@
-"""Where a step's numbers go: metrics.jsonl, the terminal and the experiment tracker, all on rank 0.
+"""Writes step metrics to metrics.jsonl, the terminal and the experiment tracker, all on rank 0.
 
-The other ranks take part in a row by what only they can know: how long they waited, and how much memory they needed.
+Other ranks contribute their waiting times and peak memory, which are reduced to the maximum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeco_train.tracking.starts import Start, append_start, layout_of, written_s
 
 logger = logging.getLogger(__name__)
 
-# Dense bf16 FLOP/s by a part of the device's name, from the vendor's data sheets; the first that fits counts.
+# Dense bf16 FLOP/s by a substring of the device's name, from the vendor's data sheets; the first match counts.
 _PEAK_FLOPS = {
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -39,10 +39,10 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
-    """What a device can do at most with matrix products of a dtype, dense, in FLOP/s; None if that is not known here.
+    """Peak dense matmul throughput of a device for a dtype, in FLOP/s; None if unknown.
 
-    bf16 only: products of fp32 run partly on tensor cores, in three tf32 parts, and partly not, so that no single peak
-    bounds them, and to compare them with bf16's would make a healthy run look like a slow one.
+    bf16 only: fp32 matmuls run partly on tensor cores, as three tf32 products, and partly not, so no single peak
+    applies, and against the bf16 peak a healthy fp32 run would look slow.
     """
     if dtype is not torch.bfloat16:
         return None
@@ -51,16 +51,16 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
 
 @dataclass
 class StepResult:
-    """What one optimizer step gave; loss and norm are the same on every rank.
+    """Result of one optimizer step; loss and norm are the same on every rank.
 
     Attributes:
         loss: mean token loss of the global batch.
         grad_norm: global norm before clipping.
         lr: learning rate.
-        seconds: of the whole step; data_seconds: the part that this rank spent waiting for the loader.
-        sequence_ids: sequences that this rank took part in.
-        comm_exposed_seconds: for how long this rank's compute waited for scans; None if that was not measured.
-        nonfinite: why the step was left out, with the first tensor concerned; None if it was not.
+        seconds: of the whole step; data_seconds: time this rank waited for the loader.
+        sequence_ids: sequences processed by this rank.
+        comm_exposed_seconds: time this rank's compute waited for scans; None if not measured.
+        nonfinite: why the step was skipped, with the first tensor concerned; None if it was not.
     """
 
     loss: float
@@ -82,12 +82,12 @@ class Recorder:
         tracker: the experiment tracker.
         total_steps: of the whole run.
         tokens_per_step: of the global batch.
-        flops_per_token: the model's own FLOPs, for MFU.
-        hardware_flops_per_token: those and what is computed a second time, for HFU; None: it is not reported.
-        dtype: of the products of matrices; None: neither MFU nor HFU is reported.
+        flops_per_token: model FLOPs, for MFU.
+        hardware_flops_per_token: model FLOPs plus recomputation, for HFU; None: HFU is not reported.
+        dtype: of the matmuls; None: neither MFU nor HFU is reported.
 
     Attributes:
-        exit_code: what the tracker is told at the end; 1, a failure, until the run has ended as it should.
+        exit_code: passed to the tracker at the end; 1, a failure, until the run has completed.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Recorder:
         self.exit_code = 1
 
     def start(self, progress: Progress, config: dict[str, Any], facts: dict[str, Any]) -> str | None:
-        """Open the files and start or continue the tracker's run, on rank 0.
+        """Open the files and start or resume the tracker's run, on rank 0.
 
         Args:
-            progress: what an earlier start of this run has done.
+            progress: of the earlier starts of this run.
             config: the resolved configuration as plain values.
             facts: machine, versions and commit (`zeco_train.system.environment`), on rank 0.
 
@@ -127,7 +127,7 @@ class Recorder:
                 append_start(self._run_dir, start)
             self._writer = LineWriter(self._run_dir / METRICS_FILE)
             if (validations := self._run_dir / VALIDATION_FILE).exists():
-                # Opened now, for what a kill has left torn.
+                # Open now, to repair a line torn by a kill.
                 self._validations = LineWriter(validations)
         self._display = ProgressDisplay(self._total_steps, progress.step, enabled=self._mesh.is_main)
         return self._tracker.begin(config, start, progress.logger_run_id)
@@ -138,13 +138,13 @@ class Recorder:
         self._display.note(text)
 
     def add(self, result: StepResult, progress: Progress) -> None:
-        """Take in a finished step."""
+        """Add a finished step."""
         self._since_row.append(result)
         logger.info("step %d: sequences %s", progress.step, result.sequence_ids)
         self._display.advance(progress.step)
 
     def write(self, progress: Progress, validation: ValidationLoss | None) -> None:
-        """Write a row for the last step that was added. Collective, between hosts: it waits for no device."""
+        """Write a row for the last added step. Collective on the CPU process group: waits for no device."""
         steps, self._since_row = self._since_row, []
         if not steps:
             return
@@ -187,7 +187,7 @@ class Recorder:
         return lacks[0]
 
     def add_validation(self, step: int, validation: ValidationLoss) -> None:
-        """Write a step's row again, of which the last one counts, with the validation loss that it lacks."""
+        """Append a step's row again, with the missing validation loss; the last row of a step counts."""
         if self._writer is not None and (row := self._row_of(step)) is not None:
             extra = {**row.extra, **_of_validation(validation)}
             self._put(replace(row, val_loss=validation.mean, extra=extra), validation)
@@ -215,10 +215,10 @@ class Recorder:
         self._tracker.finish(self.exit_code)
 
     def summarise(self) -> str | None:
-        """End a run that went as it should: draw its plot and return its last line, on rank 0.
+        """End a successful run: draw its plots and return its summary line, on rank 0.
 
         Raises:
-            DataError: the run's folder does not take its last rows, or the plot.
+            DataError: the last rows or the plots cannot be written.
         """
         for writer in (self._writer, self._validations):
             if writer is not None:
@@ -232,7 +232,7 @@ class Recorder:
         return summary_line(read_metrics(self._run_dir / METRICS_FILE), self._run_dir)
 
     def _most(self, *values: float | None) -> list[float | None]:
-        """The largest of each value over the ranks that have it; None where none has. Collective."""
+        """Maximum of each value over the ranks that have it; None if none has. Collective."""
         most = torch.tensor([-math.inf if value is None else value for value in values], dtype=torch.float64)
         if self._mesh.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -244,7 +244,7 @@ class Recorder:
         return torch.cuda.max_memory_allocated(self._mesh.device) / 1e9
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float | None) -> float | None:
-        """FLOPs over the device's peak; None where either is not known."""
+        """FLOPs over the device's peak; None if either is unknown."""
         if self._mesh.device.type != "cuda" or flops_per_token is None:
             return None
         peak = peak_flops(torch.cuda.get_device_name(self._mesh.device), self._dtype)
@@ -252,9 +252,9 @@ class Recorder:
 
 
 def check_records(run_dir: Path) -> None:
-    """Read what earlier starts of a run have recorded; at its end it would be found unreadable too late.
+    """Check at the start that the records of earlier starts are readable, rather than fail at the end of the run.
 
-    A last line that a kill has left torn is no mistake: `LineWriter` drops it.
+    A last line torn by a kill is not an error: `LineWriter` drops it.
 
     Raises:
         DataError: names the file, the line and the field.
@@ -265,7 +265,7 @@ def check_records(run_dir: Path) -> None:
 
 
 def _skipped(last: StepResult, progress: Progress) -> dict[str, Any]:
-    """Columns of a run that has left out steps, and of a row whose step is one."""
+    """Columns for skipped steps: their count so far, and the reason if this step was skipped."""
     columns: dict[str, Any] = {"skipped_steps": progress.skipped} if progress.skipped else {}
     return columns if last.nonfinite is None else {**columns, "nonfinite": last.nonfinite}
 
@@ -278,6 +278,6 @@ def _of_validation(validation: ValidationLoss | None) -> dict[str, float]:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Over those that were measured; None if none was."""
+    """Mean of the measured values; None if there are none."""
     measured = [value for value in values if value is not None]
     return sum(measured) / len(measured) if measured else None

@@ -1,4 +1,4 @@
-"""A run's folder: one identity for ever, made and written by rank 0."""
+"""A run's folder, with a fixed identity; created and written by rank 0."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_small
 
 IDENTITY_FILE = "identity.json"
-# Held by the process that trains in the folder. Never replaced, as `identity.json` is: a lock belongs to one file.
+# Locked by the process that trains in the folder. Never replaced by rename, unlike `identity.json`: that would lose the
+# lock.
 _LOCK = "lock"
-# What a batch script writes of its job, before the first rank starts.
+# Folder of the batch script's job files, created before the first rank starts.
 _JOBS = "slurm"
-# In which a network file system shows one node what another one wrote.
+# Time for a network file system to show one node's writes to another.
 _SECONDS_TO_APPEAR = 10.0
-# The part of an identity that no configuration key shows: a digest of all tokens.
+# The one identity entry that is not a configuration key: a digest of all tokens.
 _TOKENS_KEY = "data.tokens_sha256"
-# They name it, and say how it was begun.
+# Name and initialisation: not part of the trained model.
 _NOT_OF_THE_MODEL = {"model.name", "model.initializer_range"}
-# What identities from before there were such keys stand for.
+# Values implied by identities written before these keys existed.
 _ALWAYS_BEFORE = {
     "data.shuffle": "sequences",
     "data.weights": [1],
@@ -52,22 +53,22 @@ _ALWAYS_BEFORE = {
 
 
 class RunFolder:
-    """A run's folder, held by this process until `release`: a second start of a run that still goes on is refused.
+    """A run's folder, locked by this process until `release`: a second start of a live run is refused.
 
-    Opening makes the folder, or finds it to be of this very run. It changes nothing in it before `begin`, but that the
-    lock file holds `mark` meanwhile.
+    Opening creates the folder, or checks that it belongs to this run. Before `begin` it writes only `mark`, to the lock
+    file.
 
     Args:
         path: the folder.
-        identity: what may not change between the starts of one run, by configuration key.
+        identity: settings that must not change between the starts of a run, by configuration key.
 
     Attributes:
-        mark: random text, by which other ranks recognise the folder (see `check_shared`).
-        has_begun: whether an earlier start has made the folder a run's.
-        lock_problem: why the file system cannot lock, so that a second start would go unnoticed; mostly None.
+        mark: random text by which other ranks recognise the folder (see `check_shared`).
+        has_begun: whether an earlier start has initialised the folder.
+        lock_problem: why the file system cannot lock, in which case a second start goes undetected; usually None.
 
     Raises:
-        ConfigError: the folder cannot be written, is in use, or is not a run's.
+        ConfigError: the folder cannot be written, is in use, or is not a run's folder.
         CheckpointError: it holds a run with another identity; the first difference is named.
     """
 
@@ -96,11 +97,11 @@ class RunFolder:
                 raise
 
     def begin(self, config: Mapping[str, Any], overrides: list[str]) -> None:
-        """Make the folder this run's: its identity, `config.yaml`, and a line in `overrides.txt`.
+        """Initialise the folder: write the identity, `config.yaml`, and a line in `overrides.txt`.
 
         Args:
-            config: the whole configuration, resolved.
-            overrides: the command line; written so that it can be pasted into a shell.
+            config: the resolved configuration.
+            overrides: the command line; written with shell quoting.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -117,12 +118,12 @@ class RunFolder:
                 file.write(shlex.join(overrides) + "\n")
 
     def keep_tokenizer(self, files: Path | None) -> None:
-        """Copy the tokenizer's own files here, if there are any: the token store may be gone by the time the model is
-        to read and write text.
+        """Copy the tokenizer's files here, if there are any: the token store may be gone when the model is used for
+        text.
 
         Raises:
             ConfigError: the folder cannot be written.
-            DataError: they are not all files of their folder; see `check_tokenizer`.
+            DataError: a file is a link out of its folder; see `check_tokenizer`.
         """
         kept = self.path / TOKENIZER_FOLDER
         if files is None or kept.exists():
@@ -131,14 +132,14 @@ class RunFolder:
             partial = kept.with_name(f"{TOKENIZER_FOLDER}.tmp")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            # Where the folder is a model's, its weights and all else stay there.
+            # In a model's folder, the weights and all other files are not copied.
             copy_tokenizer(files, partial, model_config=True)
             partial.rename(kept)
 
     def release(self) -> None:
-        """Let others write there, and leave nothing behind that `begin` has not made the run's.
+        """Unlock the folder. If no start has initialised it, remove its lock file, and the folder if it was new.
 
-        A process that ends, in any way, lets others write there, too.
+        The system also releases the lock when the process ends.
         """
         if self._lock is None:
             return
@@ -153,7 +154,7 @@ class RunFolder:
         self._lock = None
 
     def _write_mark(self, text: str) -> None:
-        """Fill the lock file, unless that is what it holds."""
+        """Write `text` to the lock file, unless it is already there."""
         assert self._lock is not None
         if os.pread(self._lock, 1 + len(self.mark), 0) != text.encode():
             os.ftruncate(self._lock, 0)
@@ -162,14 +163,14 @@ class RunFolder:
 
 
 def check_shared(path: Path, mark: str, rank: int) -> None:
-    """Check that `path` on this machine is the folder that rank 0 holds, by the mark in it.
+    """Check by its mark that `path` on this machine is rank 0's folder.
 
     Args:
         mark: of rank 0's `RunFolder`.
-        rank: this one, to be named.
+        rank: this rank, for the message.
 
     Raises:
-        ConfigError: it is another folder, or none.
+        ConfigError: it is another folder, or missing.
     """
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
     while _read_mark(path) != mark:
@@ -181,7 +182,7 @@ def check_shared(path: Path, mark: str, rank: int) -> None:
 
 def _read_mark(path: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError):
-        # Listing makes a client of NFS ask the server for what the folders hold by now.
+        # Listing makes an NFS client refresh its view of the folders.
         for folder in (path.parent, path):
             next(folder.iterdir(), None)
         return read_small(path / _LOCK).decode()
@@ -189,17 +190,17 @@ def _read_mark(path: Path) -> str | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse a folder that is not empty and not a run's, before anything is made in it."""
-    # In this order: another start may be making the folder a run's, and its identity comes first.
+    """Refuse a folder that is neither empty nor a run's, before anything is written to it."""
+    # List first, then look for the identity: a concurrent start writes its identity before other files.
     names = {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{IDENTITY_FILE}.")}
     if names - {_LOCK, _JOBS} and not (path / IDENTITY_FILE).exists():
         raise ConfigError("run_dir", path, "is not empty and not a run's folder; name a new one")
 
 
 def _check_links(path: Path) -> None:
-    """Refuse files that are links: in a folder from somebody else they could have a run write to any file of its user.
+    """Refuse symlinked files: in an untrusted folder they could redirect a run's writes to any file of its user.
 
-    Folders may be links, such as that of checkpoints to a larger disk, which is looked at elsewhere.
+    Folders may be links. That of checkpoints, for example to a larger disk, is checked elsewhere.
     """
     for folder in (path, path / LOG_FOLDER):
         for entry in folder.iterdir() if folder.is_dir() else ():
@@ -214,7 +215,7 @@ def _system_errors(path: Path) -> AbstractContextManager[None]:
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
-    """What may not change between the starts of a run; see `RunFolder`.
+    """The settings that must not change between the starts of a run; see `RunFolder`.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -223,8 +224,8 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
-    """What to tell the user of a new run whose weights are from the one in `run_dir`, if they are of another model, for
-    all that their shapes are the same, or of another tokenizer; None if not, or if nobody knows.
+    """A warning for a new run that loads its weights from `run_dir`, if those belong to another model of the same
+    shapes, or another tokenizer; None if they match, or if the identity cannot be read.
     """
     try:
         stored = read_identity(run_dir)
@@ -252,7 +253,7 @@ def _compare(run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
 
 
 def _write_config(path: Path, text: str) -> None:
-    """Write the configuration; one that differs, from an earlier start, is kept under a number."""
+    """Write the configuration; a different one of an earlier start is kept as config.N.yaml."""
     if path.exists() and read_small(path) != text.encode():
         number = 1
         while (older := path.with_name(f"config.{number}.yaml")).exists():

@@ -1,7 +1,7 @@
-"""How a run was laid out at each of its starts: starts.jsonl, and the names by which runs are compared.
+"""Layout of each start of a run: starts.jsonl, and the labels by which runs are compared.
 
-A run goes on with another backend, split or machine, so what its figures belong to is not in its last configuration
-alone. Each start appends one line; a row of metrics.jsonl belongs to the last start from before its step.
+A run may resume with another backend, parallelism or machine, so its last configuration does not describe all of its
+metrics. Each start appends one line; a row of metrics.jsonl belongs to the last start before its step.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STARTS_FILE = "starts.jsonl"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a throughput is a throughput of; the columns of every comparison, of trainings and of benchmarks.
+    """The conditions of a throughput measurement; the columns of every comparison, of training runs and benchmarks.
 
     Attributes:
-        backend: what joins the shards, `sp=`.
+        backend: sequence-parallel backend, `sp=`.
         model: its name.
         seq_len: tokens of a whole sequence.
         sp_size: ranks that share a sequence.
-        devices: all ranks.
-        strategy: where parameters live, `parallel=`.
+        devices: number of all ranks.
+        strategy: sharding of parameters, `parallel=`.
         segments: parts of a sequence, in time.
         dtype: of the compute.
-        device_name: of rank 0's device; empty if nobody knows any more.
+        device_name: of rank 0's device; empty if unknown.
     """
 
     backend: str
@@ -48,16 +48,16 @@ class Layout:
 
     @property
     def tokens_per_device(self) -> int:
-        """A sequence's tokens on one rank."""
+        """Tokens of a sequence per rank."""
         return self.seq_len // self.sp_size
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it by name, `tokens_per_device` as well."""
+        """All fields by name, and `tokens_per_device`."""
         return {**asdict(self), "tokens_per_device": self.tokens_per_device}
 
     @property
     def tags(self) -> list[str]:
-        """For an experiment tracker: each decides on its own what a run is compared with."""
+        """Tags for an experiment tracker, one per dimension of comparison."""
         named = (
             ("sp", self.backend),
             ("sp.size", self.sp_size),
@@ -66,12 +66,12 @@ class Layout:
             ("strategy", self.strategy),
             ("devices", self.devices),
         )
-        # Longer ones are refused by W&B.
+        # W&B rejects longer tags.
         return [f"{name}={value}"[:64] for name, value in named if value]
 
     @property
     def group(self) -> str:
-        """Runs of one model and length, which differ in how they were split."""
+        """Group of the runs with this model and length, which differ in their parallelism."""
         return f"{self.model}-{length_name(self.seq_len)}"
 
 
@@ -79,7 +79,7 @@ def layout_of(config: Mapping[str, Any], devices: int, device_name: str = "") ->
     """The layout of a run from its resolved configuration (as in config.yaml).
 
     Raises:
-        KeyError, TypeError: it is no such configuration.
+        KeyError, TypeError: not a run's configuration.
     """
     return Layout(
         backend=config["sp"]["backend"],
@@ -99,7 +99,7 @@ class Start:
     """One start of a run.
 
     Attributes:
-        step: optimizer steps that had been done before it.
+        step: optimizer steps done before it.
         layout: of the steps after it.
         environment: machine, versions and commit (`zeco_train.system.environment`).
     """
@@ -126,20 +126,20 @@ def append_start(run_dir: Path, start: Start) -> None:
 
 
 def read_starts(run_dir: Path, devices: int) -> list[Start]:
-    """The starts of a run, in their order.
+    """The starts of a run, in order.
 
     Args:
         run_dir: its folder.
-        devices: how many a run from before there was a starts.jsonl had; the rest is then its config.yaml's.
+        devices: number of devices of an old run without starts.jsonl; the rest is then read from config.yaml.
 
     Raises:
-        DataError: neither file says it.
+        DataError: neither file can be used.
     """
     return written_starts(run_dir) or [Start(0, _from_config(run_dir / "config.yaml", devices), {})]
 
 
 def written_starts(run_dir: Path) -> list[Start]:
-    """The starts in starts.jsonl, in their order; none where there is no such file.
+    """The starts in starts.jsonl, in order; none if the file is missing.
 
     Raises:
         DataError: a line is not a start; names the line and the field.

@@ -17,14 +17,14 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardLogger:
-    """One event file for each start of a run; each purges the steps that it does again from the files before it."""
+    """One event file per start of a run; each purges repeated steps from the earlier files."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
         self._writer: Any = None
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
-        """As `ExperimentLogger.begin`; TensorBoard has no ids, so the one of another tracker is kept.
+        """As `ExperimentLogger.begin`; TensorBoard has no ids, so `run_id` is returned unchanged.
 
         Raises:
             DataError: the folder cannot be written.
@@ -32,21 +32,21 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         with write_errors(self.folder):
-            # Of the steps from `purge_step` on, only what comes after this counts.
+            # Events of earlier files from `purge_step` on are discarded.
             self._writer = SummaryWriter(str(self.folder), purge_step=start.step + 1)
         for name, value in (("config", config), ("layout", start.layout.as_dict()), ("environment", start.environment)):
             self._writer.add_text(name, _as_markdown(value), start.step)
         return run_id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record a step's numbers. A failure is logged by name, and the last that TensorBoard gets."""
+        """Record a step's numbers. A failure is logged, and disables the logger."""
         if self._writer is None:
             return
         try:
             for name, value in metrics.items():
                 if isinstance(value, int | float) and name != "step":
                     self._writer.add_scalar(name, value, step)
-            # A kill loses no row that metrics.jsonl has; rows are seconds apart.
+            # Flush every row, so that a kill loses none that metrics.jsonl has; rows are seconds apart.
             self._writer.flush()
         except Exception as error:
             self._give_up(f"did not record step {step}", error)
@@ -61,7 +61,7 @@ class TensorBoardLogger:
             self._give_up("did not finish", error)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        # Its thread has ended, and whatever else is handed to it would be lost in silence.
+        # The writer's thread has ended: further events would be lost silently.
         self._writer = None
         logger.warning(
             "TensorBoard %s: %s: %s; the run goes on without it, all metrics are in metrics.jsonl",

@@ -1,7 +1,7 @@
 """`logger=wandb`: Weights & Biases, offline or online, on rank 0.
 
-W&B's own service process writes everything to the run's folder first and sends it from there, so that what a lost
-connection held back is still on disk, for `wandb sync`.
+W&B's service process writes everything to the run's folder first and uploads it from there, so after a lost connection
+unsent data is still on disk, for `wandb sync`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zeco_train.tracking.starts import Start
 logger = logging.getLogger(__name__)
 
 RATE = "tokens_per_second_per_device"
-# The same rule as everywhere: the median of the rows, without the first of a start, in which kernels are compiled.
+# As everywhere: the median over rows, without the first row of a start, which includes kernel compilation.
 MEDIAN_RATE, MEDIAN_TOTAL_RATE = f"{RATE}_median", "tokens_per_second_median"
-# Of a step's time; W&B's charts of several runs show metrics, and no quotients of them.
+# Shares of a step's time; W&B's multi-run charts show metrics, but not ratios of them.
 EXPOSED_SHARE, DATA_SHARE = "comm_exposed_share", "data_share"
-# Beside the checkpoints, which have the id too: a run that is stopped before its first one goes on under its id.
+# Stored in addition to the checkpoints, so that a run stopped before its first checkpoint resumes under the same id.
 _RUN_ID_FILE = "wandb_run_id"
-# W&B says so when its server has answered, and will answer the same again: no account, no such team, no permission.
+# Permanent server errors, for which a retry is useless: no account, no such team, no permission.
 _REFUSALS = tuple(f"returned error {status}" for status in (400, 401, 403, 404))
 
 
@@ -38,8 +38,8 @@ class WandbLogger:
     """Weights & Biases, writing to `run_dir/wandb`.
 
     Offline, each start of a run leaves one folder `offline-run-*`, all with the same run id, which `wandb sync` joins.
-    Metrics are plotted over their own `step`, not over W&B's counter of calls: that one only grows, and would drop
-    the rows of steps which a resumed run does again.
+    Metrics are plotted over their own `step`, not over W&B's call counter: that is monotonic, and would drop the rows
+    of steps repeated by a resumed run.
     """
 
     def __init__(self, config: LoggerConfig, run_dir: Path) -> None:
@@ -50,7 +50,7 @@ class WandbLogger:
         self._rows = self._devices = 0
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
-        """As `ExperimentLogger.begin`. Where W&B's server cannot be reached the run is tracked offline, with a warning.
+        """As `ExperimentLogger.begin`. If W&B's server cannot be reached, the run is tracked offline, with a warning.
 
         Raises:
             ConfigError: W&B refuses to start, e.g. online without an account.
@@ -65,7 +65,7 @@ class WandbLogger:
         try:
             self._run = self._init(self.config.mode, config, start, run_id)
             self._run.define_metric("*", step_metric="step")
-            # In the summary too, where charts of several runs find them.
+            # Also in the summary, which multi-run charts read.
             self._run.summary.update(start.layout.as_dict())
         except (wandb.Error, OSError, ValueError) as error:
             mode = self.config.mode.value
@@ -75,13 +75,13 @@ class WandbLogger:
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record a step's metrics. A failure is logged by name, the first time."""
+        """Record a step's metrics. Only the first failure is logged."""
         if self._run is None:
             return
         try:
             self._run.log({**metrics, **self._derived(metrics), "step": step})
         except Exception as error:
-            # Whatever a tracker's client raises, it is not worth a training run.
+            # No error of a tracker's client may end a training run.
             self._warn(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
@@ -90,10 +90,10 @@ class WandbLogger:
             return
         import wandb
 
-        # W&B would end its service process at the interpreter's exit, with a traceback if that process is dead.
+        # Otherwise W&B ends its service process at interpreter exit, with a traceback if that process is dead.
         ends = [lambda: run.finish(exit_code=exit_code), lambda: wandb.teardown(exit_code)]
         if exit_code == REQUEUE_EXIT_CODE:
-            # W&B then calls the run preempted, and not failed.
+            # Then W&B shows the run as preempted rather than failed.
             ends.insert(0, run.mark_preempting)
         for end in ends:
             try:
@@ -104,7 +104,7 @@ class WandbLogger:
     def _init(self, mode: LoggerMode, config: Mapping[str, Any], start: Start, run_id: str | None) -> Any:
         import wandb
 
-        # No console capture: it would put itself between the progress bar and the terminal.
+        # No console capture: it would interfere with the progress bar.
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -114,7 +114,7 @@ class WandbLogger:
             finish_timeout=self.config.timeout_seconds,
         )
         wandb.setup(settings=settings)
-        # Asked here, since `init` would wait at a prompt while all other ranks wait for this one.
+        # Checked here, since `init` would block at a prompt while all other ranks wait.
         if mode is LoggerMode.online and not wandb.login(prompt=False, verify=False):
             raise ConfigError("logger.mode", "online", "W&B knows no account here; wandb login, or mode offline")
         layout = start.layout
@@ -127,7 +127,7 @@ class WandbLogger:
                 tags=[*dict.fromkeys([*self.config.tags, *layout.tags])],
                 name=self.run_dir.resolve().name,
                 config={**config, "layout": layout.as_dict(), "environment": dict(start.environment)},
-                # Another split or number of steps, after a resume.
+                # A resume may change the parallelism or the number of steps.
                 allow_val_change=True,
                 dir=str(self.run_dir),
                 id=run_id,
@@ -143,12 +143,12 @@ class WandbLogger:
                 _reason(error),
                 self.run_dir / "wandb",
             )
-            # Its service process still holds the run's id.
+            # The service process still holds the run's id.
             wandb.teardown()
             return self._init(LoggerMode.offline, config, start, run_id)
 
     def _derived(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """What charts of several runs compare, from a row."""
+        """Derived metrics for multi-run charts, from a row."""
         found = {}
         if (rate := metrics.get(RATE)) is not None:
             self._rows += 1

@@ -1,1 +1,1 @@
-"""Evaluations of what a model recalls, from anywhere in a sequence of any length."""
+"""Recall evaluations, by depth and sequence length."""

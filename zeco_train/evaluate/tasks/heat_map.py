@@ -1,4 +1,4 @@
-"""A picture of what is recalled: depth × length, a colour a cell."""
+"""Heat map of recall accuracy: depth × length."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def heat_map(
     chance: float,
     caption: str,
 ) -> Figure:
-    """Draw accuracies, which are by depth and then by length, from 0 to 1.
+    """Draw accuracies from 0 to 1, indexed by depth, then length.
 
     Args:
-        train_len: tokens of the sequences of the training, marked where it is among the lengths.
-        chance: how often a guess is right.
-        caption: what a cell is the mean of.
+        train_len: sequence length in training, marked if it is among the lengths.
+        chance: accuracy of a uniform guess.
+        caption: describes the samples behind a cell.
     """
     width = max(5.5, 2.6 + 0.75 * len(lengths))
     figure = new_figure(title, (width, max(2.9, 1.9 + 0.38 * len(depths))), dpi=130, title_size=12)

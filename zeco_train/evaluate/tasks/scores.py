@@ -1,6 +1,6 @@
-"""Which answers of examples a model gives: all tokens of an answer are its first choice, those before them given.
+"""Scores a model's answers: an answer is right if each of its tokens is the model's first choice given those before.
 
-That is what greedy generation gives, in one forward pass and with the head at the answers' tokens alone.
+This equals greedy generation, but takes one forward pass, with the head on the answers' tokens only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeco_train.training.forward import SequenceForward
 
 @dataclass(frozen=True)
 class Scores:
-    """What came of a number of examples, the same on all ranks.
+    """Scores of examples, the same on all ranks.
 
     Attributes:
         right: [examples, answers] bool.
@@ -39,12 +39,12 @@ def score(
     cut: Cut,
     enter: Callable[[str], None],
 ) -> Scores:
-    """Scores of examples, spread over the data-parallel ranks. Collective.
+    """Score examples, distributed over the data-parallel ranks. Collective.
 
     Args:
-        examples: makes each of them; all have sequences of one length and `num_answers` answers.
+        examples: functions that generate them; all have the same length and `num_answers` answers.
         cut: of that length.
-        enter: says which batch this rank is at.
+        enter: sets the name of this rank's current phase.
     """
     mesh = forward.mesh
     wrong = torch.zeros(len(examples), num_answers, dtype=torch.int64)
@@ -54,7 +54,7 @@ def score(
     for start in range(0, len(examples), batch * mesh.dp_size):
         enter(f"{cut.length} tokens, example {start + 1} of {len(examples)}")
         own = range(start + mesh.dp_rank * batch, min(start + (mesh.dp_rank + 1) * batch, len(examples)))
-        # A rank without an example of its own takes part in the collectives all the same.
+        # A rank without examples still takes part in the collectives.
         made = [examples[number]() for number in own] or [examples[0]()]
         reader = ExampleReader(made.__getitem__, len(made), split)
         segments = [reader.read(list(range(len(made))), segment) for segment in range(cut.segments)]
@@ -71,7 +71,7 @@ def score(
 
 
 def _by_answer(is_wrong: Tensor, example: Example, offset: int) -> Tensor:
-    """How many of this shard's tokens of each answer are wrong, [answers]; [T] is_wrong, of labels from `offset` on."""
+    """Number of wrong tokens per answer on this shard, [answers]; is_wrong [T] is of the labels from `offset` on."""
     total = torch.cat([torch.zeros(1, dtype=torch.int64), is_wrong.cumsum(0)])
     borders = torch.tensor([[answer.start, answer.stop] for answer in example.answers]) - 1 - offset
     before, after = total[borders.clamp(0, len(is_wrong))].unbind(1)

@@ -1,4 +1,4 @@
-"""The tasks `recall`, `needle`, … : what a model recalls, by the length of the sequence and the depth in it."""
+"""The tasks `recall`, `needle`, …: recall accuracy by sequence length and depth."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ Table = dict[int, Scores]
 
 @dataclass
 class SyntheticTask:
-    """What all of them have; see `data.synthetic.config.Task` for what each one asks.
+    """Settings shared by all synthetic tasks; for the tasks see `data.synthetic.config.Task`.
 
     Attributes:
         lengths: of the sequences; empty is data.seq_len.
-        depths: so many, evenly spaced from 0 (the beginning) to 1; 0: a random one in each example, as in training.
-        examples: of each length and depth.
-        seed: of the examples; they are others than those of training and its validation.
-        tokens: at most so many of a rank go through the model at once; longer sequences are cut into segments.
-        zeroed: do it all again with zeros in place of the states that cross ranks and segments. What is right then
-            was not recalled from there.
+        depths: number of depths, evenly spaced from 0 (the beginning) to 1; 0: a random depth per example, as in
+            training.
+        examples: per length and depth.
+        seed: of the examples, which differ from those of training and its validation.
+        tokens: maximum tokens per rank and forward pass; longer sequences are cut into segments.
+        zeroed: repeat with the states that cross ranks and segments set to zero. Answers that are still right were not
+            recalled through those states.
     """
 
     task: ClassVar[Task]
@@ -54,7 +55,7 @@ class SyntheticTask:
     zeroed: bool = False
 
     def __init_subclass__(cls) -> None:
-        """The docstring of a task, of which `--help` shows the attributes, has those of the class before it, too."""
+        """Add the base class's attributes to a task's docstring, which is shown by `--help`."""
         own = (cls.__doc__ or "").partition("Attributes:\n")[2]
         cls.__doc__ = f"{(cls.__mro__[1].__doc__ or '').rstrip()}\n{own}"
 
@@ -65,7 +66,7 @@ class SyntheticTask:
             raise ConfigError("lengths", self.lengths, "names one twice")
 
     def prepare(self, evaluation: Evaluation) -> None:
-        """See `Task.prepare`: makes the task, and checks it and the lengths against model and ranks."""
+        """See `Task.prepare`: creates the task, and checks it and the lengths against model and ranks."""
         config, mesh = evaluation.config, evaluation.mesh
         self._asked = self._configure(evaluation)
         self._maker = make_task(self._asked, evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer())
@@ -88,7 +89,7 @@ class SyntheticTask:
         return self._result(evaluation, tables)
 
     def _configure(self, evaluation: Evaluation) -> SyntheticConfig:
-        """What is asked: as set, else as in the run's training on this task, else the defaults."""
+        """The task's configuration: as set, else as in the run's training on this task, else the defaults."""
         trained, data = SyntheticConfig(task=self.task), evaluation.config.data
         if data.kind is DataKind.synthetic and data.synthetic.task is self.task:
             trained = data.synthetic
@@ -109,7 +110,7 @@ class SyntheticTask:
         return [place / max(1, self.depths - 1) for place in range(self.depths)]
 
     def _table(self, evaluation: Evaluation, forward: SequenceForward) -> Table:
-        """Scores by length; the examples of a length come depth by depth. Collective."""
+        """Scores by length; the examples of a length are ordered by depth. Collective."""
         table = {}
         for length in self._lengths:
             examples = [partial(self._example, length, *place) for place in product(self._depths, range(self.examples))]
@@ -162,7 +163,7 @@ class SyntheticTask:
         return TaskResult(metrics, lines, {**facts, **details}, figures)
 
     def _cells(self, table: Table) -> list[list[float]]:
-        """Accuracies by depth, and then by length."""
+        """Accuracies, indexed by depth, then length."""
         columns = [self._by_depth(scores.right.double().mean(1)) for scores in table.values()]
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -172,10 +173,10 @@ class SyntheticTask:
 
 @dataclass
 class _Numbers(SyntheticTask):
-    """What the tasks whose answers are numbers, or have to do with them, have besides.
+    """Further settings of tasks with numbers.
 
     Attributes:
-        digits: of a number; null: as trained on, else 4.
+        digits: per number; null: as in training, else 4.
     """
 
     digits: int | None = None
@@ -186,10 +187,10 @@ class Recall(SyntheticTask):
     """Settings of `recall`.
 
     Attributes:
-        facts: pairs of a key and a value; null: as trained on, else 8.
-        queries: how often a value is asked for; null: once for each pair.
-        alphabet: how many symbols may be keys, and how many values; null: as trained on, else 64.
-        keys: only so many of the keys are used; null: as trained on, else all.
+        facts: number of key-value pairs; null: as in training, else 8.
+        queries: number of queries; null: one per pair.
+        alphabet: number of key symbols, and of value symbols; null: as in training, else 64.
+        keys: number of keys in use; null: as in training, else all.
     """
 
     task: ClassVar[Task] = Task.recall
@@ -211,7 +212,7 @@ class MultiKey(_Numbers):
     """Settings of `needle_multikey`.
 
     Attributes:
-        facts: names with a number; null: as trained on, else 4.
+        facts: number of names with a number; null: as in training, else 4.
     """
 
     task: ClassVar[Task] = Task.needle_multikey
@@ -223,7 +224,7 @@ class MultiValue(_Numbers):
     """Settings of `needle_multivalue`.
 
     Attributes:
-        facts: numbers of the name; null: as trained on, else 4.
+        facts: number of numbers of the name; null: as in training, else 4.
     """
 
     task: ClassVar[Task] = Task.needle_multivalue
@@ -235,7 +236,7 @@ class Variables(_Numbers):
     """Settings of `variables`.
 
     Attributes:
-        facts: boxes that hold the number; null: as trained on, else 4.
+        facts: number of boxes that hold the number; null: as in training, else 4.
     """
 
     task: ClassVar[Task] = Task.variables
@@ -247,7 +248,7 @@ class Counting(SyntheticTask):
     """Settings of `counting`.
 
     Attributes:
-        facts: rings at most; null: as trained on, else 9.
+        facts: maximum number of rings; null: as in training, else 9.
     """
 
     task: ClassVar[Task] = Task.counting
@@ -255,7 +256,7 @@ class Counting(SyntheticTask):
 
 
 def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:
-    """The table in lines of text."""
+    """Format the table as lines of text."""
     head = f"    {'depth':>8}" + "".join(f"{length_name(length):>8}" for length in lengths)
     rows = [
         f"    {'random' if depth is None else format(depth, '.0%'):>8}" + "".join(f"{cell:>8.1%}" for cell in row)

@@ -1,4 +1,4 @@
-"""A scan that hands on nothing: what a model can do of its own shard alone."""
+"""A scan that passes zero states, to measure a model on its own shard alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Zeroed:
 
 
 class ZeroedScan:
-    """A `StateScan` as another one, but for the states that ranks and segments receive: they are zero."""
+    """Wraps a `StateScan`; the states that ranks and segments receive are zero."""
 
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
