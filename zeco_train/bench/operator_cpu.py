@@ -96,7 +96,7 @@ def run(config: OperatorCpuConfig, session: Session) -> Report:
 
 
 def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Random q, k, v, g, do, with decays from none to e^-0.2 a token."""
+    """Random q, k, v, g, do, with decays from none to e^-0.2 per token."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, num_tokens, HEADS)
     q, k = (torch.randn(*shape, KEY_DIM, dtype=dtype, generator=generator) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Where the state restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
+"""State restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
 
 The data loader gives a shard's borders, `cu_seqlens` and `before`; operators take them as *pieces*, [T] int32 on the
 device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing before

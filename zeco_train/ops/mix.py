@@ -1,6 +1,6 @@
 """An operator over a sharded sequence: the one op that serves every operator and every backend.
 
-The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only thing that crosses ranks is one exclusive
+The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only communication is one exclusive
 scan of states in the forward pass and one of state gradients, in reverse, in the backward pass
 (docs/mathematics.md). `→` marks it:
 

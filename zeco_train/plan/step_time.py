@@ -1,7 +1,7 @@
 """Time of a step: the sum over kinds of work, each at its rate in `calibration` and for the device.
 
 products      FLOPs of the linear layers and the head, including recomputation / rate
-operator      seconds a token, head and layer, as measured
+operator      measured seconds per token, head and layer
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides

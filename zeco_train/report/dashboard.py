@@ -256,7 +256,7 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
 
 
 def create_chart(api: Any, entity: str) -> None:
-    """Save our chart as a preset of an account; raises `ConfigError` where W&B refuses."""
+    """Save our chart as a preset of an account; raises `ConfigError` if W&B refuses."""
     try:
         api.create_custom_chart(entity, chart_name(), "ZeCO-Train comparison", "vega2", "private", chart_spec())
     except Exception as error:

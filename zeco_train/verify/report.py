@@ -96,7 +96,7 @@ def deviations(
     expected: dict[str, Tensor],
     runs: tuple[dict[str, Tensor], ...] = (),
 ) -> dict[str, Deviation]:
-    """Compare a rank's results with float64, and, given one device's two runs, with those."""
+    """Compare a rank's results with float64, and, if given, with the two runs on one device."""
     found = {}
     for name in TENSORS:
         if name not in actual:

@@ -10,7 +10,7 @@ and the decay between a token of the later block and one of the earlier block is
     (decay from the start of the later block through the later token) · (decay after the earlier token to that start)
 
 and both factors grow with the blocks by one multiplication. A restart is a decay of 0: every product across it is
-exactly 0, which is all that packed documents ask for inside a rank.
+exactly 0, which is sufficient for packed documents inside a rank.
 """
 
 from __future__ import annotations
