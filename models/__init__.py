@@ -1,1 +1,1 @@
-"""Models. They take a `SequenceShard` and know nothing of ranks."""
+"""Models. They take a `SequenceShard`; communication between ranks is hidden behind it."""

@@ -1,7 +1,7 @@
-"""Tensors of a block whose memory and traffic a planner counts; each module lists its own (`activations`).
+"""Activations of a block, as counted by the memory planner; each module lists its own (`activations`).
 
-They are lists, not measurements, since what is kept depends on the compiler and on the device; a test compares them
-with what autograd and the compiler's partitioner keep.
+These are lists rather than measurements because the kept tensors depend on the compiler and the device. A test compares
+them with the tensors that autograd and the compiler's partitioner save.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from enum import Enum
 
 
 class Part(Enum):
-    """Of a block: what every setting of `train.recompute` keeps, what `full` computes again, and what `selective` does,
-    too."""
+    """Part of a block, by recompute setting: kept under every `train.recompute`, recomputed by `full`, or recomputed by
+    both `full` and `selective`."""
 
     input = "input"
     mixer = "mixer"
@@ -21,13 +21,13 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class TokenTensor:
-    """A tensor of so many elements a token.
+    """An activation with a fixed number of elements per token.
 
     Attributes:
-        name: what it is.
-        width: elements a token.
-        wide: fp32 (fp64 for fp64) also where the compute dtype is bf16.
-        eager, compiled: whether it exists without `torch.compile`, and with it.
+        name: short description.
+        width: elements per token.
+        wide: fp32 (fp64 for fp64) even if the compute dtype is bf16.
+        eager, compiled: whether it exists without and with `torch.compile`.
         cpu, gpu: whether it exists on that device.
     """
 
@@ -42,13 +42,13 @@ class TokenTensor:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elementwise work.
+    """Memory traffic of elementwise work.
 
     Attributes:
-        name: what it is.
-        width: elements a token of the tensors that it reads or writes.
-        forward, backward: how many of them, in a compiled block.
-        wide: they are fp32.
+        name: short description.
+        width: elements per token of each tensor read or written.
+        forward, backward: number of such tensors in a compiled block.
+        wide: the tensors are fp32.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one part of a block.
+    """Activations and traffic of one part of a block.
 
     Attributes:
-        kept: from the forward pass to the backward pass.
-        gradients: alive at the fullest moment of the backward pass, beside what was kept.
-        traffic: its elementwise work.
+        kept: saved by the forward pass for the backward pass.
+        gradients: alive at the peak of the backward pass, in addition to the kept tensors.
+        traffic: elementwise work.
     """
 
     kept: tuple[TokenTensor, ...]

@@ -1,4 +1,4 @@
-"""What the configurations of all language models share; each mixer's adds its own fields (`models.mixers`)."""
+"""Configuration fields shared by all language models; each mixer adds its own (`models.mixers`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from zeco_train.errors import ConfigError
 
 @dataclass
 class LanguageModelConfig:
-    """Shape of a language model; with the fields of its mixer those of `configs/model/*.yaml`.
+    """Shape of a language model. With the fields of its mixer these are the keys of `configs/model/*.yaml`.
 
     Attributes:
-        mixer: name of the token mixer (`models.registry`); not a field, for a mixer has a class of its own.
+        mixer: name of the token mixer (`models.registry`); a class attribute rather than a field, since each mixer has
+            its own class.
         name: shown in logs.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width D of the residual stream.
@@ -48,19 +49,19 @@ class LanguageModelConfig:
         self._require_finite("norm_eps", "initializer_range")
 
     def mixer_of(self, layer: int) -> str:
-        """The layer pattern: the mixer of each layer, from 0."""
+        """Name of the mixer of a layer, counted from 0."""
         return self.mixer
 
     def mixer_counts(self) -> Mapping[str, int]:
-        """Layers of each mixer. Counted without a walk over them: a mistyped `num_layers` can be anything."""
+        """Number of layers per mixer. Does not iterate over layers, since a mistyped `num_layers` can be huge."""
         return {self.mixer: self.num_layers}
 
     def canonical(self) -> Self:
-        """The same model, written in the one way in which equal models are equal."""
+        """The same model in canonical form: equal models compare equal."""
         return self
 
     def describe(self) -> Mapping[str, str]:
-        """Rows of the model card that only this kind of model has, by name."""
+        """Model-card rows that are specific to this kind of model, by name."""
         return {}
 
     def _require_positive(self, *fields: str) -> None:

@@ -1,4 +1,4 @@
-"""How a mixer's models are called in flash-linear-attention (fla) 0.6.0: what `zeco_train.hf` reads and writes by."""
+"""The flash-linear-attention (fla) 0.6.0 format of a mixer's models, for `zeco_train.hf` to read and write."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FlaFormat:
-    """fla's class for a language model with this mixer, and the keys of its config.json beside those of every model.
+    """fla's class for a language model with this mixer, and the mixer-specific keys of its config.json.
 
-    A key and the field of our configuration have one name.
+    Keys have the same names as the fields of our configuration.
 
     Attributes:
         model_type, architecture: as in config.json.
-        title: what the model card says that the model has.
-        numbers: keys of numbers, with fla's defaults for what a file leaves out.
-        optional: keys of numbers that may be null, with their kind.
-        switches: keys that are true or false, with fla's defaults.
-        choices: keys that are null or the name of one of an Enum's values.
-        aliases: of `choices`, other names for a value.
-        fixed: fields with the only value that fla's layer has; out of its configuration's reach.
-        refused: keys with the only value that our model has, and the meaning of another one.
-        written: keys that only a file has.
-        plain_norm: part of parameters' names, ours to that of a file with `fuse_norm` false.
+        title: description of the model in the model card.
+        numbers: numeric keys, with fla's defaults for missing ones.
+        optional: numeric keys that may be null, with their type.
+        switches: boolean keys, with fla's defaults.
+        choices: keys that are null or the name of an Enum member.
+        aliases: alternative names for values of `choices`.
+        fixed: fields that fla's layer hard-codes and its configuration cannot change, with their value.
+        refused: keys with the only value that our model supports, and the meaning of any other value.
+        written: keys that are written to the file but not read.
+        plain_norm: parameter name parts, ours → those of a file with `fuse_norm` false.
     """
 
     model_type: str
@@ -43,5 +43,5 @@ class FlaFormat:
 
     @property
     def name(self) -> str:
-        """As fla's documentation calls the model."""
+        """Name of the model in fla's documentation."""
         return self.architecture.removesuffix("ForCausalLM")

@@ -1,10 +1,10 @@
-"""The language model: embedding, blocks of a token mixer and an MLP, norm, head. Which mixer is at which layer, the
-configuration says.
+"""The language model: embedding, blocks of a token mixer and an MLP, norm, head. The configuration sets the mixer of
+each layer.
 
-Where documents are packed (`shard.cu_seqlens`), only the state of a mixer restarts at each of them; everything else in
-the model acts on one token at a time.
+With packed documents (`shard.cu_seqlens`) only the mixer's state restarts at each document; the rest of the model acts
+on each token separately.
 
-The model knows nothing of ranks: all that crosses them lies in `zeco_train.ops.mix`, through the shard's scan.
+The model itself is rank-agnostic: all communication happens in `zeco_train.ops.mix`, through the shard's scan.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """With `is_read=False` the output is NaN, and only good for its gradients."""
+        """With `is_read=False` the last product is skipped: the output is NaN, only the gradients are valid."""
         inner = swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight))
         return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
 
     def activations(self) -> Activations:
-        """Of `forward`, its input and output aside. Compiled code can write the gradients of gate and up over two
-        others, and by the peaks measured on H200s (recompute=selective and full) it does: they would be 22 kB a token
-        of gla_1b higher otherwise."""
+        """Activations of `forward`, without its input and output. Compiled code can write the gradients of gate and up
+        over two other tensors. The peaks measured on H200s (recompute=selective and full) show that it does; they would
+        be 22 kB per token of gla_1b higher otherwise."""
         inner = self.up_proj.out_features
         return Activations(
             (TokenTensor("mlp's gate", inner), TokenTensor("mlp's up", inner), TokenTensor("their product", inner)),
@@ -66,10 +66,10 @@ class Block(nn.Module):
 
     Args:
         config: of the model.
-        mixer: the class of `attn`.
+        mixer: class of `attn`.
 
     Attributes:
-        recompute: what the backward pass computes again.
+        recompute: what the backward pass recomputes.
     """
 
     def __init__(self, config: LanguageModelConfig, mixer: type[Mixer]) -> None:
@@ -81,7 +81,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def compile_compute(self, **options: Any) -> None:
-        """Compile what the block computes; hooks and recomputation stay around it."""
+        """Compile the block's compute; hooks and recomputation stay outside of the compiled region."""
         self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary = _NO_STATES) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ class Block(nn.Module):
         return self._mlp(x + self.attn.step(self.attn_norm(x), state))
 
     def activations(self) -> Mapping[Part, Activations]:
-        """The block's tensors; norms and residual sums are its own."""
+        """Activations by part; norms and residual sums belong to the block itself."""
         width = self.attn_norm.weight.shape[0]
         return {
             Part.input: Activations((TokenTensor("x, the block's input", width),)),
@@ -140,7 +140,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def blocks(self) -> list[Block]:
-        """The layers, by their type."""
+        """The layers, typed as `Block`."""
         return [cast(Block, layer) for layer in self.layers]
 
     def forward(self, input_ids: Tensor, shard: SequenceShard, states: LayerStates | None = None) -> Tensor:
@@ -157,10 +157,10 @@ class Backbone(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """The head and its loss. The loss is taken inside `forward`, so that FSDP2 unshards the weight around it.
+    """The LM head and its loss. The loss is computed inside `forward` so that FSDP2 unshards the weight around it.
 
     Attributes:
-        token_losses: see `zeco_train.ops.loss`; compiled, or not.
+        token_losses: see `zeco_train.ops.loss`; compiled or eager.
     """
 
     token_losses: TokenLosses = staticmethod(token_losses)
@@ -172,7 +172,7 @@ class LMHead(nn.Linear):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, labels: Tensor | None = None, scores: bool = False
     ) -> Tensor | TokenScores:
-        """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss, or the scores."""
+        """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss, or scores."""
         if labels is None:
             return super().forward(hidden)
         if scores:
@@ -181,11 +181,11 @@ class LMHead(nn.Linear):
 
 
 class LanguageModel(nn.Module):
-    """The language model. Build it (`models.spec.ModelSpec.build`), `init_weights(seed)`, then shard; in this order.
+    """The language model. Order of construction: `models.spec.ModelSpec.build`, `init_weights(seed)`, then sharding.
 
     Args:
-        config: its shape.
-        mixers: of each layer.
+        config: shape of the model.
+        mixers: mixer class of each layer.
 
     On the meta device: construct under `torch.device("meta")`, `to_empty(device=...)`, `init_weights(seed)`.
     """
@@ -210,33 +210,33 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: [B, T] int64, this rank's tokens.
-            shard: where they lie in the sequence. All ranks of a sequence must call together.
-            labels: [B, T] int64, the *next* token of each (shifted before sharding), −100 where it does not count.
-            states: of a segment of a longer sequence, what crosses its borders; the layers' part is filled in.
-            states_only: leave the head out.
-            scores: each token's loss and prediction in place of the sum, without gradients; needs labels.
+            shard: position of the tokens in the sequence. Collective: all ranks of a sequence must call together.
+            labels: [B, T] int64, the *next* token of each (shifted before sharding), −100 for ignored tokens.
+            states: boundary states of a segment of a longer sequence; the layers' results are written into it.
+            states_only: skip the head.
+            scores: return each token's loss and prediction instead of the sum, without gradients; needs labels.
 
         Returns:
             With labels the SUM of the tokens' cross-entropies, a scalar in fp32 (fp64 for fp64 parameters): the caller
-            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters'
-            dtype; with `states_only` what the head would take, [B, T, D]; with `scores` `TokenScores` of [B, T].
+            divides by the token count of the global batch. Otherwise logits [B, T, vocab] in the parameters' dtype;
+            with `states_only` the input of the head, [B, T, D]; with `scores` `TokenScores` of [B, T].
         """
         hidden = self.model(input_ids, shard, states)
         return hidden if states_only else self.lm_head(hidden, labels, scores)
 
     @torch.no_grad()
     def step(self, input_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The recurrent form: one more token of each sequence, at a cost that does not depend on those before it.
+        """Recurrent form: process one more token of each sequence, at a cost independent of the context length.
 
-        Not for a model whose parameters FSDP2 has sharded: they are gathered around `forward` only.
+        Not for models sharded by FSDP2: their parameters are gathered around `forward` only.
 
         Args:
             input_ids: [B] int64.
-            states: by layer, [B, H, K, V] after the tokens before (`zero_states`, or `LayerStates.carry_out`); they are
-                moved on in place.
+            states: by layer, [B, H, K, V] after the previous tokens (`zero_states`, or `LayerStates.carry_out`);
+                updated in place.
 
         Returns:
-            Logits of the tokens after these, [B, vocab].
+            Logits of the next tokens, [B, vocab].
         """
         x = self.model.embeddings(input_ids[:, None])
         for layer, state in zip(self.model.blocks(), states, strict=True):
@@ -244,33 +244,34 @@ class LanguageModel(nn.Module):
         return self.lm_head(self.model.norm(x)).squeeze(1)
 
     def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
-        """The states before a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""
-        # FSDP2 shows weights in the master dtype at one time and in the compute dtype at another.
+        """Initial states of a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""
+        # Under FSDP2 the weight's dtype alternates between master and compute dtype; this gives the same for both.
         dtype = accumulation_dtype(self.model.norm.weight.dtype)
         shapes = [layer.attn.state_shape for layer in self.model.blocks()]
         return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in shapes]
 
     def sharding_units(self) -> list[nn.Module]:
-        """What FSDP2 should gather one at a time, in the order of the forward pass; shard the model itself last.
+        """Modules to shard as separate FSDP2 units, in forward order; shard the model itself last.
 
-        The root then holds the rest: the final norm and, where they are tied, the embedding with the head: one
-        parameter can lie in one unit only.
+        The root unit then holds the rest: the final norm and, if tied, the embedding with the head, since a parameter
+        can belong to one unit only.
         """
         if self.config.tie_word_embeddings:
             return [*self.model.layers]
         return [self.model.embeddings, *self.model.layers, self.lm_head]
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """What the backward pass computes again, in every block."""
+        """Set the recompute mode of every block."""
         for layer in self.model.blocks():
             layer.recompute = recompute
 
     def compile_parts(self, **options: Any) -> None:
-        """Compile the blocks (once, since they are alike), the final norm and the loss, with `torch.compile`'s options.
+        """Compile the blocks (once, since they are identical), the final norm and the loss with `torch.compile`'s
+        options.
 
-        The model as a whole is left as it is, since FSDP2 gathers parameters between its parts.
+        The model as a whole is not compiled, since FSDP2 gathers parameters between its parts.
         """
-        # A block is compiled for each way in which it is run: with and without gradients, states to replay, or carries.
+        # One compilation per way a block is run: with or without gradients, replayed states, carries.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in self.model.blocks():
             layer.compile_compute(**options)
@@ -278,18 +279,18 @@ class LanguageModel(nn.Module):
         self.lm_head.token_losses = torch.compile(token_losses, fullgraph=True, **options)
 
     def tie_weights(self) -> None:
-        """Make the head use the embedding's parameter, where the configuration ties them."""
+        """Make the head share the embedding's parameter if the configuration ties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embeddings.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter as the rule of the module that it lies in has it.
+        """Initialise every parameter by the rule of its module.
 
-        Random values come from one generator, in the order of the parameters: they depend on the seed and the shapes
-        only. Must run before sharding: drawing into shards would make the weights depend on the number of ranks.
+        Random values come from one generator, in parameter order, so they depend only on the seed and the shapes. Must
+        run before sharding: drawing into shards would make the weights depend on the number of ranks.
         """
-        # `to_empty` replaces each module's parameters on their own, which unties them.
+        # `to_empty` replaces each module's parameters separately, which unties them.
         self.tie_weights()
         generator = torch.Generator().manual_seed(seed)
         for _, parameter, rule in parameter_rules(self):

@@ -2,8 +2,8 @@
 
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
-each of them; these Functions keep their inputs only, which at long sequences is most of a layer's memory. A compiler
-does the same by itself, and fuses more than them, so it gets the plain operations.
+each module; these Functions keep only their inputs, which saves most of a layer's memory at long sequences. A compiler
+does the same, with more fusion, so under `torch.compile` the plain operations are used.
 """
 
 from __future__ import annotations

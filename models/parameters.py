@@ -1,4 +1,4 @@
-"""How parameters begin and how optimizers treat them: each module has a rule for each parameter of its own."""
+"""Initialisation and optimizer treatment of parameters: each module has a rule for each parameter it owns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn import Parameter
 
 
 class ParameterRule(NamedTuple):
-    """What holds for one parameter.
+    """Initialisation and optimizer settings of one parameter.
 
     Attributes:
         init: `(parameter, deviation, generator)`: sets the initial values, in place. `deviation` is the model's
-            `initializer_range`. Random values are drawn whole, in fp32, on the CPU: then they depend on the seed and
-            the shape only, not on device, dtype (but for rounding) or number of ranks.
+            `initializer_range`. Random values are drawn for the whole tensor, in fp32, on the CPU, so they depend only
+            on the seed and the shape, not on device, dtype (but for rounding) or number of ranks.
         decays: whether weight decay applies.
-        is_projection: a matrix [N, K] that maps activations to activations, as the embedding, the head, norms and
-            biases do not. Optimizers of matrices (Muon) apply to these.
-        rows: heights of the matrices that are stacked along the first dimension of a projection; () for a single one.
+        is_projection: a matrix [N, K] that maps activations to activations, unlike the embedding, the head, norms and
+            biases. Matrix optimizers (Muon) apply to these.
+        rows: heights of the matrices stacked along the first dimension of a projection; () for a single one.
     """
 
     init: Callable[[Tensor, float, torch.Generator], object]
@@ -39,7 +39,7 @@ PROJECTION = MATRIX._replace(is_projection=True)
 SCALE = ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False)
 BIAS = ParameterRule(lambda parameter, *_: parameter.zero_(), decays=False)
 
-# Of torch's own modules, which cannot have rules themselves.
+# Rules for torch's own modules.
 _OF_TORCH: tuple[tuple[type[nn.Module], Mapping[str, ParameterRule]], ...] = (
     (nn.Linear, {"weight": PROJECTION, "bias": BIAS}),
     (nn.Embedding, {"weight": MATRIX}),
@@ -48,15 +48,15 @@ _OF_TORCH: tuple[tuple[type[nn.Module], Mapping[str, ParameterRule]], ...] = (
 
 @runtime_checkable
 class HasRules(Protocol):
-    """A module with parameters of its own."""
+    """A module that owns parameters."""
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Of the module's own parameters, not its children's, by name."""
+        """Rules of the module's own parameters, without its children's, by name."""
         ...
 
 
 def parameter_rules(model: nn.Module) -> Iterator[tuple[str, Parameter, ParameterRule]]:
-    """Name, parameter and rule of each of a model's parameters, in the order of `named_parameters`.
+    """Name, parameter and rule of each parameter of a model, in the order of `named_parameters`.
 
     Raises:
         KeyError: a module has no rule for a parameter.

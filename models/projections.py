@@ -1,10 +1,10 @@
-"""Several linear layers of one input, which share its gradient.
+"""Several linear layers of one input, with a fused input gradient.
 
-dx is a sum of one product a layer. Autograd makes each by itself and adds them up, which for the five projections of a
-GLA layer means ten passes over tensors of the size of x. Here each product after the first is added to the sum by the
-matrix product itself. Both passes are custom ops: a compiler would copy the sum for each addend.
+dx is a sum of one product per layer. Autograd computes each product separately and adds them up, which for the five
+projections of a GLA layer means ten passes over tensors of the size of x. Here each product after the first accumulates
+into the sum (as addmm does). Both passes are custom ops: a compiler would copy the sum for each addend.
 
-And a linear layer whose output nobody reads: the last one of a block that is computed again for its gradients only.
+Also a linear layer whose output is never read: the last one of a block that is recomputed for its gradients only.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_conte
 
 
 def unread_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x weightᵀ as far as gradients are concerned. The product itself is not made: what is returned is NaN.
+    """Backward pass of x weightᵀ without the forward product: the returned output is NaN.
 
     Args:
         x: [..., D].

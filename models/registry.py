@@ -1,4 +1,4 @@
-"""The token mixers, by name. To add one is to write its file in `models/mixers` and a line here."""
+"""The token mixers by name. To add one, write its file in `models/mixers` and add a line here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from models.mixers.gla import GatedLinearAttention
 
 MIXERS: dict[str, type[Mixer]] = {"gla": GatedLinearAttention}
 
-# Of a run that names no other.
+# Default mixer.
 DEFAULT_CONFIG: type[LanguageModelConfig] = MIXERS["gla"].config_class
 
 
 def mixer_of(config: LanguageModelConfig) -> type[Mixer]:
-    """The mixer of a model; of a hybrid that by which it is called."""
+    """The mixer class of a model; for a hybrid, the one that names the model."""
     return MIXERS[config.mixer]

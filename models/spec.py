@@ -1,7 +1,7 @@
-"""What the rest of the program knows of a model: its shape in numbers, from one walk over it on the meta device.
+"""Model shape in numbers (parameters, FLOPs, activations), from one walk over the model on the meta device.
 
-The walk builds one block for each mixer of the model and runs it over a few tokens that hold no values: which matrix
-products there are, and which of them share an input, is seen and not summed up by hand.
+The walk builds one block per mixer and runs it on a few meta tokens. Matrix products, and which of them share an input,
+are recorded rather than summed by hand.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Shape = tuple[int, ...]
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter without its values."""
+    """Shape and rule of a parameter, without its values."""
 
     shape: Shape
     rule: ParameterRule
 
 
-# Input width and output width of a linear layer, y [T, N] = x [T, K] Wᵀ: (K, N).
+# (K, N): input and output width of a linear layer, y [T, N] = x [T, K] Wᵀ.
 Product = tuple[int, int]
 
 
@@ -45,7 +45,7 @@ class TokenFLOPs:
 
     Attributes:
         linear: the blocks' linear layers.
-        operator: of the mixers themselves.
+        operator: the mixers' operators.
         head: the logits.
     """
 
@@ -63,14 +63,14 @@ class TokenFLOPs:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Blocks of one mixer.
+    """The blocks of one mixer.
 
     Attributes:
-        count: how many blocks have it.
-        parameters: their shapes, of one block.
-        mixer_products, mlp_products: the linear layers in the order of the forward pass, by shared input.
+        count: number of blocks.
+        parameters: of one block.
+        mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
         state_shape: H, K, V of the mixer's state.
-        operator_flops: of its operator, see `Mixer`.
+        operator_flops: see `Mixer`.
         activations: by part.
     """
 
@@ -89,7 +89,7 @@ class BlockSpec:
 
 
 class ModelSpec:
-    """A model by its configuration. What has to be walked for is found when it is asked for, and once.
+    """Properties of a model, from its configuration. Those that need the walk are computed on first use and cached.
 
     Args:
         config: its shape.
@@ -99,31 +99,30 @@ class ModelSpec:
         self.config = config
 
     def build(self) -> LanguageModel:
-        """The model, on the current default device, with torch's own initial values."""
+        """The model, on the current default device, with torch's default initial values."""
         config = self.config
         return LanguageModel(config, [MIXERS[config.mixer_of(layer)] for layer in range(config.num_layers)])
 
     @cached_property
     def blocks(self) -> Mapping[str, BlockSpec]:
-        """One entry for each mixer, by its name."""
+        """Block specification by mixer name."""
         counts, blocks = self.config.mixer_counts(), self._skeleton.model.blocks()
         return {name: _walk(counts[name], block) for name, block in zip(counts, blocks, strict=True)}
 
     @cached_property
     def num_parameters(self) -> int:
-        """Trainable parameters; a tied head counts once."""
+        """Number of trainable parameters; a tied head counts once."""
         more = sum((block.count - 1) * sum(map(math.prod, block.parameters)) for block in self.blocks.values())
         return more + sum(parameter.numel() for parameter in self._skeleton.parameters())
 
     @cached_property
     def parameter_shapes(self) -> Mapping[str, torch.Size]:
-        """All parameters by name, as checkpoints and files have them; a tied head is the embedding."""
+        """Shapes of all parameters by name, as in checkpoints and exported files; a tied head is the embedding."""
         return {name: parameter.shape for name, parameter in self._whole.named_parameters()}
 
     @cached_property
     def units(self) -> Sequence[Sequence[ParameterSpec]]:
-        """The parameters by FSDP unit: those of `LanguageModel.sharding_units`, in the order of the forward
-        pass, then the rest, which the root holds."""
+        """The parameters by FSDP unit: those of `LanguageModel.sharding_units` in forward order, then the root's."""
         rules = {parameter: rule for _, parameter, rule in parameter_rules(self._whole)}
         units, taken = [], set()
         for module in (*self._whole.sharding_units(), self._whole):
@@ -134,28 +133,28 @@ class ModelSpec:
 
     @property
     def parameters(self) -> Sequence[ParameterSpec]:
-        """Those of all units."""
+        """The parameters of all units."""
         return [parameter for unit in self.units for parameter in unit]
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """H, K, V of a layer's state; of the largest, where they differ."""
+        """H, K, V of a layer's state; of the largest one if layers differ."""
         return max((block.state_shape for block in self.blocks.values()), key=math.prod)
 
     def flops_per_token(self, seq_len: int, *, backward: bool = True) -> TokenFLOPs:
         """The model's FLOPs for one token of sequences of `seq_len`. Matrix products only.
 
             linear    = 2 · the sum of K · N over the blocks' linear layers
-            operator  = as each mixer says of itself
+            operator  = `Mixer.operator_flops`
             head      = 2 · D · vocab
 
-        With `backward` all is tripled, since each product has two in the backward pass. What is computed a second time
-        is not counted (`recomputed_flops_per_token` is): this is the numerator of model FLOPs utilisation, MFU. The
-        embedding is a look-up, elementwise work and the scan over ranks count as nothing.
+        With `backward` all is tripled, since each product has two in the backward pass. Recomputation is not counted
+        (see `recomputed_flops_per_token`): this is the numerator of model FLOPs utilisation, MFU. The embedding is a
+        look-up; elementwise work and the scan over ranks count as nothing.
 
         Args:
-            seq_len: of a whole sequence.
-            backward: count the backward pass as well.
+            seq_len: length of a whole sequence.
+            backward: include the backward pass.
         """
         passes = 3 if backward else 1
         linear = sum(block.count * _flops(block.products) for block in self.blocks.values())
@@ -164,26 +163,26 @@ class ModelSpec:
         return TokenFLOPs(float(passes * linear), float(passes * operator), float(passes * head))
 
     def recomputed_flops_per_token(self, seq_len: int, recompute: Recompute, segments: int = 1) -> TokenFLOPs:
-        """The FLOPs that an optimizer step spends on computing things a second time, for one token: with the model's
-        own (`flops_per_token`) they are the numerator of hardware FLOPs utilisation, HFU.
+        """FLOPs per token that an optimizer step spends on recomputation. Added to `flops_per_token` they are the
+        numerator of hardware FLOPs utilisation, HFU.
 
-            operator's backward pass    as each mixer says of itself    always
-            recompute=selective         the MLPs' linear layers, but for the last: what down gives, the backward pass
-                                        does not read
-            recompute=full              whole blocks, forward, but for what down gives
+            operator's backward pass    `OperatorFLOPs.again`               always
+            recompute=selective         the MLPs' linear layers without the last: the backward pass does not read the
+                                        output of down
+            recompute=full              whole blocks, forward, without the product of down
             segments M > 1              (M−1)/M · blocks, forward       all segments but the last go through the model
                                                                         once more, for their states; without the head
 
-        The blocks' forward pass is that of `flops_per_token` less the head, which is never computed again: its
-        gradients are taken while the logits are there. The lines add up, for each is another pass.
+        The blocks' forward pass is that of `flops_per_token` less the head, which is never recomputed: its gradients
+        are computed while the logits exist. The lines add up, for each is a separate pass.
 
-        Counted as there: matrix products, and of the pairs inside chunks the causal half, not the whole square. What a
-        kernel's tiles compute only to mask it is no use of the hardware, and differs from implementation to
-        implementation; all of it, with the sums of decays that are made as products with ones, is under 1 % of
-        `gla_1b`'s FLOPs. The operator is that of GPUs: in PyTorch it makes the scores, too, a second time.
+        Counted as there: matrix products, and only the causal half of the pairs inside chunks. Products that a kernel's
+        tiles compute and then mask are no useful work and differ between implementations; together with the cumulative
+        sums of decays that are computed as products with ones they are under 1 % of `gla_1b`'s FLOPs. The operator is
+        that of GPUs: in PyTorch it also recomputes the scores.
 
         Args:
-            seq_len: of a whole sequence.
+            seq_len: length of a whole sequence.
             recompute: `train.recompute`.
             segments: `train.segments`, M.
         """
@@ -203,13 +202,13 @@ class ModelSpec:
 
     @cached_property
     def _skeleton(self) -> LanguageModel:
-        """The model with one block for each mixer, without values."""
+        """The model with one block per mixer, on the meta device."""
         with torch.device("meta"):
             return LanguageModel(self.config, [MIXERS[name] for name in self.config.mixer_counts()])
 
     @cached_property
     def _whole(self) -> LanguageModel:
-        """The model without values."""
+        """The whole model on the meta device."""
         with torch.device("meta"):
             return self.build()
 
@@ -218,7 +217,7 @@ _SPECS: dict[str, ModelSpec] = {}
 
 
 def spec_of(config: LanguageModelConfig) -> ModelSpec:
-    """The specification of a model; the same object for equal configurations, so each is walked over once."""
+    """The specification of a model; cached by configuration, so each model is walked once."""
     return _SPECS.setdefault(repr(config), ModelSpec(copy.deepcopy(config)))
 
 
@@ -227,7 +226,7 @@ def _flops(products: Sequence[Sequence[Product]]) -> int:
 
 
 class _ProductsSeen(TorchDispatchMode):
-    """The linear layers that are run, by shared input."""
+    """Records the linear layers that run, grouped by shared input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +242,7 @@ class _ProductsSeen(TorchDispatchMode):
 
 @torch.no_grad()
 def _walk(count: int, block: Block) -> BlockSpec:
-    """What one block is made of. How many tokens go through it does not matter."""
+    """Walk one block. The number of tokens does not matter."""
     x = torch.empty(1, 2, block.attn_norm.weight.shape[0], device="meta")
     with _ProductsSeen() as in_mixer:
         block.attn(x, Place(""), Boundary())

@@ -1,4 +1,4 @@
-"""Suite-wide pytest hooks: which tests run, which one by one, and how much CPU time one may take."""
+"""Suite-wide pytest hooks: test selection and order, GPU serialisation, and CPU-time limits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import torch
 
 from tests.support import distributed
 
-# Seconds of CPU time of a test without the mark `slow`, its fixtures and child processes included: the time of the
-# wall clock depends on what else the machine does. Kernels of GPU tests may have to be compiled first.
+# CPU seconds of a test without the mark `slow`, including fixtures and child processes: wall time depends on the load
+# of the machine. GPU tests may have to compile kernels first.
 LIMIT = 10.0
-# The same test's CPU time differs by nearly this much from run to run on shared machines, caches of kernels aside.
+# CPU time of the same test varies by nearly this much between runs on shared machines, even with warm kernel caches.
 MARGIN = 1.5
-# CPU time that `slowness` takes on the machine of LIMIT when it has nothing else to do: two threads of a Xeon.
+# CPU time of `slowness` on the idle machine on which LIMIT was set: two threads of a Xeon.
 _REFERENCE_SECONDS = 0.1
 _SECONDS = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files whose tests wait first, and skip tests marked `gpu` where there is no CUDA device."""
-    # At the end of the run they would leave the cores idle: what waits then has nothing beside it.
+    """Put files with waiting tests first, and skip tests marked `gpu` if there is no CUDA device."""
+    # At the end of the run they would leave the cores idle, with no other tests to overlap them.
     waiting = {item.path for item in items if "processes" in item.keywords}
     items.sort(key=lambda item: item.path not in waiting)
     if torch.cuda.is_available():
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Of all workers of pytest-xdist, one at a time has a test of GPUs: it fills their memory, and may measure time."""
+    """Run one GPU test at a time over all pytest-xdist workers: it fills GPU memory, and may measure time."""
     with contextlib.ExitStack() as stack:
         if torch.cuda.is_available() and "gpu" in item.keywords:
             path = Path(tempfile.gettempdir(), f"zeco-test-gpu-{os.getuid()}.lock")
@@ -49,15 +49,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, of its children that have ended, and of all ranks so far."""
+    """CPU time of this process, its ended children, and all ranks so far."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + distributed.cpu_seconds
 
 
 def slowness() -> float:
-    """How many times longer the same work takes than on the machine of LIMIT; at least 1.
+    """Slowdown of a fixed workload relative to the machine on which LIMIT was set; at least 1.
 
-    CPU time is not all one: a core that two busy threads share, or an older one, takes more of it for the same.
+    CPU time is not comparable: on an older core, or one shared by two busy threads, the same work takes more of it.
     """
     began = time.thread_time()
     sum(number * number for number in range(2_700_000))
@@ -66,14 +66,14 @@ def slowness() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Start the test's clock."""
+    """Start the test's timer."""
     item.stash[_SECONDS] = cpu_seconds()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Fail a test that passed, but took longer than its marks allow."""
+    """Fail a test that passed but exceeded the time limit of its marks."""
     report = yield
     if call.when == "call" and report.passed:
         seconds = cpu_seconds() - item.stash[_SECONDS]

@@ -1,7 +1,7 @@
-"""Ends of a command while a thread of it is inside a call of torch: `python -m tests.ends` prints the exit codes.
+"""Interpreter exits while a thread is inside a torch call: `python -m tests.ends` prints the exit codes.
 
-Each end is that of an interpreter of its own, which takes so long that the call returns meanwhile. Python ends a thread
-that comes back then, and C++ code ends the whole process for that, see `zeco_train.system.background`.
+Each exit runs in its own interpreter, which takes so long to finalise that the call returns meanwhile. Python ends a
+thread that returns then, and C++ code aborts the whole process for that, see `zeco_train.system.background`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zeco_train.lifecycle.job import Advice, Job, run_job
 
 _CALL_SECONDS = 1.0
 _END_SECONDS = 2.5
-# Longer than an end waits for a thread.
+# Longer than an exit waits for a thread.
 _NEVER_SECONDS = 60.0
 
 
 class _SlowStore:
-    """A store that takes a while to answer a heartbeat, and only that."""
+    """A store that is slow to answer heartbeats, and only those."""
 
     def __init__(self, seconds: float) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -48,7 +48,7 @@ class _SlowStore:
 
 
 class _SlowEnd:
-    """Makes the end of the interpreter that drops it take long."""
+    """Delays the finalisation of the interpreter that drops it."""
 
     def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         sleep(_END_SECONDS)
@@ -102,7 +102,7 @@ _ENDS: dict[str, Callable[[], int]] = {
 
 
 def main() -> int:
-    """All ends at once: exit codes and stderr by name, as JSON."""
+    """Run all exits concurrently; prints exit codes and stderr by name, as JSON."""
     started = {}
     for name, end in _ENDS.items():
         reading, writing = os.pipe()

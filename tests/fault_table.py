@@ -1,7 +1,7 @@
-"""Real faults in real jobs: what was printed, and how long until all had ended. `python -m tests.fault_table > FILE`
+"""Real faults in real jobs: messages, and time until all processes ended. `python -m tests.fault_table > FILE`
 
-Every row starts `train.py` under torchrun on this machine (on its GPUs, if it has any), lets it train, and does to it
-what the first column says. `python -m tests.fault_table NAME…` runs some of them only. The result is kept in
+Every row starts `train.py` under torchrun on this machine (on its GPUs, if it has any), lets it train, and injects the
+fault of the first column. `python -m tests.fault_table NAME…` runs only some of them. The result is stored in
 tests/fault_table.md.
 """
 
@@ -41,12 +41,12 @@ _JOB = [
 
 @dataclass
 class Row:
-    """A line of the table; seconds count from the fault.
+    """A row of the table; seconds count from the fault.
 
     Attributes:
         printed: the lines for the user.
-        codes: the exit codes of ranks as torchrun saw them.
-        ranks_ended: until the last rank that could still run was gone; job_ended: until torchrun was gone.
+        codes: exit codes of the ranks as reported by torchrun.
+        ranks_ended: until the last rank that could still run had ended; job_ended: until torchrun had ended.
     """
 
     printed: str
@@ -56,26 +56,26 @@ class Row:
 
 
 class Case:
-    """A running job, and the clock."""
+    """A running job, and the timer."""
 
     def __init__(self, folder: Path, job: Command) -> None:
         self.folder, self.job = folder, job
         self.struck = 0.0
 
     def wait_for_steps(self, count: int = 3) -> None:
-        """Let it train."""
+        """Wait until it has trained for some steps."""
         metrics = self.folder / "run" / "metrics.jsonl"
         done = lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= count  # noqa: E731
         self.job.wait_until(done, f"step {count}", _ENOUGH)
         self.job.ranks()
 
     def strike(self, rank: int, number: signal.Signals) -> None:
-        """Send a rank a signal; the clock starts."""
+        """Send a signal to a rank and start the timer."""
         self.struck = time.time()
         os.kill(self.job.ranks()[rank], number)
 
     def end(self, without: tuple[int, ...] = (), also: Command | None = None) -> Row:
-        """Wait for the end of all ranks, but those that cannot end by themselves, and of the launcher."""
+        """Wait for the launcher and all ranks to end, except those that cannot end by themselves."""
         fault = self.folder / "fault"
         if not self.struck:
             self.job.wait_until(fault.exists, "fault", _ENOUGH)
@@ -153,7 +153,7 @@ def _launcher_killed() -> Row:
 
 
 def _node_lost(node: int) -> Row:
-    """Two launchers with c10d rendezvous, as on two nodes; one is killed with its ranks, in one moment."""
+    """Two launchers with c10d rendezvous, as on two nodes; one is killed together with its ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -178,7 +178,7 @@ def _node_lost(node: int) -> Row:
 
 
 def _data(harm: Callable[[Path], object]) -> Row:
-    """A store of several shards, one of which comes to harm while the run reads it."""
+    """A store of several shards, one of which is damaged while the run reads it."""
     folder = Path(tempfile.mkdtemp(prefix="zeco-faults-"))
     try:
         tokens = np.random.default_rng(0).integers(3, 250, 200_000)
@@ -202,7 +202,7 @@ def _truncate(path: Path) -> None:
 
 
 def _overwrite(path: Path) -> None:
-    """Garbage of the same size, in place."""
+    """Overwrite a file in place with garbage of the same size."""
     with path.open("r+b") as file:
         file.write(np.full(path.stat().st_size // 2, 60_000, np.uint16).tobytes())
 

@@ -1,11 +1,11 @@
-"""Kill runs with SIGKILL at random moments, saves included, and compare what they come to with runs that never were.
+"""Kill runs with SIGKILL at random moments, including saves, and compare their results with uninterrupted runs.
 
     python -m tests.kill_many [KILLS] [FOLDER]          default: 50 kills
 
-Half of the kills meet a run that goes on with the same split, in fp32: its losses have to be those of the unbroken run,
-bit for bit. The other half meets one that changes its ranks 1 → 4 → 2 and the ranks of a sequence 1 → 4 → 2 from start
-to start, in fp64: within 1e-9. The sequences that count, those of the steps that were kept, have to be those of the
-unbroken run, each once.
+Half of the kills hit a run that resumes with the same split, in fp32: its losses must match those of the uninterrupted
+run bit for bit. The other half hit a run that changes its ranks 1 → 4 → 2 and sp.size 1 → 4 → 2 from start to start, in
+fp64: within 1e-9. The sequences of the steps that count, i.e. that were kept, must be those of the uninterrupted run,
+each once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
 EVERY = 2
-# One in so many kills comes before the first step: while the run starts, or reads its checkpoint.
+# One in this many kills comes before the first step: during startup, or while reading the checkpoint.
 _EARLY = 6
 _LIMIT = 120.0
 _SETTINGS = [f"checkpoint.every={EVERY}", "sched=constant", "optim.lr=1e-4"]
@@ -37,12 +37,12 @@ _SETTINGS = [f"checkpoint.every={EVERY}", "sched=constant", "optim.lr=1e-4"]
 
 @dataclass(frozen=True)
 class Campaign:
-    """Kills of one run.
+    """A series of kills of one run.
 
     Attributes:
-        name: also of its folder.
-        splits: how its starts are split, in turn: ranks, and settings.
-        tolerance: largest relative difference of a loss to the unbroken run's.
+        name: also the name of its folder.
+        splits: ranks and settings of successive starts, in turn.
+        tolerance: maximum relative difference of a loss from the uninterrupted run's.
     """
 
     name: str
@@ -68,13 +68,14 @@ OTHERS = Campaign(
 
 @dataclass
 class Outcome:
-    """What a campaign has seen.
+    """Results of a campaign.
 
     Attributes:
-        kills, early, in_save: how many; before the first step; with half a checkpoint on the disk.
+        kills, early, in_save: number of kills; of those before the first step; of those with a partial checkpoint on
+            disk.
         steps: of the whole run.
-        redone: steps of each start that the next one had to do again.
-        difference: largest relative one of a loss or gradient norm.
+        redone: steps of each start that the next one repeated.
+        difference: maximum relative difference of a loss or gradient norm.
     """
 
     name: str
@@ -94,7 +95,7 @@ HEADER = "              kills at start  in save  steps redone  at most  differen
 
 
 class _Run:
-    """A run's folder, and the sequences that its starts took, from their logs."""
+    """A run's folder, and the sequences read by its starts, from their logs."""
 
     def __init__(self, folder: Path, campaign: Campaign) -> None:
         self.folder, self._campaign = folder, campaign
@@ -109,7 +110,7 @@ class _Run:
 
     @property
     def done(self) -> int:
-        """The last step that has a row."""
+        """The last logged step."""
         rows = read_metrics(self.folder / METRICS_FILE)
         return rows[-1]["step"] if rows else 0
 
@@ -118,7 +119,7 @@ class _Run:
         return torchrun(ranks, self.folder.parent, *settings)
 
     def take_sequences(self, first: int) -> None:
-        """Read what the last start has logged; it began with step `first`, so what was known of later ones is void."""
+        """Read the log of the last start, which began with step `first`; replaces earlier entries of later steps."""
         self.sequences = {step: ids for step, ids in self.sequences.items() if step < first}
         found: dict[int, set[int]] = defaultdict(set)
         for path in (self.folder / "logs").glob("rank_*.log"):
@@ -133,7 +134,7 @@ class _Run:
 
 
 def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Random) -> Outcome:
-    """Kill a run `kills` times, let it end, and compare it; any disagreement is an `AssertionError`."""
+    """Kill a run `kills` times, let it finish, and compare it; raises `AssertionError` on any mismatch."""
     folder.mkdir(parents=True)
     outcome, run, splits = Outcome(campaign.name), _Run(folder / "killed", campaign), cycle(campaign.splits)
     while outcome.kills < kills:
@@ -150,7 +151,7 @@ def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Rando
                 time.sleep(rng.uniform(0, 0.3))
             processes = [*job.ranks().values()]
             assert early or len(processes) == ranks
-        # Left by SIGKILL, to the launcher and all ranks.
+        # Leaving the block sent SIGKILL to the launcher and all ranks.
         while any(is_running(process) for process in processes):
             time.sleep(0.02)
         run.take_sequences(saved + 1)
@@ -161,7 +162,7 @@ def run_campaign(campaign: Campaign, kills: int, folder: Path, rng: random.Rando
             outcome.in_save + in_save,
         )
         outcome.redone.append(max(0, run.done - run.saved))
-        # A save begins when the one before is complete, so a kill costs the steps of two at most.
+        # A save begins only after the previous one is complete, so a kill costs at most the steps of two.
         assert outcome.redone[-1] <= 2 * EVERY, f"step {run.done} was done, and only {run.saved} saved"
         where = "at the start" if early else "in a save" if in_save else ""
         print(

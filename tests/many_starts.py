@@ -1,13 +1,13 @@
-"""Start many short runs, and see that each ends as it should: exit code 0, nothing on stderr, losses of one rank's run.
+"""Start many short runs, and check that each ends properly: exit code 0, empty stderr, the losses of a one-rank run.
 
     python -m tests.many_starts [RUNS] [--kind segments|random|all] [--seed N] [--folder FOLDER]
 
     segments   2 ranks, sp=zeco with the chain, parallel=zero3, a sequence in 2 to 4 segments
     random     1 to 4 ranks, and a backend, split, strategy and recomputation drawn by the seed
 
-RUNS of each kind (default: 150). Runs take 2 to 4 steps of a tiny model in fp64; in half of them checkpoints are saved
-asynchronously, and in half of them a logger is on: what is tested are ends, and threads that are not to outlive them.
-With the folder of an earlier start of the same seed it goes on after its runs. What a failed run has left stays there.
+RUNS of each kind (default: 150). Runs take 2 to 4 steps of a tiny model in fp64; half of them save checkpoints
+asynchronously, and half of them have a logger: the subject is process exit, and threads that must not outlive it. With
+the folder of an earlier start of the same seed it continues after its runs. Files of failed runs are kept there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Start:
     """One run.
 
     Attributes:
-        number: of its kind, from 1; it and the seed decide all the rest.
+        number: within its kind, from 1; with the seed it determines everything else.
     """
 
     kind: str
@@ -53,11 +53,11 @@ class Start:
 
 @dataclass
 class Result:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        problem: empty if it ended well.
-        difference: largest relative one of a loss to the reference's.
+        problem: empty on success.
+        difference: maximum relative difference of a loss from the reference's.
     """
 
     kind: str
@@ -90,14 +90,14 @@ def draw(kind: str, number: int, seed: int) -> Start:
 
 
 def reference(folder: Path) -> list[float]:
-    """The losses of one rank's run with whole sequences."""
+    """The losses of a one-rank run with whole sequences."""
     outcome = train_here(*_COMMON, "sp=dp", f"train.steps={max(_STEPS)}", "checkpoint.every=0", f"run_dir='{folder}'")
     assert outcome.code == 0, outcome
     return [row["loss"] for row in read_metrics(folder / METRICS_FILE)]
 
 
 def run(start: Start, folder: Path, losses: list[float]) -> Result:
-    """Run it in `folder`, which stays if it fails."""
+    """Run it in `folder`, which is kept on failure."""
     folder.mkdir(parents=True)
     began = time.monotonic()
     steps = [f"train.steps={start.steps}", f"run_dir='{folder / 'run'}'"]
@@ -133,7 +133,7 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> int:
-    """All runs, and a table; returns 1 if one of them failed."""
+    """Run everything and print a table; returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description="start many short runs, and see that each ends as it should")
     parser.add_argument("runs", type=int, nargs="?", default=150, help="of each kind (default: 150)")
     parser.add_argument("--kind", choices=[*KINDS, "all"], default="all")
@@ -153,7 +153,7 @@ def main() -> int:
                 continue
             start = draw(kind, number, options.seed)
             place = folder / f"{kind}_{number:03}"
-            # Of a start that was interrupted.
+            # Left over from an interrupted start.
             shutil.rmtree(place, ignore_errors=True)
             result = run(start, place, losses)
             results.append(result)

@@ -2,10 +2,10 @@
 
     python -m tests.same_bits COMMIT|FOLDER [--dtypes fp32,fp64] [--device cpu] [--ranks 2] [--steps 20] [--only TEXT]
 
-COMMIT is checked out beside; FOLDER is another copy of the sources, for machines without git. Each case of `cases` is
-trained by both, in processes of their own. Prints a line a case; exits with 1 if one differs or fails.
+COMMIT is checked out in a temporary folder; FOLDER is another copy of the sources, for machines without git. Each case
+of `cases` is trained by both, in separate processes. Prints one line per case; exits with 1 if one differs or fails.
 
-For a change that moves or renames what is there, and must not change what is computed.
+For refactorings that must not change what is computed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Case:
     """A configuration that both versions train.
 
     Attributes:
-        settings: of `train.py`.
+        settings: arguments of `train.py`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Case:
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    """Every backend plain and with all that has state across its border; then every strategy."""
+    """Every backend, plain and with carries and replayed states; then every strategy."""
     for dtype in dtypes:
         for (backend, split), (way, settings) in itertools.product(BACKENDS.items(), WAYS.items()):
             yield Case(f"{dtype} {backend}, {way}", [f"train.dtype={dtype}", *split, *settings])
@@ -79,7 +79,7 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
 
 @contextmanager
 def sources(name: str) -> Iterator[Path]:
-    """The folder of that name, or a checkout of that commit that is gone afterwards."""
+    """The folder of that name, or a temporary checkout of that commit."""
     if Path(name).is_dir():
         yield Path(name).resolve()
         return
@@ -94,10 +94,10 @@ def sources(name: str) -> Iterator[Path]:
 
 
 def train(tree: Path, ranks: int, settings: list[str]) -> list[tuple[float, ...]]:
-    """Losses and norms of a run by the sources in `tree`.
+    """Losses and norms of a run with the sources in `tree`.
 
     Raises:
-        RuntimeError: it failed; the message is what it wrote.
+        RuntimeError: it failed; the message is its output.
     """
     with tempfile.TemporaryDirectory(prefix="zeco-bits-") as folder:
         run = Path(folder) / "run"

@@ -1,11 +1,11 @@
-"""The speed of two versions of this project, in one run: their training steps, or the operator of a layer alone.
+"""Speed comparison of two versions of this project in one session: their training steps, or one layer's operator.
 
     python -m tests.same_speed COMMIT|FOLDER [--case step|operator] [--turns 5] [--seconds 5] [KEY=VALUE of train.py …]
 
-Both versions run beside each other in processes of their own, one at a time: the other one is stopped (SIGSTOP) and its
-device idle. They take turns, so that a machine that slows down slows both. Prints the median of each turn, the ratio of
-speeds with its spread over the turns (this version over the other one: above 1 is faster), and for `step` whether the
-losses of all steps that both have done are the same bits.
+The two versions run in separate processes, one at a time: the other one is stopped (SIGSTOP) and its device idle. They
+take turns, so that a slowdown of the machine affects both. Prints the median of each turn, the ratio of speeds with its
+spread over the turns (this version over the other one: above 1 is faster), and for `step` whether the losses of all
+common steps are bitwise equal.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tests.same_bits import sources
 from tests.support.commands import REPOSITORY
 
 _START_SECONDS = 240.0
-# Of a turn: what was under way when the process was stopped, and what finds caches cold.
+# Steps to drop at the start of a turn: the one in progress when the process was stopped, and those with cold caches.
 _LEFT_OUT = 3
 _OPERATOR = Path(__file__).parent / "support" / "operator_rows.py"
 _ENDLESS = ["train.steps=1000000", "train.log_every=1", "train.eval_every=0", "checkpoint.every=0", "logger=none"]
 
 
 class Contender:
-    """A version at work, which appends a row with `step_seconds` to a file for each step.
+    """A running version, which appends a row with `step_seconds` to a file for each step.
 
     Args:
-        tree: its sources.
+        tree: sources.
         case: `step` or `operator`.
         settings: of train.py; of the operator: B, T, H, K, V, dtype, device.
-        folder: for its files.
+        folder: for output files.
     """
 
     def __init__(self, tree: Path, case: str, settings: Sequence[str], folder: Path) -> None:
@@ -55,7 +55,7 @@ class Contender:
         )
 
     def rows(self) -> list[dict[str, float]]:
-        """Of all whole lines so far."""
+        """All complete rows so far."""
         text = self._rows.read_text() if self._rows.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -63,7 +63,7 @@ class Contender:
         """Wait for the first steps, then stop.
 
         Raises:
-            RuntimeError: it ended, or did not come so far.
+            RuntimeError: it ended, or timed out.
         """
         deadline = time.monotonic() + _START_SECONDS
         while len(self.rows()) < 2 * _LEFT_OUT:
@@ -73,7 +73,7 @@ class Contender:
         self._process.send_signal(signal.SIGSTOP)
 
     def turn(self, seconds: float) -> list[float]:
-        """Work for so long; returns the seconds of each step."""
+        """Run for this many seconds; returns the seconds of each step."""
         done = len(self.rows())
         self._process.send_signal(signal.SIGCONT)
         time.sleep(seconds)
@@ -83,7 +83,7 @@ class Contender:
         return [row["step_seconds"] for row in self.rows()[done + _LEFT_OUT :]]
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._log.close()
@@ -91,7 +91,7 @@ class Contender:
 
 @contextmanager
 def contenders(other: str, case: str, settings: Sequence[str]) -> Iterator[list[Contender]]:
-    """The other version and this one, both warm and stopped."""
+    """The other version and this one, both warmed up and stopped."""
     with ExitStack() as stack:
         tree = stack.enter_context(sources(other))
         both = []
@@ -105,7 +105,7 @@ def contenders(other: str, case: str, settings: Sequence[str]) -> Iterator[list[
 
 
 def main() -> int:
-    """Measure, and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description="the speed of two versions, in turns")
     parser.add_argument("other", metavar="COMMIT|FOLDER")
     parser.add_argument("--case", choices=("step", "operator"), default="step")

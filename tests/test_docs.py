@@ -19,7 +19,7 @@ _HTML_LINK = re.compile(r"\b(?:href|src)=\"([^\"]+)\"")
 _CODE_SPAN = re.compile(r"(`+).+?\1", re.S)
 _EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 _MODULE = re.compile(r"(?<!\S)-m ((?:zeco_train|data|models|tests)(?:\.\w+)*)(?![\w.…])")
-# Names that end before a blank, a quote or punctuation.
+# File names, delimited by a blank, a quote or punctuation.
 _FOLDERS = "configs|data|docs|launch|models|tests|zeco_train"
 _PATH = re.compile(rf"(?<![\w/.*{{-])(?:\./)?((?:{_FOLDERS})/[\w./-]*[\w/]|train\.py)(?![\w*{{])")
 _EXPERIMENT = re.compile(r"(?<!\S)\+experiment=(\w+)")
@@ -69,7 +69,7 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 def broken_links(path: Path, root: Path) -> Iterator[str]:
-    """Links of a Markdown file to files or headings of the repository that are not there."""
+    """Links of a Markdown file to missing files or headings of the repository."""
     prose, _ = parts(path.read_text(encoding="utf-8"))
     for link in [*_LINK.findall(prose), *_HTML_LINK.findall(prose)]:
         if _EXTERNAL.match(link):
@@ -83,7 +83,7 @@ def broken_links(path: Path, root: Path) -> Iterator[str]:
 
 
 def missing_commands(path: Path, root: Path) -> Iterator[str]:
-    """Modules, scripts and configurations that the code of a Markdown file names and that are not there."""
+    """Modules, scripts and configurations named by the code of a Markdown file that do not exist."""
     _, code = parts(path.read_text(encoding="utf-8"))
     for module in _MODULE.findall(code):
         folder = root.joinpath(*module.split("."))
@@ -98,13 +98,13 @@ def missing_commands(path: Path, root: Path) -> Iterator[str]:
 
 
 def problems(path: Path, root: Path) -> list[str]:
-    """All of one file. A change log may name commands and files of earlier versions."""
+    """All problems of a file. A change log may name commands and files of earlier versions."""
     is_history = path.name == "CHANGELOG.md"
     return [*broken_links(path, root), *([] if is_history else missing_commands(path, root))]
 
 
 def documents() -> list[Path]:
-    """The tracked Markdown files; without git, as in a copy of the sources, all but those of hidden folders."""
+    """The tracked Markdown files; without git, all but those in hidden folders."""
     listed = subprocess.run(["git", "-C", str(REPOSITORY), "ls-files", "*.md"], capture_output=True, text=True)
     found = [REPOSITORY / name for name in listed.stdout.splitlines()] if listed.returncode == 0 else []
     return found or [
@@ -127,7 +127,7 @@ def test_readme_links_every_page() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository of one page and the files that it may name."""
+    """A repository with one page and the files that it may name."""
     for name in ("launch/test.sh", "configs/experiment/small.yaml", "zeco_train/bench/__main__.py", "tests/ends.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

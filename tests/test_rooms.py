@@ -1,4 +1,4 @@
-"""The house's own rules (docs/architecture.md): no circle between files, and who may import whom."""
+"""Import rules of the project (docs/architecture.md): no import cycles, and allowed dependencies between packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 
 PACKAGES = ("zeco_train", "models", "data")
-# What `models` and `data` may import of `zeco_train`.
+# Packages of `zeco_train` that `models` and `data` may import.
 FOUNDATION = ("zeco_train", "zeco_train.errors", "zeco_train.system", "zeco_train.ops")
 
 

@@ -1,4 +1,5 @@
-"""An installed wheel, away from the checkout: all commands, their configurations, and folders of a user in the way."""
+"""An installed wheel, outside of the checkout: all commands, their configurations, and user folders of the same
+names."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def _run(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip makes of the tracked files, unpacked as pip does."""
+    """The wheel of the tracked files, unpacked as by pip."""
     folder = tmp_path_factory.mktemp("wheel")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for name in filter(None, tracked.stdout.split("\0")):
@@ -42,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder of the user's with packages of the same names."""
+    """A user's folder with packages of the same names."""
     for name in ("models", "data", "configs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
@@ -69,7 +70,7 @@ def test_every_command_has_its_help(site: Path, home: Path) -> None:
         done = _run(home, site, "-m", "zeco_train", name, "--help")
         assert done.returncode == 0, (name, done.stderr)
         assert "usage" in done.stdout or "torchrun" in done.stdout, name
-    # The commands by their own names, too.
+    # The console scripts, too.
     done = _run(home, site, "-m", "zeco_train.plan", "model=gla_1b")
     assert done.returncode == 0, done.stderr
     assert "1,159,766,528 parameters" in done.stdout

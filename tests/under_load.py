@@ -1,12 +1,12 @@
-"""Run tests again and again beside busy processes, or once each as on other processors.
+"""Run tests repeatedly next to busy processes, or once each with the code paths of other processors.
 
     python -m tests.under_load --rounds 10                       tests marked `processes`, beside 4 busy processes
     python -m tests.under_load --rounds 3 tests/lifecycle/test_faults.py   these, whatever their marks
     python -m tests.under_load --processors                      tests marked `numeric`, under each of `PROCESSORS`
 
-Everything that is no option of this script goes to pytest. Prints the end of pytest's output of each run with a
-failure, then for each test its passes, its failures, its slowest time and the most CPU time that it took. Exits with 1
-if a test has failed, or if pytest could not run at all.
+All other arguments are passed to pytest. Prints the end of pytest's output of each run with a failure, then for each
+test the numbers of passes and failures, its longest time and its highest CPU time. Exits with 1 if a test has failed,
+or if pytest could not run at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 from tests.support.commands import REPOSITORY
 
-# They have math libraries take the paths of processors with fewer instructions.
+# Make math libraries take the code paths of processors with fewer instructions.
 PROCESSORS = (
     {"MKL_CBWR": "COMPATIBLE"},
     {"ATEN_CPU_CAPABILITY": "default"},
@@ -37,11 +37,11 @@ _TAIL_CHARACTERS = 20_000
 
 @dataclass
 class Tally:
-    """How one test ended, over all runs.
+    """Results of one test, over all runs.
 
     Attributes:
-        slowest: seconds, set-up included.
-        cpu: seconds of CPU time, the most of a run.
+        slowest: seconds, setup included.
+        cpu: maximum CPU seconds of a run.
     """
 
     passes: int = 0
@@ -52,7 +52,7 @@ class Tally:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that do nothing but take time; they end with this one, however it ends."""
+    """This many busy-looping processes; they end with this one, however it ends."""
     code = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
@@ -64,7 +64,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def read_report(path: Path, tallies: dict[str, Tally]) -> None:
-    """Add pytest's report in JUnit's form; skipped tests are left out."""
+    """Add pytest's JUnit report; skipped tests are ignored."""
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if case.find("skipped") is not None:
             continue
@@ -90,7 +90,7 @@ def run_tests(arguments: Sequence[str], environment: dict[str, str], tallies: di
         if report.exists():
             read_report(report, tallies)
         else:
-            # Killed, or stopped before it had begun.
+            # Killed, or stopped before collection.
             print(f"pytest left no report; it ended with {done.returncode}", flush=True)
             return False
     return done.returncode == 0

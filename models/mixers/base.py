@@ -1,4 +1,4 @@
-"""What a token mixer is to the block around it, and to those who count what a model takes."""
+"""Interface of a token mixer: for the block around it, and for FLOP and memory estimates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zeco_train.ops.seam import Boundary, Crossing, Place
 
 
 class OperatorFLOPs(NamedTuple):
-    """Of a mixer's operator, for one token; matrix products only.
+    """FLOPs of a mixer's operator per token; matrix products only.
 
     Attributes:
-        forward: of its forward pass. The backward pass has twice as many.
-        again: what the backward pass always computes a second time.
+        forward: of the forward pass. The backward pass has twice as many.
+        again: FLOPs that the backward pass always recomputes.
     """
 
     forward: float
@@ -28,27 +28,27 @@ class OperatorFLOPs(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A layer's token mixer: x [B, T, D] → [B, T, D], and all that is known of it without running it.
+    """A layer's token mixer: x [B, T, D] → [B, T, D], with its static properties (shapes, FLOPs, activations).
 
     Attributes:
-        config_class: the configuration of a language model with this mixer.
-        fla: how fla calls such a model; None: it has none, and the model cannot be exported.
+        config_class: configuration class of a language model with this mixer.
+        fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
     fla: ClassVar[FlaFormat | None] = None
 
-    # The arguments are those that every subclass takes: the model's configuration.
+    # All subclasses take the model's configuration as their only argument.
     def __init__(self, config: Any) -> None:
         super().__init__()
 
     @abstractmethod
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        """This rank's tokens x [B, T, D] → [B, T, D], and what crossed ranks."""
+        """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
 
     @abstractmethod
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, *state_shape] goes on in place."""
+        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; updates `state` [B, *state_shape] in place."""
 
     @property
     @abstractmethod
@@ -57,12 +57,12 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """Of one token of sequences of `seq_len`, without the linear layers: those are found by a walk."""
+        """FLOPs for one token of sequences of `seq_len`, without linear layers, which `models.spec` counts."""
 
     @abstractmethod
     def activations(self) -> Activations:
-        """Its tensors, from its normed input to its output, which are the block's."""
+        """Activations between the mixer's normed input and its output; those two are counted by the block."""
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """Of parameters that lie in the mixer itself, not in a module of it."""
+        """Rules of parameters owned by the mixer itself, not by a submodule."""
         return {}

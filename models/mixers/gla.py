@@ -1,11 +1,11 @@
-"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635): the layer, its configuration, and its numbers.
+"""Gated linear attention (Yang et al., 2023, arXiv 2312.06635): the layer, its configuration, FLOPs and activations.
 
 Names and shapes of its parameters equal those of `fla.models.GLAForCausalLM` 0.6.0 (with fused norms, no short
 convolution, no attention layers), so a checkpoint maps one to one, in both directions (`zeco_train.hf`). fla's
 configuration cannot express a `gate_low_rank_dim` or `gate_logit_normalizer` other than 16.
 
-There is no positional embedding: order enters through the decays alone, so a model has no longest sequence and a
-shard needs no positions.
+There is no positional embedding: order enters through the decays alone, so a model has no maximum sequence length and a
+shard needs no position ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zeco_train.ops.seam import Boundary, Crossing, Place
 
 
 class FeatureMap(Enum):
-    """What is applied to each number of queries and keys; the names are those of flash-linear-attention."""
+    """Elementwise function applied to queries and keys; the names are those of flash-linear-attention."""
 
     relu = "relu"
     sqrelu = "sqrelu"
@@ -60,12 +60,12 @@ class GLAConfig(LanguageModelConfig):
     Attributes:
         num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
         expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
-        gate_low_rank_dim: rank of the projection that makes the decays.
+        gate_low_rank_dim: rank of the projection to the decays.
         gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
         num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. None: as
             many as num_heads.
         feature_map: of queries and keys; None: none.
-        clamp_min: no log-decay is less than this; None: no bound.
+        clamp_min: lower bound of the log-decays; None: no bound.
         use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
     """
 
@@ -108,12 +108,12 @@ class GLAConfig(LanguageModelConfig):
 
     @property
     def key_dim(self) -> int:
-        """H·K, the width of all heads' keys."""
+        """H·K, total width of the keys."""
         return round(self.hidden_size * self.expand_k)
 
     @property
     def value_dim(self) -> int:
-        """H·V, the width of all heads' values."""
+        """H·V, total width of the values."""
         return round(self.hidden_size * self.expand_v)
 
     @property
@@ -128,17 +128,17 @@ class GLAConfig(LanguageModelConfig):
 
     @property
     def num_kv_groups(self) -> int:
-        """Heads of queries that share keys, values and decays."""
+        """Query heads per head of keys, values and decays."""
         return self.num_heads // (self.num_kv_heads or self.num_heads)
 
     @property
     def projection_widths(self) -> tuple[int, int, int, int]:
-        """Columns of a layer's projections of queries, keys (and decays), values, and output gates."""
+        """Output widths of a layer's projections: queries, keys (and decays), values, output gate."""
         groups = self.num_kv_groups
         return self.key_dim, self.key_dim // groups, self.value_dim // groups, self.value_dim * self.use_output_gate
 
     def canonical(self) -> Self:
-        """See `LanguageModelConfig`: heads that all have their own keys are said by None."""
+        """See `LanguageModelConfig`; `num_kv_heads` equal to `num_heads` becomes None."""
         return replace(self, num_kv_heads=None) if self.num_kv_heads == self.num_heads else self
 
     def describe(self) -> Mapping[str, str]:
@@ -166,7 +166,8 @@ class GatedLinearAttention(Mixer):
     o         = GLA(q, k, v, g)                                   over the whole sequence, all shards
     y         = (RMSNorm over a head of o ⊙ swish(x Wg)) Wo
 
-    As configured, a feature map on q and k, a lower bound of g, heads that share k, v and g, and no output gate.
+    Depending on the configuration: a feature map on q and k, a lower bound of g, shared heads of k, v and g, no output
+    gate.
     """
 
     config_class = GLAConfig
@@ -213,7 +214,7 @@ class GatedLinearAttention(Mixer):
         return self._output(o, gate), crossing
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; `state` [B, H, K, V] goes on in place."""
+        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; updates `state` [B, H, K, V] in place."""
         q, k, v, g, gate = self._operands(x)
         return self._output(OPERATORS["gla"].step(q, k, v, g, state), gate)
 
@@ -227,7 +228,7 @@ class GatedLinearAttention(Mixer):
         v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
         if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
-        # The log-decays are summed over the whole shard: rounded to bf16, their errors would add up.
+        # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
         logits = up(low_rank).to(accumulation_dtype(x.dtype))
         g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
         if self.clamp_min is not None:
@@ -246,13 +247,13 @@ class GatedLinearAttention(Mixer):
         return self.config.num_heads, self.head_k_dim, self.head_v_dim
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
-        """Those of the operator; the sequence's length does not enter."""
+        """FLOPs of the operator; independent of the sequence length."""
         operator = OPERATORS["gla"]
         return OperatorFLOPs(operator.forward_flops(*self.state_shape), operator.recomputed_flops(*self.state_shape))
 
     def activations(self) -> Activations:
-        """Kept as autograd and the compiler's partitioner save it; the operator on GPUs keeps scores, in PyTorch it
-        makes them again. Feature maps and a bound of the decays are not counted."""
+        """Activations that autograd and the compiler's partitioner save. On GPUs the operator keeps the scores, in
+        PyTorch it recomputes them. Feature maps and the lower bound of the decays are not counted."""
         config, heads = self.config, self.config.num_heads
         keys, values, decays = config.key_dim, config.value_dim, config.projection_widths[1]
         scores, states = heads * CHUNK, heads * self.head_k_dim * self.head_v_dim // CHUNK
@@ -261,7 +262,7 @@ class GatedLinearAttention(Mixer):
             TokenTensor("x in the gate's low rank", config.gate_low_rank_dim),
             TokenTensor("gate logits", decays, wide=True, compiled=False),
             TokenTensor("gate logits", decays, eager=False),
-            # log σ keeps a second tensor on CPUs.
+            # On CPUs log σ keeps a second tensor.
             TokenTensor("exp of the gate logits", decays, wide=True, compiled=False, gpu=False),
             TokenTensor("q", keys),
             TokenTensor("k", keys),
@@ -283,7 +284,7 @@ class GatedLinearAttention(Mixer):
             TokenTensor("q ⊙ dq − k ⊙ dk", keys, wide=True),
             TokenTensor("states", states),
             TokenTensor("gradients of states", states),
-            # The operator in PyTorch works on fp32 copies of all its tensors.
+            # The PyTorch operator makes fp32 copies of all its tensors.
             TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=False),
             TokenTensor("decays in chunks", keys, wide=True, gpu=False),
             TokenTensor("scores", scores, gpu=False),

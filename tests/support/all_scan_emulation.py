@@ -1,4 +1,4 @@
-"""Symmetric memory among processes of a CPU, for the kernels in Triton's interpreter: a file that all of them map."""
+"""Emulated symmetric memory for CPU processes running the kernels in Triton's interpreter: a file mapped by all."""
 
 from __future__ import annotations
 

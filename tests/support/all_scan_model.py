@@ -1,8 +1,8 @@
-"""A model of the protocol of `zeco_train/kernels/all_scan/protocol.py`, stepped through in random orders.
+"""Model checker for the protocol of `zeco_train/kernels/all_scan/protocol.py`, stepped through in random orders.
 
 Ranks run kernels one after another, a kernel's CTAs in any order, and each load, store and signal of a cell is a step.
-Cells hold what was written by whom in which scan, so that a load of anything else than what the scan needs shows. The
-model is of ordering between ranks and CTAs; that a CTA's threads are in order is the barriers' part, not modelled.
+Cells record which rank wrote which data in which scan, so that any wrong load is detected. The model covers the order
+between ranks and CTAs; the order of a CTA's threads is ensured by barriers and not modelled.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-# A step of a CTA: None, or what it waits for.
+# Result of a CTA's step: None, or the condition that it waits for.
 Step = Callable[[], bool] | None
 Steps = Iterator[Step]
 
 
 class ProtocolError(AssertionError):
-    """A load found what another scan, or nobody, wrote; or nobody can go on."""
+    """A load found data of another scan, or unwritten data; or a deadlock."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass
 class Memory:
-    """One rank's arena of one algorithm, and its kernels' words."""
+    """One rank's arena of one algorithm, with its kernels' private words."""
 
     flags: dict[object, int] = field(default_factory=lambda: defaultdict(int))
     cells: dict[object, object] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class Model:
 
     Args:
         ranks: P, positions in scan order.
-        calls: the scans, in the order in which every rank launches them.
-        mutations: faults to build in.
+        calls: the scans, in launch order, the same on every rank.
+        mutations: faults to inject.
         seed: of the order of steps.
     """
 
@@ -60,15 +60,15 @@ class Model:
         self.memory = {(rank, name): Memory() for rank in range(ranks) for name in ("chain", "two_shot")}
 
     def run(self) -> None:
-        """Step all ranks to their end in a random order.
+        """Step all ranks in a random order until they finish.
 
         Raises:
             ProtocolError: see there.
         """
-        # Some ranks are far slower than others.
+        # Make some ranks much slower than others.
         speeds = [self.random.choice((1.0, 0.1, 0.01)) for _ in range(self.ranks)]
         queues = [list(self.calls) for _ in range(self.ranks)]
-        # The CTAs that are not over of each rank's kernel, each with what it waits for.
+        # The unfinished CTAs of each rank's kernel, each with the condition that it waits for.
         running: list[list[tuple[Steps, Step]]] = [[] for _ in range(self.ranks)]
         while True:
             for rank, queue in enumerate(queues):
@@ -95,7 +95,7 @@ class Model:
         body = self.chain if call.algorithm == "chain" else self.two_shot
         return [body(rank, call, cta) for cta in range(call.ctas)]
 
-    # What kernels are made of.
+    # Operations of kernels.
 
     def epoch_of(self, memory: Memory) -> int:
         return memory.epoch + 1
@@ -125,12 +125,12 @@ class Model:
             yield None
 
     def start_of(self, epoch: int, call: Call, buffers: int = 1, buffer: int = 0) -> int:
-        """The first cell of one of `buffers` buffers of each of two halves by the epoch's parity."""
+        """The first cell of one of `buffers` buffers, double-buffered by the parity of the epoch."""
         size = call.tiles * call.tile if "layout from the shape" in self.mutations else self.CAPACITY
         half = 0 if "one buffer" in self.mutations else epoch % 2
         return (half * buffers + buffer) * size
 
-    # The kernels, in the order of their statements.
+    # The kernels, in statement order.
 
     def two_shot(self, rank: int, call: Call, cta: int) -> Steps:
         peers = [self.memory[p, "two_shot"] for p in range(self.ranks)]

@@ -1,4 +1,4 @@
-"""Settings of case `model` of the benchmarks that take no time."""
+"""Fast settings of the benchmarks' case `model`."""
 
 from __future__ import annotations
 

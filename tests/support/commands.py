@@ -1,4 +1,4 @@
-"""Running `train.py` as a user does: inside this process for its messages, and under torchrun for its ranks."""
+"""Runs `train.py` as a user does: in-process to check its messages, and under torchrun for several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeco_train import cli
 from zeco_train.lifecycle.logs import close_logging
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# A model of one small layer: what a run does matters here, not what it learns.
+# A model of one small layer: these tests are about the run's behaviour, not its result.
 SMALL = [
     "model.num_layers=1",
     "model.hidden_size=32",
@@ -39,7 +39,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """The lines for the user about what is wrong, without their prefix."""
+        """The user-facing error lines, without their prefix."""
         prefix = "error: "
         return [line.removeprefix(prefix) for line in self.err.splitlines() if line.startswith(prefix)]
 
@@ -66,7 +66,7 @@ def train_here(*arguments: str) -> Outcome:
 
 
 def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
-    """Run a command on one rank inside this process, whatever way it ends; much faster than a process."""
+    """Run a command on one rank inside this process, however it exits; much faster than a subprocess."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -74,7 +74,7 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch("os._exit", _exit),
-            # A command sets variables for itself and its children.
+            # Restore the environment: a command sets variables for itself and its children.
             mock.patch.dict(os.environ),
         ):
             code = main([*arguments])
@@ -90,12 +90,12 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
 
 
 class Command:
-    """A process that runs `train.py`, with its ranks; leaving the `with` block kills whatever is left of them."""
+    """A process that runs `train.py`, with its ranks; leaving the `with` block kills those that are still running."""
 
     def __init__(self, command: list[str], folder: Path, fault: str = "") -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "ZECO_FAULT": fault}
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        # As `trap '' USR1` in a batch script does: torchrun would die of Slurm's warning.
+        # As `trap '' USR1` in a batch script: otherwise Slurm's warning signal would kill torchrun.
         command = ["/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command]
         self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
         self._ranks: dict[int, int] = {}
@@ -113,25 +113,25 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Of the launcher."""
+        """Process id of the launcher."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """The exit code, or None while running."""
         return self._process.poll()
 
     @property
     def out(self) -> str:
-        """What it has written to stdout so far."""
+        """The content of stdout so far."""
         return _contents(self._out)
 
     @property
     def err(self) -> str:
-        """What it has written to stderr so far."""
+        """The content of stderr so far."""
         return _contents(self._err)
 
     def ranks(self) -> dict[int, int]:
-        """Process ids by rank; remembered, since a child of a dead launcher is not to be found any more."""
+        """Process ids by rank; cached, since children of a dead launcher cannot be found any more."""
         self._ranks |= _ranks_of(self._process.pid)
         return self._ranks
 
@@ -154,7 +154,7 @@ class Command:
         return Outcome(self._process.returncode, self.out, self.err)
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout: float = ENOUGH) -> float:
-        """Wait for something that the command does; returns how many seconds that took."""
+        """Wait for a condition; returns the seconds waited."""
         started = time.monotonic()
         while not condition():
             waited = time.monotonic() - started
@@ -171,14 +171,14 @@ def _python_path() -> str:
 def torchrun(
     ranks: int, folder: Path, *arguments: str, fault: str = "", launcher_options: Sequence[str] = ("--standalone",)
 ) -> Command:
-    """Start `train.py` on several ranks of this machine, as it is, or with a fault (see support/faulty_train.py)."""
+    """Start `train.py` on several ranks of this machine, unmodified or with a fault (see support/faulty_train.py)."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_options, "--nproc-per-node", str(ranks)]
     script = REPOSITORY / ("tests/support/faulty_train.py" if fault else "train.py")
     return Command([*launcher, str(script), *SMALL, *arguments], folder, fault)
 
 
 def check_line(outcome: Outcome, code: int, *parts: str) -> None:
-    """The one line is all that stderr has, and says each of `parts`."""
+    """Check that stderr is a single line that contains each of `parts`."""
     assert outcome.code == code, outcome
     assert len(outcome.errors) == 1, outcome
     assert outcome.err == f"error: {outcome.errors[0]}\n"
@@ -187,7 +187,7 @@ def check_line(outcome: Outcome, code: int, *parts: str) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
-    """All that lies in a folder: contents of files, None for folders, by path."""
+    """The contents of a folder by path: bytes of files, None for folders."""
     paths = sorted(folder.rglob("*"))
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
@@ -199,7 +199,7 @@ def is_running(process: int) -> bool:
 
 
 def is_pending(process: int, number: signal.Signals) -> bool:
-    """Whether a signal has been sent to a process that has not run since."""
+    """Whether a process has a pending signal that it has not handled yet."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     pending = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:"))
     return bool(pending >> number - 1 & 1)
@@ -228,7 +228,7 @@ def _children(parent: int) -> Iterator[int]:
 
 
 def _stat(process: int) -> list[str] | None:
-    """State, parent and so on of a process; None if it is gone."""
+    """Fields of /proc/PID/stat from the state on; None if the process is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The suite's one way to run a function on several ranks."""
+"""The test suite's only way to run a function on several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# CPU time of all ranks so far that reported a result. Forked ranks are no children of the process that runs the tests.
+# CPU time of all ranks that have reported a result. Forked ranks are not children of the test process.
 cpu_seconds = 0.0
 
 
@@ -38,28 +38,28 @@ def run_distributed(
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on `world_size` new processes that share a default process group.
 
-    They are forked from one process that has imported torch and the trainer and done nothing else, since to import
-    them takes each rank seconds. What they do first still costs, so let `fn` loop over all cases of a world size and
-    name the case in its assertion messages. Ranks have this process's environment as it is now, use one thread each,
-    and with `backend="nccl"` the CUDA device of their number.
+    The ranks are forked from a process that has only imported torch and the trainer, since importing them takes each
+    rank seconds. First-use costs remain, so let `fn` loop over all cases of a world size and name the case in its
+    assertion messages. Ranks inherit this process's current environment, use one thread each, and with `backend="nccl"`
+    the CUDA device of their number.
 
     Args:
-        fn: a function of a module's top level, in a module that spawned processes can import.
+        fn: a top-level function of a module that spawned processes can import.
         world_size: number of ranks.
-        args: passed on; must pickle.
+        args: arguments of `fn`; must pickle.
         timeout: seconds, after which all ranks are killed. Also the timeout of the process group.
         backend: of `init_process_group`.
         may_die: ranks that may end without a result.
-        fresh: start processes that have imported nothing yet, for what has to be set before an import; forked ones have
-            torch and Triton, the latter for compilers and not for its interpreter.
+        fresh: start processes without preloaded imports, for settings that must precede an import; forked ones have
+            imported torch and Triton, the latter in compiler mode and not for its interpreter.
 
     Returns:
-        What each rank returned, by rank; None for a rank of `may_die` that vanished.
+        The result of each rank, by rank; None for a rank of `may_die` that died.
 
     Raises:
-        RankError: a rank raised (the first in time is reported), vanished, or none of this within `timeout`.
+        RankError: a rank raised (the first in time is reported), died, or timed out.
     """
-    # What has only looked for CUDA devices must not be forked.
+    # A process that has queried CUDA devices must not be forked.
     fresh = fresh or "nccl" in backend
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
@@ -114,7 +114,7 @@ def _collect(
             results[rank] = result
             if trace is not None:
                 failures.append((moment, rank, trace))
-                # One rank's failure fails its peers a moment later: give an earlier cause time to arrive.
+                # One rank's failure makes its peers fail a moment later: wait for an earlier cause to be reported.
                 deadline = min(deadline, time.monotonic() + 2.0)
     if failures:
         _, rank, trace = min(failures)
@@ -133,7 +133,7 @@ def _run_rank(
     environment: dict[str, str],
     args: tuple[object, ...],
 ) -> None:
-    # It has that of the process it was forked from.
+    # Replace the environment of the process it was forked from.
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -149,12 +149,12 @@ def _run_rank(
             timeout=timedelta(seconds=timeout),
         )
         result = fn(rank, world_size, *args)
-    except BaseException:  # all that ends a rank is to be reported, SystemExit too
+    except BaseException:  # report every cause, SystemExit included
         trace = traceback.format_exc()
-    # By value: tensors sent the usual way would lie in shared memory that ends with this process.
+    # By value: tensors in shared memory would be freed when this process ends.
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     connection.send_bytes(pickle.dumps((time.monotonic(), result, trace, seconds)))
     connection.close()
-    # Not through the interpreter's own end: a group may have operations under way that its teardown would wait for.
+    # Skip interpreter finalisation: destroying a group with pending operations would block.
     os._exit(0 if trace is None else 1)

@@ -1,6 +1,6 @@
-"""`python -m zeco_train.bench` whose rank 1 fails while it measures: `ZECO_FAULT=memory`, or `wait` to be killed there.
+"""`python -m zeco_train.bench` with a fault on rank 1 during measurement: `ZECO_FAULT=memory`, or `wait` to be killed.
 
-Each rank creates `measuring_RANK` in the working directory once its heartbeat names what it is doing.
+Each rank creates `measuring_RANK` in the working directory once its heartbeat reports the current phase.
 """
 
 from __future__ import annotations

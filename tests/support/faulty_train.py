@@ -1,9 +1,9 @@
-"""train.py with a fault on one rank: `ZECO_FAULT=NAME:RANK:STEP[:STEP…]`, the steps before which it strikes.
+"""train.py with a fault on one rank: `ZECO_FAULT=NAME:RANK:STEP[:STEP…]`, injected before each STEP.
 
-Or `ZECO_FAULT=none:0`. The ranks meet after their imports, so that a short `parallel.timeout_seconds` suffices.
+Or `ZECO_FAULT=none:0`. The ranks meet after their imports, so that a short `parallel.timeout_seconds` is enough.
 
-For tests and `tests.fault_table`. Each fault is as real as one process can make it: memory ends because the system
-gives no more, a crash is a signal from the kernel. When it strikes, `fault` appears in the working directory.
+For tests and `tests.fault_table`. Each fault is as real as possible within one process: out-of-memory is a failed
+system allocation, a crash is a signal from the kernel. A fault creates the file `fault` in the working directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAKEN: list[torch.Tensor] = []
 
 
 def _memory(trainer: Trainer) -> None:
-    """The system gives this process no more address space, and what it has is taken but for pieces below 1 MB."""
+    """Limit the address space of this process, and use up what it has except for pieces below 1 MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
     with contextlib.suppress(RuntimeError):
@@ -58,7 +58,7 @@ def _bug(trainer: Trainer) -> None:
 
 
 def _gradient(trainer: Trainer) -> None:
-    """NaN in a gradient, once it has been reduced."""
+    """NaN in a gradient, after its reduction."""
     update = trainer.parts.step.update
 
     def bad_update(loss: torch.Tensor) -> Any:
@@ -71,7 +71,7 @@ def _gradient(trainer: Trainer) -> None:
 
 
 def _activation(trainer: Trainer) -> None:
-    """NaN in what enters a layer, for the whole step."""
+    """NaN in the input of a layer, for the whole step."""
     module = trainer.parts.model.get_submodule(_BAD_TENSOR)
     handle = module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * torch.nan, *inputs[1:]))
     advance = trainer.progress.advance

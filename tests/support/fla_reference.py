@@ -1,4 +1,4 @@
-"""fla's own model on a CPU: its Triton kernels replaced by its own plain references."""
+"""fla's model on a CPU: its Triton kernels replaced by fla's plain reference implementations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the modules of `fla.models.GLAForCausalLM` compute without Triton, the operator in fp32, for up to
-    64 tokens at once."""
+    """Make the modules of `fla.models.GLAForCausalLM` compute without Triton, the operator in fp32, for up to 64 tokens
+    at once."""
     import fla.layers.gla as fla_layer
     import fla.modules.mlp as fla_mlp
     import fla.modules.norm.fused_norm_gate as fla_gate

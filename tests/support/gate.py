@@ -1,4 +1,4 @@
-"""A place where the ranks of a launcher meet before a command begins."""
+"""A barrier for the ranks of a launcher before a command begins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def meet() -> None:
-    """Wait until all ranks have come here, in the same working directory.
+    """Wait until all ranks have called this in the same working directory.
 
-    Ranks of a busy machine import torch seconds apart, which a short bound of waits for a peer does not allow for.
+    On a busy machine ranks import torch seconds apart, longer than a short peer timeout allows.
     """
     launch = os.environ["TORCHELASTIC_RUN_ID"]
     files = [Path(f"here_{launch}_{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]

@@ -1,4 +1,4 @@
-"""What the tests of the operator's kernels share: cases, and one rank's two passes against the PyTorch ones in fp64."""
+"""Shared by the operator's kernel tests: cases, and one rank's two passes compared with the PyTorch ones in fp64."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class KernelCase:
         shape: B, T, H, K, V.
         rate: log-decays are uniform from −rate to 0.
         documents: cu_seqlens. before: see `SequenceShard`.
-        reset: the log-decay of every 40th token, a reset as users write it; None: there are none.
-        programs: how many programs the walks over chunks are spread over; few make long segments.
-        fused: whether dv may be made in the loop that makes dk.
+        reset: the log-decay of every 40th token, as users write a reset; None: no resets.
+        programs: number of programs of the walks over chunks; few make long segments.
+        fused: whether dv may be computed in the loop that computes dk.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -55,17 +55,17 @@ class KernelCase:
         return {name: x.to(device) for name, x in tensors.items()}
 
     def pieces(self, device: torch.device) -> Tensor | None:
-        """The documents as the operator takes them."""
+        """The documents in the operator's format."""
         if self.documents is None:
             return None
         return find_pieces(torch.tensor(self.documents), self.before, self.shape[1], device)
 
 
 def both_passes(passes: Passes, tensors: dict[str, Tensor], pieces: Tensor | None, scale: float) -> dict[str, Tensor]:
-    """Everything that the two passes of one rank make, by name."""
+    """All results of the two passes of one rank, by name."""
     *operands, do, incoming_state, incoming_grad = (tensors[x] for x in ("q", "k", "v", "g", "do", "R", "D_in"))
     forward = passes.forward(operands, scale, pieces)
-    # exp is 0 in fp32 from −104 on, and how far beyond a decay lies is nobody's concern
+    # exp underflows to 0 in fp32 from −104 on, so compare all decays below that as equal
     results = {"S_loc": forward.state.clone(), "G_tot": forward.transition.clamp(min=-104.0)}
     forward.overlap()
     results["o"] = forward.outputs(incoming_state)
@@ -82,7 +82,7 @@ def both_passes(passes: Passes, tensors: dict[str, Tensor], pieces: Tensor | Non
 
 def kernel_errors(case: KernelCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Error of each result of the kernels, norm over norm, from the PyTorch passes in fp64."""
-    from zeco_train.ops.gla import cuda  # it imports Triton, and how that was started decides what runs the kernels
+    from zeco_train.ops.gla import cuda  # late: imports Triton, whose mode is fixed at import
 
     tensors = case.tensors(dtype, device)
     pieces = case.pieces(device)

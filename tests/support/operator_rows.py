@@ -1,8 +1,8 @@
-"""One version's operator again and again: a row with the seconds of each call, see tests/same_speed.py.
+"""Runs one version's operator repeatedly: a row with the seconds of each call, see tests/same_speed.py.
 
 usage: operator_rows.py FILE [heads=H] [key_dim=K] [value_dim=V] [tokens=T] [dtype=bf16] [device=cuda]
 
-A call is forward and backward pass. It is timed by the host from one end of the device's work to the next.
+A call is forward and backward pass. It is timed on the host, with the device synchronised before and after.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-# Of whichever version is first on the path; `bench operator` measures by the same two.
+# From whichever version is first on the path; `bench operator` uses the same two.
 from zeco_train.bench import operator
 
 _DEFAULTS = {"heads": "16", "key_dim": "64", "value_dim": "128", "tokens": "16384", "dtype": "bf16", "device": "cuda"}

@@ -11,7 +11,7 @@ from zeco_train.plan.command import main, make_plan
 from zeco_train.plan.config import parse
 from zeco_train.plan.report import Plan
 
-# No width divides by 3, nor by 4 all of them.
+# No width is divisible by 3, and not all of them by 4.
 SMALL = [
     "model.vocab_size=259",
     "model.num_layers=2",
@@ -37,7 +37,7 @@ def planned(*arguments: str) -> Option:
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command."""
+    """Exit code, stdout and stderr of the planner's command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))

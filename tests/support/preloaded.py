@@ -1,6 +1,6 @@
-"""What ranks need first and always, done once in the process that they are forked from.
+"""Imports that all ranks need, done once in the process that they are forked from.
 
-It must leave neither threads nor a look at CUDA devices behind: both are lost, or worse, in a fork.
+Must not start threads or query CUDA devices: neither survives a fork.
 """
 
 import torch._dynamo
@@ -11,5 +11,5 @@ import zeco_train.training.trainer  # noqa: F401
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
 
-# The parsers of Hydra and OmegaConf build their tables at their first use.
+# The parsers of Hydra and OmegaConf build their tables on first use.
 load_config(SMALL)

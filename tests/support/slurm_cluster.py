@@ -1,7 +1,7 @@
 """A real Slurm on this machine: munged, slurmctld and a slurmd for each node, all in one temporary folder.
 
-Nothing is shared with a Slurm that the machine may have: own ports, own keys and sockets, own configuration through
-`SLURM_CONF`. Everything runs as the present user, and ends with the `with` block, jobs included.
+Fully isolated from a Slurm installation of the machine: own ports, keys and sockets, own configuration through
+`SLURM_CONF`. Everything runs as the current user, and ends with the `with` block, jobs included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.system.signals import die_with_launcher
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
-# Debian keeps daemons out of a user's path.
+# Debian installs daemons outside of a user's PATH.
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 _CONFIGURATION = """
@@ -62,16 +62,16 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str | None:
-    """Why a Slurm cannot be started here; None if it can."""
+    """Why a Slurm cluster cannot be started here; None if it can."""
     missing = [program for program in _PROGRAMS if shutil.which(program, path=_PATH) is None]
     return f"no {', '.join(missing)} (Debian and Ubuntu: apt install slurm-wlm munge)" if missing else None
 
 
 class SlurmCluster:
     """Args:
-    nodes: their number; they are called n0, n1, ….
+    nodes: number of nodes, called n0, n1, ….
     cpus: of each node; may exceed the machine's.
-    gpus: of each node, counted only.
+    gpus: of each node; counted by Slurm, but not real.
     """
 
     def __init__(self, nodes: int = 4, cpus: int = 2, gpus: int = 2) -> None:
@@ -96,7 +96,7 @@ class SlurmCluster:
     def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             self._end_jobs()
-        # Slurm's own before the one that authenticates them.
+        # Stop Slurm's daemons before munged, which authenticates them.
         for name in reversed(list(self._daemons)):
             self._end(name)
         for process in self.processes():
@@ -105,7 +105,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *command: str, cwd: Path | None = None, timeout: float = ENOUGH) -> str:
-        """Run a client of Slurm's; returns its stdout.
+        """Run a Slurm client; returns its stdout.
 
         Raises:
             AssertionError: it failed.
@@ -121,15 +121,15 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd)
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says, `JobState` for example; empty once Slurm has forgotten it."""
+        """Fields of `scontrol show job`, `JobState` for example; empty once Slurm has forgotten the job."""
         shown = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def wait(self, condition: Callable[[], object], what: str, timeout: float) -> None:
-        """Wait for something.
+        """Wait for a condition.
 
         Raises:
-            AssertionError: it has not come within `timeout` seconds.
+            AssertionError: it is not met within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not condition():
@@ -137,7 +137,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def processes(self) -> list[int]:
-        """All that runs for this cluster, daemons too, by the configuration in its environment."""
+        """All processes of this cluster, daemons too, identified by the configuration in their environment."""
         mark = f"SLURM_CONF={self.folder}/".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -149,14 +149,14 @@ class SlurmCluster:
         return found
 
     def processes_of_jobs(self) -> list[int]:
-        """All that jobs have started and that still runs."""
+        """All processes started by jobs that are still running."""
         return [process for process in self.processes() if _variable(process, "SLURM_JOB_ID") is not None]
 
     def fail_node(self, name: str) -> None:
-        """End a node as a power cut does: its daemons, and all that they started, are gone at once."""
+        """Simulate a power failure of a node: kill its daemons and everything that they started at once."""
         daemon = self._daemons.pop(f"slurmd {name}")
         tasks = [process for process in self.processes() if _variable(process, "SLURMD_NODENAME") == name]
-        # A step's daemon has no such variable, but started those that have.
+        # A step's daemon lacks the variable, but is the parent of processes that have it.
         parents = [_parent(process) for process in tasks]
         steps = [process for process in self.processes() if process in parents]
         for process in {daemon.pid, *steps, *tasks}:
@@ -269,7 +269,7 @@ def _parent(process: int) -> int | None:
 
 @contextlib.contextmanager
 def _free_ports(count: int) -> Iterator[list[int]]:
-    """Ports of the loopback address that nobody uses, all held until the block's end."""
+    """Free ports of the loopback address, all held until the block's end."""
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""What the tests of sequence parallelism share: whole sequences, the recurrence over them, a pass of one rank."""
+"""Shared by the tests of sequence parallelism: whole sequences, the recurrence over them, a pass of one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
 TIMEOUT = timedelta(seconds=60)
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 7, 5
-# Log-decays of one head's channels, a token: none, e^-50, and all that lies between.
+# Log-decays of one head's channels per token: from none to e^-50.
 RATES = (0.0, 50.0, 1e-3, 1e-2, 0.1, 1.0, 5.0)
 # Up to 250 tokens of terms near 1 round 2^-53 each; measured 1.8e-15 at most.
 TOLERANCE = 1e-13
@@ -42,18 +42,18 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A whole sequence, made alike on every rank.
+    """A whole sequence, identical on every rank.
 
     Attributes:
-        name: for messages; also the seed of the tensors.
+        name: for messages; also seeds the tensors.
         lengths: tokens of each rank, for each segment.
         carry: with `carry_in` and `carry_out`.
-        loss: what the loss depends on, `both`, `o` or `carry`.
-        poison: replicated values are NaN on all ranks but the one that may read them.
+        loss: outputs that the loss depends on, `both`, `o` or `carry`.
+        poison: replicated values are NaN on all ranks except the one that may read them.
         strided: tensors and their gradients are not contiguous, gradients of outputs are expanded from one value.
         documents: borders of packed documents in the sequence, from 0 to its end; the batch is 1 then.
-        doc_offsets: borders of the documents in the stream that the sequence is a range of; `documents` if empty.
-        stream_start: where the sequence starts in that stream.
+        doc_offsets: borders of the documents in the stream that contains the sequence; `documents` if empty.
+        stream_start: position of the sequence in that stream.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def borders(self) -> list[int]:
-        """Where the pieces start, those of a later segment after those of an earlier one, and the sequence's end."""
+        """Starts of the pieces, those of a later segment after those of an earlier one, and the sequence's end."""
         return list(itertools.accumulate(itertools.chain(*self.lengths), initial=0))
 
     def piece(self, segment: int, rank: int) -> int:
@@ -137,7 +137,7 @@ class Reference:
             for a, b in itertools.pairwise([start, *(x for x in borders if start < x < stop), stop]):
                 part, state = naive_gla(*(x[:, a:b] for x in leaves.values()), initial_state=state)
                 o.append(part)
-                # A node of its own: what o reads of the state before the border is not part of D_in.
+                # A separate node: o's dependence on the state before the border is not part of D_in.
                 after[b] = state = state.clone()
         outputs, grads = [torch.cat(o, dim=1)], [case.tensors["do"].double()]
         if case.carry:
@@ -157,7 +157,7 @@ class Reference:
         self.carries = {"carry_out": ends[-1].detach(), "dcarry_in": filled[4]}
 
     def errors(self, results: dict[str, Tensor], piece: int) -> dict[str, float]:
-        """Largest deviation of each tensor, relative to the largest value that it has on any rank."""
+        """Maximum deviation of each tensor, relative to its maximum over all ranks."""
         start, stop = self.case.borders[piece : piece + 2]
         states = {"R": self.incoming, "D_in": self.incoming_grad}
         errors = {}
@@ -180,7 +180,7 @@ class Reference:
 
 
 class RecordingScan:
-    """A backend, with a note of every call and of what each `wait` returned (`R` forward, `D_in` in reverse)."""
+    """Wrapper of a backend that records every call and the result of each `wait` (`R` forward, `D_in` in reverse)."""
 
     def __init__(self, scan: ScanBackend) -> None:
         self._scan = scan
@@ -223,7 +223,8 @@ def shard_pass(
     dcarry_out: Tensor | None = None,
     incoming_state: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Forward and backward of one piece. Gives all that `Reference.errors` knows, less what a replay cannot know."""
+    """Forward and backward of one piece. Returns the tensors of `Reference.errors`, except those unknown in a
+    replay."""
     scan.received.clear()
     tokens = case.tokens(piece)
     do = tokens.pop("do")
@@ -268,7 +269,7 @@ def ordinary_pass(case: Case, scan: RecordingScan, rank: int) -> dict[str, Tenso
 
 
 def replayed_pass(case: Case, scan: RecordingScan, rank: int, first: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same with R as kept from the first time; the value of `carry_in` is not known then."""
+    """The same with R replayed from the first pass; `carry_in`'s value is not known then."""
     unknown = torch.full_like(case.tensors["carry_in"], torch.nan)
     dcarry_out = case.tensors["dcarry_out"]
     return shard_pass(case, scan, rank, carry_in=unknown, dcarry_out=dcarry_out, incoming_state=first["R"])
@@ -280,7 +281,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], where: s
 
 
 def build_scans(ranks: tuple[int, ...]) -> dict[str, RecordingScan]:
-    """All backends on groups of their own. Called on all ranks, also on those that are not among `ranks`."""
+    """All backends on separate groups. Must be called on all ranks, including those not in `ranks`."""
     scans = {}
     for name, config in CONFIGS.items():
         groups = dist.new_group(ranks), dist.new_group(ranks)
@@ -291,7 +292,7 @@ def build_scans(ranks: tuple[int, ...]) -> dict[str, RecordingScan]:
 
 
 def check_segments(case: Case, scan: RecordingScan, rank: int, reference: Reference, where: str) -> None:
-    """A sequence cut in time, too: all segments forward, then from the last one back, each replayed."""
+    """A sequence also cut into segments: all segments forward, then from the last one back, each replayed."""
     scan.events.clear()
     carry: Tensor | None = case.tensors["carry_in"] if case.carry else None
     slots = []

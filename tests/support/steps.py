@@ -1,5 +1,5 @@
-"""Optimizer steps of a tiny model inside the ranks of `run_distributed`, without a run's folder around them: many fit
-into one spawn."""
+"""Optimizer steps of a tiny model inside the ranks of `run_distributed`, without a run folder, so that many fit into
+one spawn."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
-# No dimension equals another. The matrices are ten times larger than usual, so that every path matters; states live
-# long enough to cross several segments.
+# All dimensions differ. Weights are ten times larger than usual, so that every path matters; states live long enough to
+# cross several segments.
 TINY = GLAConfig(
     vocab_size=29,
     hidden_size=24,
@@ -45,22 +45,22 @@ TINY = GLAConfig(
     gate_logit_normalizer=16,
     initializer_range=0.2,
 )
-# Divides by ranks × segments for 1, 2, 3 ranks and 1, 2, 4, 8 segments; no shard is whole chunks of 64.
+# Divisible by ranks × segments for 1, 2, 3 ranks and 1, 2, 4, 8 segments; no shard is a multiple of a chunk of 64.
 SEQ_LEN = 240
 GLOBAL_BATCH = 2
-# Where documents start in sequences of that length: at the edge between two segments of four and inside them, then
-# from inside a segment over two whole ones of eight; at the middle, which is an edge of every cut; many tiny ones; and
-# none but one that began in an earlier sequence.
+# Document starts in sequences of that length: at the edge between two segments of four and inside them, then from
+# inside a segment over two whole ones of eight; at the middle, which is an edge of every cut; many tiny ones; and none
+# but one that began in an earlier sequence.
 STARTS = ((0, 60, 75, 180, 181), (0, 7, 120), (0, 1, 2, 3, 29, 30, 31, 119, 121, 239), (), (5, 210))
 
 
 @dataclass(frozen=True)
 class Case:
-    """How the steps are taken.
+    """Configuration of the steps.
 
     Attributes:
-        micro_batch: sequences that go through the model at once; with `documents` that is one.
-        compiler: `torch.compile`'s backend; None leaves the model as it is.
+        micro_batch: sequences per pass; 1 with `documents`.
+        compiler: `torch.compile`'s backend; None means eager.
         num_layers: of the model.
     """
 
@@ -77,14 +77,14 @@ class Case:
 
 @dataclass
 class Result:
-    """What the steps gave, whole and the same on every rank.
+    """Results of the steps, unsharded and the same on every rank.
 
     Attributes:
         losses, norms: of each step.
         gradients: of the first step.
         parameters: after the last step.
         val_loss: of the first sequence, with the last parameters, summed over its tokens.
-        launches: scans of a step, forward and reverse.
+        launches: scans per step, forward and reverse.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -146,7 +146,7 @@ def make_loader(case: Case, mesh: ProcessMesh, store: str | Path) -> SequenceLoa
 
 
 def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | Path) -> Result:
-    """Train for so many steps. Collective."""
+    """Train for the configured number of steps. Collective."""
     loader = make_loader(case, mesh, store)
     model, step = make_step(case, scan, mesh)
     result = Result()
@@ -175,7 +175,7 @@ def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | P
 
 
 def worst(result: Result, expected: Result) -> dict[str, float]:
-    """The largest relative deviation of each kind of number; a tensor's is the norm of the difference."""
+    """Maximum relative deviation of each quantity; a tensor's is the norm of the difference."""
     errors = {"val_loss": abs(result.val_loss - expected.val_loss) / abs(expected.val_loss)}
     for name in ("losses", "norms"):
         pairs = zip(getattr(result, name), getattr(expected, name), strict=True)

@@ -1,4 +1,4 @@
-"""Token stores and texts that tests read and write."""
+"""Token stores and texts for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 
 
 def write_numbered_store(folder: Path, lengths: list[int]) -> None:
-    """A store of documents of these lengths whose token t is t, so what was read shows from where."""
+    """A store of documents of these lengths whose token t is t, so that values reveal their positions."""
     with StoreWriter(folder, vocab_size=1000, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(np.arange(sum(lengths)), lengths)
         writer.finish("sources")

@@ -17,7 +17,7 @@ from zeco_train.tracking.metrics import read_metrics
 from zeco_train.training.build import build, init, open_run
 from zeco_train.training.trainer import Trainer
 
-# A model of two small layers on real text; 768 divides by 1, 2, 3, 4 and is no multiple of 64 for 4 ranks' chunks × 3.
+# A model of two small layers on real text; 768 is divisible by 1, 2, 3, 4 but shards are not multiples of 64.
 SMALL = [
     "model.num_layers=2",
     "model.hidden_size=48",
@@ -32,7 +32,7 @@ SMALL = [
 
 
 def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> dict[str, Any]:
-    """Run `train.py`'s parts on this rank.
+    """Run the parts of `train.py` on this rank.
 
     Returns:
         `rows` of metrics.jsonl (rank 0; empty elsewhere), `parameters` in full, and the sequence ids of each step.
@@ -64,13 +64,13 @@ def train(rank: int, world_size: int, run_dir: str | Path, *overrides: str) -> d
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor as a whole one. Collective."""
+    """Unshard a tensor. Collective."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def largest_difference(rows: list[dict[str, Any]], reference: list[dict[str, Any]], key: str) -> float:
-    """The largest relative difference of a column, over the steps that have it; both runs must have the same rows."""
+    """Maximum relative difference of a column, over the steps that have it; both runs must have the same rows."""
     assert [row["step"] for row in rows] == [row["step"] for row in reference]
     pairs = [(row[key], other[key]) for row, other in zip(rows, reference, strict=True) if key in other]
     assert pairs, f"no row has {key}"

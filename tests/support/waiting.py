@@ -1,5 +1,5 @@
-"""How long tests wait; apart from `tests.support.commands`, which imports the trainer."""
+"""Timeout of tests; separate from `tests.support.commands`, which imports the trainer."""
 
-# Seconds that nothing here takes, not even with four busy processes on two cores: it bounds waits for events, and is
-# reached only when a test fails.
+# Seconds, far more than anything here takes even with four busy processes on two cores: bounds waits for events, and is
+# reached only by failing tests.
 ENOUGH = 240.0

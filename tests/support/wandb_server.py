@@ -1,6 +1,6 @@
-"""A server that the real W&B client talks to, on the loopback address, and that fails in the ways servers do.
+"""A local server for the real W&B client, which can fail in the ways real servers do.
 
-Also reads what the client left on disk, by W&B's own message types.
+Also parses the client's files on disk, with W&B's own message types.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
 
 
 class WandbServer:
-    """Answers as far as a run and a dashboard need it.
+    """Implements the subset of the API needed by a run and a dashboard.
 
     Attributes:
         url: for WANDB_BASE_URL.
-        answer_with: a status code for everything (400 and above: an error), or `stall`: no answer at all.
-        runs: history rows by run id, in the order of their lines.
+        answer_with: status code of all responses (400 and above: an error), or `stall`: no response.
+        runs: history rows by run id, in line order.
         started: the variables of each UpsertBucket mutation.
         views, charts: the variables of saved views, and of custom charts.
     """
@@ -49,7 +49,7 @@ class WandbServer:
         self._server.server_close()
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Variables for a client of this server, with an account there and nothing of the machine's user."""
+        """Environment for a client of this server, with an account there and without the user's W&B configuration."""
         return {
             "WANDB_BASE_URL": self.url,
             "WANDB_API_KEY": "0" * 40,
@@ -61,7 +61,7 @@ class WandbServer:
         }
 
     def rows(self, run_id: str) -> list[dict[str, Any]]:
-        """The history that the server has of a run."""
+        """The history rows received for a run."""
         lines = self.runs.get(run_id, {})
         return [lines[offset] for offset in sorted(lines)]
 
@@ -118,7 +118,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients leave without a word."""
+        """Ignore clients that disconnect."""
 
 
 def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
@@ -150,7 +150,7 @@ def records(path: Path) -> Iterator[Any]:
     """The messages (`wandb_internal_pb2.Record`) of a run-*.wandb file: a log in LevelDB's format.
 
     Raises:
-        AssertionError: it is none.
+        AssertionError: the file has another format.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -166,7 +166,7 @@ def records(path: Path) -> Iterator[Any]:
         kind = content[position + 6]
         message += content[position + _HEADER : position + _HEADER + length]
         position += _HEADER + length
-        # 1: whole; 2, 3, 4: first, middle and last part.
+        # 1: whole record; 2, 3, 4: its first, middle and last part.
         if kind in (1, 4):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(message)

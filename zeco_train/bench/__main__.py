@@ -1,7 +1,7 @@
 """`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`
 
 collectives, operator, model and decode compare variants; operator_cpu, loader, documents and checkpoint measure the
-operator on a CPU, the data's way in, and how long a checkpoint holds training up.
+operator on a CPU, data loading, and how long a checkpoint blocks training.
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures.
 """
 
@@ -30,7 +30,7 @@ _ADVICE = Advice(
     memory="fewer tokens, heads or MiB need less, and so do segments=M and recompute=full; the results so far stand",
     timeout_key="timeout_seconds",
 )
-# Settings, and what measures: `Report` of (settings, Session).
+# Settings class, and (settings, Session) → `Report`.
 _CASES: dict[str, tuple[type[CaseConfig], Callable[[Any, Session], Report]]] = {
     "collectives": (collectives.CollectivesConfig, collectives.run),
     "operator": (operator.OperatorConfig, operator.run),
@@ -44,7 +44,7 @@ _CASES: dict[str, tuple[type[CaseConfig], Callable[[Any, Session], Report]]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run a case; returns the process's exit code, 1 where what it measured is not as it has to be."""
+    """Run a case; returns the process's exit code, 1 if a measurement fails its check."""
     return run_job(partial(_run, arguments), _ADVICE)
 
 
@@ -71,13 +71,13 @@ def _run(arguments: list[str], job: Job) -> int:
 
 
 def run_case(config: CaseConfig, session: Session) -> Report:
-    """Measure, and draw what was measured.
+    """Measure, and plot the results.
 
     Raises:
-        ZecoError: a wrong result, a folder that cannot be written, a rank that is gone.
+        ZecoError: a wrong result, an unwritable folder, or a lost rank.
     """
     lines = LogLines(session)
-    # A case that trains logs every step.
+    # Training cases log every step.
     with lines if isinstance(config, BenchConfig) else nullcontext():
         report = dict(_CASES.values())[type(config)](config, session)
     report.notes += lines.texts

@@ -1,4 +1,4 @@
-"""One model with one optimizer, trained on random tokens by any backend: what case `model` compares."""
+"""One model with one optimizer, trained on random tokens by any backend: the subject of case `model`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 
-# Random tokens cannot be learned: small enough for weights to stay what they are, and as fast as any other.
+# Random tokens cannot be learned: small enough to leave the weights almost unchanged; the speed does not depend on it.
 LEARNING_RATE = 1e-6
 
 
 class SwitchedScan(ScanBackend):
-    """Stands for the scan that is `current`. The model sees one scan, so its blocks are compiled once."""
+    """Delegates to the scan `current`. The model sees a single scan, so its blocks are compiled once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class SwitchedScan(ScanBackend):
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """The tokens of all ranks in each step.
+    """Random tokens of all ranks for each step.
 
     Attributes:
-        count: of a rank.
+        count: tokens per rank.
     """
 
     vocab_size: int
@@ -61,11 +61,11 @@ class RandomTokens:
         return torch.randint(self.vocab_size, size, device=device, generator=generator)
 
     def own(self, step: int) -> Tensor:
-        """[1, count], this rank's."""
+        """[1, count], this rank's tokens."""
         return self.stream(step)[self.session.rank * self.count :][: self.count].unsqueeze(0)
 
     def seq_len(self, alone: bool) -> int:
-        """Tokens of a sequence: a rank's, or with the ranks not `alone` those of all."""
+        """Length of a sequence: the tokens of one rank if each is `alone`, else of all ranks."""
         return self.count if alone else self.count * self.session.world_size
 
     def batches(self, step: int, alone: bool, segments: int) -> list[Batch]:
@@ -83,7 +83,7 @@ class RandomTokens:
 
 
 class Backends:
-    """The project's model with its optimizer, trained by any backend."""
+    """A model with its optimizer, trained by any backend."""
 
     def __init__(self, run: Config, session: Session) -> None:
         self._run, self._session = run, session
@@ -97,12 +97,12 @@ class Backends:
         """The scan of a variant.
 
         Raises:
-            ConfigError: this machine has not what it takes.
+            ConfigError: this machine does not support it.
         """
         return LocalScan() if name == "dp" else self._session.scan(name, state_elements(self._run))
 
     def contender(self, name: str, tokens: RandomTokens) -> Contender:
-        """The variant with so many tokens a rank."""
+        """A variant as a contender, with these tokens."""
         alone, segments = name == "dp", self._run.train.segments
         scan, step = self.scan_of(name), self._training_step(alone, tokens)
 
@@ -120,11 +120,11 @@ class Backends:
     def gradient(
         self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
     ) -> tuple[float, list[Tensor]]:
-        """Mean loss over the tokens of all ranks in step 0, and this rank's part of its gradient, if that is to be
-        kept. Trains nothing. Collective.
+        """Mean loss over the tokens of all ranks in step 0, and this rank's shard of its gradient, if that is to be
+        kept. Does not train. Collective.
 
         Args:
-            scan: joins the shards, or with each rank `alone` those of its own sequence.
+            scan: joins the shards; with each rank `alone`, those of its own sequence.
         """
         self._scan.current = scan
         step = self._training_step(alone, tokens)
@@ -142,13 +142,13 @@ class Backends:
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """[1, T] → [1, T, vocab], of a rank alone. Collective."""
+        """[1, T] → [1, T, vocab], for each rank alone. Collective."""
         logits = self.model(ids, SequenceShard(LocalScan(), 0, ids.shape[1]))
         reshard(self.model)
         return logits
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters whole, on the host, in the compute dtype. Collective."""
+        """All parameters, unsharded, on the host, in the compute dtype. Collective."""
         dtype = self._run.train.dtype.compute
         whole = {}
         for name, parameter in self.model.named_parameters():
@@ -171,12 +171,12 @@ class Backends:
 
 
 def state_elements(run: Config) -> int:
-    """Of a layer's state."""
+    """Elements of a layer's state."""
     return math.prod(spec_of(run.model).state_shape)
 
 
 def _alone(mesh: ProcessMesh) -> ProcessMesh:
-    """The same ranks, each with sequences of its own."""
+    """The same ranks, each with its own sequences."""
     return replace(mesh, devices=device_mesh(mesh.device.type, (mesh.world_size, 1), ("dp", "sp"), mesh.timeout))
 
 
@@ -185,7 +185,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _nobody_stops() -> bool:
-    """What the trainer asks all ranks before each pass over a segment, between hosts."""
+    """Stand-in for the trainer's check, before each segment, whether any rank wants to stop."""
     stopped = torch.tensor(0)
     dist.all_reduce(stopped)
     return not stopped

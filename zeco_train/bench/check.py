@@ -1,4 +1,4 @@
-"""Correctness before time: errors relative to a reference in float64, and the error that ends a benchmark."""
+"""Correctness checks before timing: errors relative to a float64 reference, and the exception that ends a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeco_train.system.numbers import relative_error
 
 
 class WrongResultError(ZecoError):
-    """What was to be timed computes something else: names variant, rank, result, error and tolerance."""
+    """A variant to be timed computes a wrong result: names variant, rank, result, error and tolerance."""
 
     exit_code = 8
 
@@ -28,7 +28,7 @@ def check_results(
     """Errors of `{name: (found, expected)}`.
 
     Raises:
-        WrongResultError: the first one above the tolerance, or not a number.
+        WrongResultError: an error is above the tolerance or NaN; the first one.
     """
     errors = {name: relative_error(found, expected) for name, (found, expected) in results.items()}
     for name, error in errors.items():

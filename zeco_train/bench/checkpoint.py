@@ -1,8 +1,8 @@
-"""Case `checkpoint`: for how long a checkpoint holds training up, asynchronous and synchronous, in turns of one run.
+"""Case `checkpoint`: how long a checkpoint blocks training, asynchronous and synchronous saves alternating in one run.
 
 A save's stall is the time that the training loop waits for it: in the call, and before the next update of the weights.
-The slowdown of steps that run during the writing, which takes processor time too, is reported separately. The case
-fails unless the median asynchronous stall is below a quarter of the synchronous one.
+The slowdown of steps during the write, which takes CPU time too, is reported separately. The case fails unless the
+median asynchronous stall is below a quarter of the synchronous one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _DEFAULTS = [
 @dataclass
 class CheckpointConfig(CaseConfig):
     """Attributes:
-    rounds: saves of each mode.
+    rounds: saves per mode.
     overrides: all other KEY=VALUE, as of train.py; without any, `gla_125m` with 256 tokens a step.
     """
 
@@ -77,7 +77,7 @@ class CheckpointConfig(CaseConfig):
         """The configuration of the run.
 
         Raises:
-            ConfigError: see `load_config`; its folder holds checkpoints.
+            ConfigError: see `load_config`; or its folder contains checkpoints.
         """
         config = load_config([*_DEFAULTS, f"seed={self.seed}", f"train.device={self.device.name}", *self.overrides])
         if complete_checkpoints(Path(config.run_dir)):
@@ -90,13 +90,13 @@ class CheckpointConfig(CaseConfig):
 
 @dataclass
 class Stalls:
-    """Seconds, a value a save, of this rank.
+    """Seconds, one value per save, on this rank.
 
     Attributes:
-        plain: of steps that no save is beside.
-        held: for which a save of either mode has held up the loop.
-        beside: by which the steps beside the writing took longer than a plain one, all together.
-        written: from the begin of a save to its last byte.
+        plain: duration of steps without a save.
+        held: stalls of the training loop, for saves of either mode.
+        beside: total slowdown of the steps during the write, compared with plain ones.
+        written: from the start of a save to its last byte.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Stalls:
 
 
 class _Loop:
-    """Steps and saves under a clock."""
+    """Timed steps and saves."""
 
     def __init__(self, config: Config, parts: Parts, stop: StopRequest, session: Session) -> None:
         self.config, self.parts, self._stop, self._session = config, parts, stop, session
@@ -126,7 +126,7 @@ class _Loop:
         self.stalls.plain += [self.step() for _ in range(_PLAIN_STEPS)]
 
     def save(self, mode: str) -> None:
-        """One save and, of an asynchronous one, the steps until all ranks have written it."""
+        """One save and, if it is asynchronous, steps until all ranks have written it."""
         self.config.checkpoint.mode = CheckpointMode[mode]
         self._session.settle()
         dist.barrier()
@@ -150,7 +150,7 @@ class _Loop:
 
 
 def run(config: CheckpointConfig, session: Session) -> Report:
-    """Train, and save in both modes in turns; results are in the report's folder."""
+    """Train, and save in both modes alternately; results are in the report's folder."""
     report, job, mesh = Report("checkpoint", config, session, COLUMNS), session.job, session.mesh
     assert job is not None
     run_config = config.run_config()
@@ -161,7 +161,7 @@ def run(config: CheckpointConfig, session: Session) -> Report:
         job.closing.callback(close)
     with StopRequest() as stop:
         loop = _Loop(run_config, parts, stop, session)
-        # The first steps and saves make what the later ones use: optimizer state, host memory.
+        # Warm-up: the first steps and saves allocate optimizer state and host memory.
         loop.plain_steps()
         for mode in ("sync", "async"):
             loop.save(mode)
@@ -179,7 +179,7 @@ def run(config: CheckpointConfig, session: Session) -> Report:
 
 
 def _add_rows(report: Report, stalls: Stalls, first: Stalls, session: Session) -> None:
-    """Add what was measured, the slowest rank of each save counting, and judge it. Collective."""
+    """Add the results, by the slowest rank of each save, and check them. Collective."""
 
     def row(what: str, own: list[float]) -> Row:
         values = slowest_rank(session.gather(own))

@@ -1,9 +1,9 @@
-"""Case `collectives`: what it takes to bring a state to the next ranks, by way and size.
+"""Case `collectives`: time to pass a state to the next ranks, by algorithm and size.
 
 Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. Timed is `launch` → `wait` → `finish` on the current
-stream, one at a time and inside CUDA graphs of several. The anchors, all-gather and all-reduce of the states alone, are
-timed alike; ratios are to the all-gather in the same mode. Scans one after the other in a graph flow into each other
-where their algorithm lets ranks run ahead of each other, as a chain's do; one at a time they cannot.
+stream, one at a time and inside CUDA graphs of several. The baselines, all-gather and all-reduce of the states alone,
+are timed alike; ratios are to the all-gather in the same mode. Consecutive scans in a graph overlap if their algorithm
+lets ranks run ahead of each other, as a chain's does; one at a time they cannot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import ScanRequest, StateScan
 
-# fp32 folds of a few ranks against the same in fp64: some 2^-24 each.
+# fp32 folds of a few ranks against fp64: about 2^-24 each.
 TOLERANCE = 1e-5
 COLUMNS = {
     "size_mb": ("MiB", ">7:g"),
@@ -87,7 +87,7 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
 
 
 class _Inputs:
-    """A rank's state and log-decay, and what every scan must make of all ranks'."""
+    """A rank's state and log-decay, and the expected result of every scan over all ranks' inputs."""
 
     def __init__(self, config: CollectivesConfig, heads: int, session: Session) -> None:
         self.heads, self._session = heads, session
@@ -103,11 +103,11 @@ class _Inputs:
         self._pairs = list(zip(self._states, log_decays, strict=True))
 
     def checked(self, variant: str) -> tuple[Subject, float]:
-        """The variant to be timed, and its error.
+        """The variant, ready to be timed, and its error.
 
         Raises:
-            WrongResultError: it is wrong on this rank.
-            ConfigError: this machine has not what it takes.
+            WrongResultError: the result is wrong on this rank.
+            ConfigError: this machine does not support it.
         """
         if variant == "all_gather":
             subject, results = self._all_gather()
@@ -121,7 +121,7 @@ class _Inputs:
         gathered = self.state.new_empty((len(self._states), *self.state.shape))
 
         def gather() -> Tensor:
-            # Flat: gloo and NCCL do not agree on the shapes that they take.
+            # Flat: gloo and NCCL accept different shapes.
             all_gather_single(gathered.view(-1), self.state.view(-1))
             return gathered
 
@@ -132,7 +132,7 @@ class _Inputs:
         total = self.state.clone()
 
         def reset() -> None:
-            total.copy_(self.state)  # or the sums would overflow after some runs
+            total.copy_(self.state)  # reset, or the sums would overflow
 
         def reduce() -> Tensor:
             dist.all_reduce(total)
@@ -144,7 +144,7 @@ class _Inputs:
 
     def _scan(self, variant: str) -> tuple[Subject, dict[str, tuple[Tensor, Tensor]]]:
         scan = self._session.scan(variant, self.state.numel())
-        # Both directions before either is judged: a rank that stops at its mistake would leave the others waiting.
+        # Run both directions before checking either: a rank that raises would leave the others waiting.
         results = {}
         for direction in ("forward", "reverse"):
             reverse = direction == "reverse"
@@ -152,7 +152,7 @@ class _Inputs:
         return self.subject(variant), results
 
     def subject(self, variant: str, purpose: str = "eager") -> Subject:
-        """A scan to be timed."""
+        """A scan as a subject of timing."""
         scan = self._session.scan(variant, self.state.numel(), purpose)
         return Subject(variant, lambda: self._once(scan, False))
 
@@ -163,7 +163,7 @@ class _Inputs:
         return incoming
 
     def _expected(self, reverse: bool) -> Tensor:
-        """The incoming state of this rank in float64, from the pairs of all."""
+        """The expected incoming state of this rank in float64, from all ranks' pairs."""
         rank = self._session.rank
         before = self._pairs[:rank:-1] if reverse else self._pairs[:rank]
         running = torch.zeros_like(self.state, dtype=torch.float64)

@@ -25,14 +25,15 @@ _MIB = 1 << 20
 
 @dataclass
 class CaseConfig:
-    """What every case has.
+    """Settings of every case.
 
     Attributes:
-        out: folder of the results; empty is `runs/bench/<case>-<ranks>`.
+        out: output folder; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
         timeout_seconds: bound of each wait for another rank.
-        budget_seconds: no configuration is started that would, by the longest so far, end after this many seconds.
-        commit: of this source tree; empty asks git, which a copy of the tree may lack, or have of an older state.
+        budget_seconds: no configuration is started that, going by the longest so far, would end after this many
+            seconds.
+        commit: of this source tree; empty asks git, which may be missing or outdated in a copy of the tree.
     """
 
     out: str = ""
@@ -44,14 +45,14 @@ class CaseConfig:
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Of KEY=VALUE arguments; see `load_settings`."""
+        """Settings from KEY=VALUE arguments; see `load_settings`."""
         return load_settings(cls, arguments)
 
     def join(self, launch: Launch) -> ProcessMesh:
         """Join the other ranks, all of them as one SP group.
 
         Raises:
-            ConfigError: a device that the machine has not.
+            ConfigError: the machine does not have the device.
         """
         device = find_device(self.device, launch)
         return init_mesh(launch, launch.world_size, device, timedelta(seconds=self.timeout_seconds))
@@ -66,7 +67,7 @@ class CaseConfig:
                 raise ConfigError(name, getattr(self, name), "must be > 0 and ≤ 86400")
 
     def _check_lists(self, **least: int) -> None:
-        """Raise `ConfigError` for a list that is empty or has a number below its least."""
+        """Raise `ConfigError` for a list that is empty or has a value below its minimum."""
         for name, smallest in least.items():
             values = getattr(self, name)
             if not values or any(value < smallest for value in values):
@@ -75,11 +76,11 @@ class CaseConfig:
 
 @dataclass
 class BenchConfig(CaseConfig):
-    """What the cases have that compare variants.
+    """Settings of the cases that compare variants.
 
     Attributes:
         warmup: untimed runs, or steps, of each variant; the papers' are 5.
-        variants: what is compared, see `zeco_train.bench.variants`.
+        variants: variants to compare, see `zeco_train.bench.variants`.
     """
 
     warmup: int = 5
@@ -92,7 +93,7 @@ class BenchConfig(CaseConfig):
 
 @dataclass
 class RunsConfig(BenchConfig):
-    """What the cases have whose runs are single operations.
+    """Settings of the cases that time single operations.
 
     Attributes:
         runs: timed runs of each variant; the papers' are 50.
@@ -112,9 +113,9 @@ class RunsConfig(BenchConfig):
 @dataclass
 class CollectivesConfig(RunsConfig):
     """Attributes:
-    sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; whole heads.
+    sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; must be whole heads.
     key_dim, value_dim: K and V.
-    graph_operations: operations in one CUDA graph.
+    graph_operations: operations per CUDA graph.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.SCAN_VARIANTS))
@@ -134,7 +135,7 @@ class CollectivesConfig(RunsConfig):
             self.heads(size)
 
     def heads(self, size_mb: float) -> int:
-        """H of a state of `size_mb` MiB."""
+        """H for a state of `size_mb` MiB."""
         head = self.key_dim * self.value_dim * 4 / _MIB
         heads = size_mb / head
         if heads < 1 or heads != round(heads):
@@ -145,12 +146,12 @@ class CollectivesConfig(RunsConfig):
 @dataclass
 class OperatorConfig(RunsConfig):
     """Attributes:
-    heads, dims, tokens: H, [K, V] and tokens a rank; all combinations are measured, tokens innermost.
+    heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
     dtype: of q, k, v; decays are fp32 (fp64 with fp64).
     passes: `forward`, `forward_backward`.
-    check_tokens: tokens a rank of the check of correctness; −1 is 4,096 on GPUs, where shorter ones leave the walks
-        over chunks a chunk each, and 256 on CPUs.
-    trace: also write a profile of one forward + backward of each variant, and report what runs under what.
+    check_tokens: tokens per rank in the correctness check; −1 is 4,096 on GPUs, where shorter inputs would give each
+        walk over chunks a single chunk, and 256 on CPUs.
+    trace: also profile one forward + backward of each variant, and report the overlap of communication and compute.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.GLA_VARIANTS))
@@ -176,12 +177,12 @@ class OperatorConfig(RunsConfig):
 
 @dataclass
 class OfModelConfig(BenchConfig):
-    """What the cases have that are of a whole model.
+    """Settings of the cases that run a whole model.
 
     Attributes:
-        model: a file of `configs/model`; `model.KEY=VALUE` overrides what it says, as in train.py.
-        dtype: to compute in.
-        overrides: the `model.KEY=VALUE` that were given.
+        model: a file of `configs/model`; `model.KEY=VALUE` overrides its fields, as in train.py.
+        dtype: compute dtype.
+        overrides: the `model.KEY=VALUE` arguments.
     """
 
     model: str = "gla_1b"
@@ -205,11 +206,11 @@ class OfModelConfig(BenchConfig):
 class DecodeConfig(OfModelConfig):
     """Attributes:
     variants: `eager` launches the kernels of a step one by one, `graph` starts them as one CUDA graph.
-    contexts: tokens before those that are timed, rising.
-    batches: sequences at once on a rank.
-    steps: timed tokens of each sequence.
-    prefill_tokens: of a context at once on a rank; more take more memory.
-    check_tokens: of the check of correctness, half of them in steps.
+    contexts: context lengths before the timed tokens, increasing.
+    batches: concurrent sequences per rank.
+    steps: timed tokens per sequence.
+    prefill_tokens: tokens of a context per prefill pass and rank; more take more memory.
+    check_tokens: tokens of the correctness check, half of them in steps.
     """
 
     variants: list[str] = field(default_factory=lambda: ["eager", "graph"])
@@ -233,29 +234,29 @@ class DecodeConfig(OfModelConfig):
         """The configuration of a run with this model.
 
         Raises:
-            ConfigError: a model that there is not, or cannot be.
+            ConfigError: an unknown or invalid model.
         """
         return self._load_run()
 
 
-# A dictionary, for its order.
+# A dictionary, to keep the order.
 _DECODERS = {"eager": None, "graph": None}.keys()
 
 
 @dataclass
 class ModelConfig(OfModelConfig):
     """Attributes:
-    variants: dp, lasp1, lasp2, zeco train; `products` makes the matrix products of their plain step and nothing else,
-        the ceiling on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
-    budget_seconds: of it each `fla` keeps as much for itself as one of the others has taken; more tokens a rank are
-        not begun, and fewer steps are timed, where that would not be left.
-    heads, tokens: H, and tokens of a rank in a step; all combinations are measured, tokens innermost.
-    steps: timed optimizer steps of each variant; the papers' are 100. Fewer, which is noted, where another quarter of
-        them would not end within budget_seconds.
-    dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Of them only dtype concerns
-        `products`, and none `fla`, which is trained in bf16.
-    strategy: where parameters live; not hsdp, whose ranks would be others with `dp` than with the rest.
-    check_tokens: tokens a rank of the check of correctness.
+    variants: dp, lasp1, lasp2, zeco train; `products` runs only the matrix products of their plain step, as an upper
+        bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
+    budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with more
+        tokens per rank are not started, and fewer steps are timed, if that would not be left.
+    heads, tokens: H, and tokens per rank and step; all combinations are measured, tokens innermost.
+    steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of them
+        would not end within budget_seconds.
+    dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to `products`, and
+        none to `fla`, which is trained in bf16.
+    strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the rest.
+    check_tokens: tokens per rank in the correctness check.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
@@ -283,10 +284,10 @@ class ModelConfig(OfModelConfig):
             self.run_config(heads)
 
     def run_config(self, heads: int) -> Config:
-        """The configuration of a training run of this model with so many heads.
+        """The configuration of a training run of this model with this many heads.
 
         Raises:
-            ConfigError: a model that there is not, or cannot be.
+            ConfigError: an unknown or invalid model.
         """
         for text in self.overrides:
             if text.partition("=")[0].lstrip("+") == "model.num_heads":
@@ -301,7 +302,7 @@ class ModelConfig(OfModelConfig):
 
 
 def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
-    """The settings of cases: those of families of them, then each one's own, with all defaults."""
+    """The settings of cases: those of shared base classes, then each case's own, with all defaults."""
     lines = []
     for family in (CaseConfig, BenchConfig, RunsConfig, OfModelConfig):
         names = ", ".join(name for name, schema in cases.items() if issubclass(schema, family))

@@ -1,18 +1,18 @@
-"""Case `decode`: tokens a second and memory of generation, by the number of tokens that stand before.
+"""Case `decode`: throughput and memory of generation, by context length.
 
-One context after another: the tokens that it has more than the one before it go through the model as a prompt, over
-all ranks together (`zeco_train.generate.prefill`). Then each rank goes on by itself, with as many sequences as are
-asked for, from the states there: the likeliest token of each, and a step with it (`zeco_train.generate.decode`). A step
-ends when its token is on the host, as a user has it. Weights and tokens are random, which costs the same as any others.
-Contexts, batches and variants take turns, a part of the steps each, so that whatever else the machine does, it does to
-all of them.
+Contexts are processed in increasing order: the tokens that one adds to the previous one go through the model as a
+prompt, over all ranks together (`zeco_train.generate.prefill`). Then each rank continues on its own from the resulting
+states, with the configured number of sequences: greedy token of each, and a step with it
+(`zeco_train.generate.decode`). A step ends when its token is on the host, as for a user. Weights and tokens are random,
+which costs the same as real ones. Contexts, batches and variants take turns, a part of the steps each, so that
+disturbances of the machine affect all of them alike.
 
-Memory is what the rank holds while it decodes, weights included: on CUDA the most that was allocated, on CPUs what is
-resident of the process, with all that libraries and allocators keep, of longer contexts' prompts as well.
+Memory is that of the rank during decoding, weights included: on CUDA the peak allocation, on CPUs the resident set size
+of the process, with everything that libraries and allocators keep, including from prompts of longer contexts.
 
-Before anything is timed, logits by steps and those of the chunked operator are compared with the chunked operator's in
-fp64: bf16 rounds both, and in many random layers so far (0.1 of gla_1b's logits) that a limit for their difference
-would tell nothing. Steps may be as far away as the operator, and half as far again.
+Before timing, logits by steps and those of the chunked operator are both compared with the chunked operator's in fp64:
+bf16 rounds both, and over many random layers by so much (0.1 of gla_1b's logits) that a tolerance for their difference
+would be meaningless. The error of steps may be up to 1.5 times the operator's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from zeco_train.generate.sampling import Sampler, Sampling
 from zeco_train.system.environment import process_memory
 from zeco_train.system.numbers import relative_error
 
-# The error of logits by steps, of the chunked operator's; and what always passes, below which a ratio is chance.
+# Error of logits by steps relative to the chunked operator's; and an error that always passes, below which the ratio is
+# noise.
 RATIO = 1.5
 TOLERANCE = {Dtype.bf16: 1e-3, Dtype.fp32: 1e-5, Dtype.fp64: 1e-10}
 COLUMNS = {
@@ -64,7 +65,7 @@ def run(config: DecodeConfig, session: Session) -> Report:
 
     Raises:
         WrongResultError: before anything is timed.
-        ConfigError: this machine has none of the variants.
+        ConfigError: this machine supports none of the variants.
     """
     report = Report("decode", config, session, COLUMNS)
     variants = [name for name in config.variants if name != "graph" or session.on_cuda]
@@ -78,7 +79,7 @@ def run(config: DecodeConfig, session: Session) -> Report:
 
 @dataclass(frozen=True)
 class _Context:
-    """Logits and states after so many tokens, and how many of them a second went through the model."""
+    """Logits and states after a context, and the throughput of its prefill."""
 
     tokens: int
     logits: Tensor
@@ -88,7 +89,7 @@ class _Context:
 
 @dataclass
 class _Kind:
-    """What is timed, and what has been found of it on this rank: ms of each step, and bytes."""
+    """A timed combination and its results on this rank: ms of each step, and bytes."""
 
     context: _Context
     batch: int
@@ -133,7 +134,7 @@ class _Measurement:
         self._report.add([self._row(kind) | errors[kind.variant] for kind in kinds])
 
     def _contexts(self) -> Iterator[_Context]:
-        """The contexts that the budget is enough for."""
+        """The contexts that fit in the budget."""
         states, position, rate = self._model.zero_states(1, self._session.device), 0, math.inf
         for context in self._config.contexts:
             if not self._session.within_budget((context - position) / rate):
@@ -148,9 +149,9 @@ class _Measurement:
             yield _Context(context, logits, states, rate)
 
     def _time(self, kind: _Kind, steps: int) -> None:
-        """Decode for so many steps from the context on, after those that warm up."""
+        """Decode this many steps from the context on, after the warm-up."""
         session, batch = self._session, kind.batch
-        # Copies, also of one sequence: a decoder moves them on in place.
+        # Copies, also of a single sequence: a decoder updates them in place.
         own = [state.repeat(batch, 1, 1, 1) for state in kind.context.states]
         if session.on_cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""Case `documents`: what shuffled documents cost on a store of many: opening, an epoch's index, reading sequences.
+"""Case `documents`: cost of document shuffling on a store of many documents: opening, an epoch's index, reading.
 
-The tokens are holes in a file, so they take no disk and their reads measure this program, not a disk. It fails if a
-batch requests more than its own tokens.
+The tokens are holes in a sparse file, so they take no disk space and reads measure this program, not a disk. The case
+fails if a batch requests more than its own tokens.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _SHARD_TOKENS = 1 << 38
 @dataclass
 class DocumentsConfig(CaseConfig):
     """Attributes:
-    documents: of the store.
+    documents: number of documents in the store.
     mean_tokens: their mean length.
-    seq_len: tokens of a sequence.
+    seq_len: tokens per sequence.
     """
 
     documents: int = 10_000_000
@@ -62,7 +62,7 @@ class DocumentsConfig(CaseConfig):
 
 
 def run(config: DocumentsConfig, session: Session) -> Report:
-    """Measure each way of reading on one rank; results are in the report's folder."""
+    """Measure each read mode on one rank; results are in the report's folder."""
     session.check_alone()
     report = Report("documents", config, session, COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def run(config: DocumentsConfig, session: Session) -> Report:
 
 
 def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
-    """A store of documents of random lengths, whose tokens are holes."""
+    """A store of documents of random lengths, in a sparse file."""
     lengths = np.random.default_rng(0).exponential(mean_tokens, documents).astype(np.int64) + 1
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     folder.mkdir()
@@ -97,7 +97,7 @@ def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
 
 
 def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortest: int) -> tuple[dict[str, float], int]:
-    """Figures by name, `cpu` being processor time; and how many bytes more than their own the batches requested."""
+    """Results by name, `cpu` being CPU time; and the excess bytes that the batches requested."""
     record: dict[str, float] = {}
     start = time.perf_counter()
     store = TokenStore.open(path)

@@ -1,12 +1,13 @@
-"""Results as pictures, in the form of the ZeCO paper's Figures 3 and 4, with the paper's own figures beside ours.
+"""Plots of results, in the form of the ZeCO paper's Figures 3 and 4, next to the paper's own numbers.
 
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
     operator.png         time of forward + backward by GPUs, as Figure 4, top; below it throughput of all GPUs
     operator_tokens.png  time by tokens a GPU
-    decode.png           tokens a second and memory by the tokens before, for each number of sequences at once
-    gla_1b_h16.png …     throughput of a GPU in training by GPUs, as Figure 4, bottom; below it that over `dp`'s
+    decode.png           tokens per second and memory by context length, for each number of concurrent sequences
+    gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
 
-The paper's GPUs are a cluster of H100, ours what results.json says: the two series show the same law, not a race.
+The paper's GPUs are a cluster of H100s, ours are named in results.json: compare the scaling of the two series, not
+their absolute speed.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ _COLOURS = {
     "eager": GREY,
     "graph": "#c2410c",
 }
-# The settings of All-Scan share its colour, and so do those of the peer.
+# All-Scan variants share a colour, and so do the peer's.
 _LINES = {"no_optimizer": ":", **{scan.name: scan.line for scan in ALL_SCANS}}
-# The variant that answers to a column of the paper's table.
+# Variant for each column of the paper's table.
 _PAPER_COLLECTIVES = {"all_gather": "all_gather", "all_scan": "zeco", "all_reduce": "all_reduce"}
 _PAPER_BACKENDS = ("lasp1", "lasp2", "zeco", "dp")
 _PAPER_TOKENS = (16_384, 32_768)
-# The paper does not say its size in bytes; with H 32, K 64 and V 128 in fp32 it would be this.
+# The paper does not give the size in bytes; this assumes H 32, K 64 and V 128 in fp32.
 _PAPER_MIB = 1.0
 
 
 def plot_files(arguments: Sequence[str]) -> list[Path]:
-    """Draw several results.json together: `FILE … [out=FOLDER]`; the folder of the first file is the default.
+    """Plot several results.json together: `FILE … [out=FOLDER]`; the folder of the first file is the default.
 
     Raises:
-        ConfigError: no files, or they are of different cases.
-        DataError: a file that is no result.
+        ConfigError: no files, or files of different cases.
+        DataError: a file that is not a result.
     """
     files = [Path(text) for text in arguments if not text.startswith("out=")]
     out = [text.removeprefix("out=") for text in arguments if text.startswith("out=")]
@@ -70,10 +71,10 @@ def plot_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw results of one case, which may be of different numbers of GPUs; the paths of the pictures.
+    """Plot results of one case, possibly of different numbers of GPUs; returns the paths of the figures.
 
     Raises:
-        DataError: a picture cannot be written.
+        DataError: a figure cannot be written.
     """
     rows = [{**row, "gpus": result["world_size"]} for result in results for row in result["rows"]]
     rows = [row for row in rows if row.get("median_ms")]
@@ -97,7 +98,7 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def reference(name: str) -> list[dict[str, float]]:
-    """A table of a paper, without the cells that it leaves open."""
+    """A table of a paper, without its empty cells."""
     with (REFERENCE / f"{name}.csv").open(encoding="ascii", newline="") as file:
         return [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(file)]
 
@@ -204,13 +205,13 @@ def _decode(rows: list[Row], machine: str) -> Figure:
 
 
 def _forward_backward(rows: list[Row]) -> list[Row]:
-    """The rows of whole steps, as they are issued; those of graphs where there is nothing else."""
+    """The rows of whole steps, launched eagerly; those of graphs if there are no others."""
     rows = [row for row in rows if row["pass"] == "forward_backward"]
     return [row for row in rows if row["mode"] == "eager"] or rows
 
 
 def _one_shape(rows: list[Row]) -> tuple[list[Row], str]:
-    """The rows of the paper's H 16, K 64 and V 128, or of the first shape there is."""
+    """The rows of the paper's H 16, K 64 and V 128, or of the first shape if that is missing."""
     rows = _forward_backward(rows)
     shapes = [_shape(row) for row in rows]
     if not shapes:
@@ -236,7 +237,7 @@ def _variants(rows: list[Row]) -> list[str]:
 
 
 def _points(rows: list[Row], variant: str, x: str, y: str = "median_ms") -> list[tuple[float, float]]:
-    """y by x; of two runs the later one counts."""
+    """(x, y) points; of two runs with the same x the later one counts."""
     return sorted({row[x]: row[y] for row in rows if row["variant"] == variant}.items())
 
 

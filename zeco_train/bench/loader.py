@@ -1,7 +1,7 @@
-"""Case `loader`: how long a rank takes to read its slice of a long sequence, and how much of the file it reads.
+"""Case `loader`: time for a rank to read its slice of a long sequence, and bytes read from the file.
 
-The ranks share the sequence and read one after another. It fails if a slice is wrong, or if a rank requests more than
-1.01 × the bytes of its own tokens.
+The ranks share the sequence and read one after another. The case fails if a slice is wrong, or if a rank requests more
+than 1.01 × the bytes of its own tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WARM_READS = 5
 @dataclass
 class LoaderConfig(CaseConfig):
     """Attributes:
-    tokens: of the sequence, over all ranks.
+    tokens: length of the sequence, over all ranks.
     """
 
     tokens: int = 8_388_608
@@ -96,9 +96,10 @@ def measure(path: Path, seq_len: int, rank: int, sp_size: int) -> tuple[Row, Bat
     """Read the slice of `rank` of the first sequence, cold and warm.
 
     Returns:
-        The figures and the batch. `cold_ms` is of the first read after the file's pages were dropped from the page
-        cache (as far as the system obliges), `warm_ms` the median of further ones, tensors included. `disk_bytes` is
-        what the cold read fetched from the disk, read-ahead included; None where the system cannot tell.
+        The results and the batch. `cold_ms` is the first read after dropping the file's pages from the page cache (on a
+        best-effort basis), `warm_ms` the median of further reads, conversion to tensors included. `disk_bytes` is the
+        number of bytes that the cold read fetched from the disk, read-ahead included; None if the system does not
+        report it.
     """
     store = TokenStore.open(path)
     split = DataSplit(seq_len, sp_rank=rank, sp_size=sp_size)

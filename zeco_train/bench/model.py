@@ -1,19 +1,19 @@
 """Case `model`: the whole training step of a model, by backend.
 
-A step is the trainer's (`zeco_train.training.step`): forward, backward, sum of the gradients, clipping, AdamW over
-master weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks,
-with `dp` its own sequence. Tokens are random, and others in each step.
+A step is the trainer's (`zeco_train.training.step`): forward, backward, gradient reduction, clipping, AdamW over master
+weights. Every rank has `tokens` tokens, B 1: with a backend they are its shard of one sequence over all ranks, with
+`dp` its own sequence. Tokens are random, and different in each step.
 
-All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each:
-only the scan changes, so they differ in nothing but what they are compared for. `products` takes its turns with them:
-the matrix products of the plain step and nothing else (`zeco_train.bench.products`), the ceiling on this GPU. Its MFU
-is of its own FLOPs, the model's less the operator's: how much of the peak products reach here. The peer, `fla`, is
-another model (`zeco_train.bench.peer`) and is measured after the first is gone.
+All backends train one model with one optimizer, sharded over all ranks alike. They take turns, a block of steps each;
+only the scan changes, so nothing else differs between them. `products` takes turns with them: it runs only the matrix
+products of the plain step (`zeco_train.bench.products`), as an upper bound on this GPU. Its MFU is computed from its
+own FLOPs, the model's less the operator's: the fraction of peak that products reach here. The peer, `fla`, is a
+separate model (`zeco_train.bench.peer`) and is measured after the first is freed.
 
-Before anything is timed, on weights that have not been trained:
-- of a short sequence, the whole gradient of each backend against that with a plain scan in float64;
-- of the first step, the loss: close to that of guessing, log of the vocabulary, and the same for all backends;
-- logits of the peer, with the same weights, against ours.
+Checks before timing, on untrained weights:
+- the whole gradient of each backend on a short sequence, against that with a plain scan in float64;
+- the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends;
+- the peer's logits against ours, with the same weights.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.tracking.recorder import peak_flops
 
-# Of gradients: with four ranks and 12 layers in bf16 the rounding of states makes 4e-3; without states it is 0.05 to 9.
+# Gradients: with four ranks and 12 layers in bf16 rounding of states gives 4e-3; omitting states gives 0.05 to 9.
 TOLERANCE = {Dtype.bf16: 2e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-10}
-# Of first losses among backends. Losses of random tokens depend little on what crosses ranks.
+# First losses among backends. The loss of random tokens depends little on the states from other ranks.
 LOSS_TOLERANCE = {Dtype.bf16: 1e-3, Dtype.fp32: 1e-5, Dtype.fp64: 1e-10}
-# Of the first loss from that of guessing: initial logits are not zero, the wider the model the less.
+# First loss relative to a uniform guess: initial logits are not zero, and the wider the model the smaller they are.
 GUESS_TOLERANCE = 0.1
-# Of logits, in bf16 through all layers (20: 0.19). fla's own rounding is not ours to judge; those of other weights are
-# off by 1.4.
+# Logits, in bf16 through all layers (20: 0.19). The tolerance must allow for fla's own rounding; wrong weights give an
+# error of 1.4.
 PEER_TOLERANCE = 0.4
 PAPER_STEPS = 100
 COLUMNS = {
@@ -79,7 +79,7 @@ def run(config: ModelConfig, session: Session) -> Report:
 
     Raises:
         WrongResultError: before anything of the same model is timed.
-        ConfigError: this machine has none of the variants.
+        ConfigError: this machine supports none of the variants.
     """
     report = Report("model", config, session, COLUMNS)
     names = _available(config, session, report)
@@ -94,7 +94,7 @@ def run(config: ModelConfig, session: Session) -> Report:
 
 
 def _available(config: ModelConfig, session: Session, report: Report) -> list[str]:
-    """The variants, without those that this machine has not; these are noted."""
+    """The variants that this machine supports; the others are noted."""
     names, problem = [], None
     run = config.run_config(config.heads[0])
     for name in config.variants:
@@ -118,26 +118,26 @@ def _is_alone(name: str) -> bool:
 
 
 class _Measurement:
-    """Of one model: its backends with each number of tokens, and then the peer.
+    """Measurement of one model: its backends with each number of tokens, and then the peer.
 
-    The budget is judged by what one variant has taken with one number of tokens, not by whole configurations: a peer's
-    has one variant and ours have all others.
+    The budget is estimated from the time of one variant with one number of tokens, not of whole configurations: the
+    peer's have one variant each, ours all the others.
     """
 
     def __init__(self, run: Config, config: ModelConfig, session: Session, report: Report) -> None:
         self._run, self._config, self._session, self._report = run, config, session, report
         self._shape = f"{run.model.name}, H {run.model.num_heads}"
         self._started = time.monotonic()
-        # Of `dp`, by tokens.
+        # `dp` rows, by tokens.
         self._rates: dict[int, float] = {}
-        # Numbers of tokens that the backends were measured with.
+        # Numbers of tokens measured with the backends.
         self._measured: list[int] = []
 
     def measure(self, backends: Sequence[str], peers: Sequence[str]) -> None:
         """Add all rows to the report."""
         self._session.enter(self._shape)
         weights = self._measure_backends(backends, len(peers))
-        # Only here does nothing refer to a model any more, and the next one needs its memory.
+        # Only here are all references to the model gone; the next one needs its memory.
         _forget()
         for index, name in enumerate(peers):
             assert weights is not None
@@ -145,7 +145,7 @@ class _Measurement:
             _forget()
 
     def _measure_backends(self, names: Sequence[str], peers: int) -> Weights | None:
-        """Add the backends' rows; gives the initial weights, if there are peers to have them."""
+        """Add the backends' rows; returns the initial weights if there are peers that need them."""
         ours = Backends(self._run, self._session)
         built = time.monotonic() - self._started
         checked = self._check(ours, names)
@@ -153,11 +153,11 @@ class _Measurement:
         seconds = time.monotonic() - self._started - built
         self._report.note(f"{self._shape}: built in {built:.1f} s, checked in {seconds:.1f} s")
         for count in self._config.tokens if names else ():
-            # Each peer is measured with all that the backends are measured with.
+            # Each peer is measured with all numbers of tokens of the backends.
             later = peers * (len(self._measured) + 1)
             if not self._may_start(f"{self._shape}, {count:,} tokens a rank", len(names) + later):
                 break
-            # What is compiled for one length is not to know of another: code for any length may be slower.
+            # Avoid dynamic shapes: code compiled for any length may be slower.
             _forget()
             rows = self._time_backends(ours, names, count, later)
             self._rates |= {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "dp"}
@@ -166,7 +166,7 @@ class _Measurement:
         return weights
 
     def _time_backends(self, ours: Backends, names: Sequence[str], count: int, later: int) -> list[Row]:
-        """Rows of all backends with so many tokens a rank; for `later` see `_time`."""
+        """Rows of all backends with this many tokens per rank; for `later` see `_time`."""
         started = time.monotonic()
         tokens = self._tokens(count)
         contenders = [self._contender(ours, name, tokens) for name in names]
@@ -174,7 +174,7 @@ class _Measurement:
         return self._time(contenders, count, later, started)
 
     def _measure_peer(self, name: str, weights: Weights, peers: int) -> None:
-        """Add the rows of a peer, which so many peers follow."""
+        """Add the rows of a peer; `peers` is the number of peers after it."""
         if not self._may_start(f"{self._shape}, {name}", 1):
             return
         peer = Peer(name, weights, self._run, self._session.mesh)
@@ -188,15 +188,15 @@ class _Measurement:
             if not self._may_start(f"{self._shape}, {name}, {count:,} tokens a rank", 1):
                 break
             later, began = peers * len(counts) + len(counts) - index - 1, time.monotonic()
-            # Most of what is tuned is tuned for all lengths, in the check already.
+            # Autotuning is mostly independent of the length, and was done in the check.
             contender = Contender(name, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
             tuned = 0.0
             rows = self._time([contender], count, later, began)
-            # What it computes a second time is not ours.
+            # No HFU: what the peer recomputes is not counted here.
             self._add([{**row, "hfu": None, "relative_error": error} for row in rows])
 
     def _may_start(self, what: str, variants: int) -> bool:
-        """Whether so many variants would end in time, each with one number of tokens; if not, that is noted."""
+        """Whether this many variants, each with one number of tokens, would end in time; if not, that is noted."""
         if self._session.within_budget(times=variants):
             self._session.enter(what)
             return True
@@ -208,7 +208,7 @@ class _Measurement:
         return RandomTokens(self._run.model.vocab_size, count, self._config.seed, self._session)
 
     def _contender(self, ours: Backends, name: str, tokens: RandomTokens) -> Contender:
-        """A backend that has been once forward and back, with the loss of that; or the products."""
+        """A backend after one forward and backward pass, with its loss; or the products."""
         if name == PRODUCTS:
             run = self._run
             return products_contender(run.model, tokens.count, run.train.dtype.compute, self._session.device, run.seed)
@@ -219,11 +219,11 @@ class _Measurement:
         return contender
 
     def _time(self, contenders: Sequence[Contender], count: int, later: int, started: float) -> list[Row]:
-        """Rows of contenders with so many tokens a rank.
+        """Rows of contenders with this many tokens per rank.
 
         Args:
-            later: measurements of one variant that the budget is to be enough for after these.
-            started: when the making of these contenders began.
+            later: measurements of one variant for which budget must be left after these.
+            started: time at which the setup of these contenders began.
         """
 
         def share() -> float:
@@ -240,7 +240,7 @@ class _Measurement:
         return [self._row(contender, count, held_gb) for contender in contenders]
 
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
-        """A contender's row, `held_gb` being what the buffers of `products` took beside it."""
+        """A contender's row; `held_gb` is the memory held by the buffers of `products` at the same time."""
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
         row |= contender.as_row(self._session)
@@ -257,7 +257,7 @@ class _Measurement:
         return {**row, "peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
 
     def _add(self, rows: Sequence[Row]) -> None:
-        """Add rows of one number of tokens."""
+        """Add rows with one number of tokens."""
         dp = self._rates.get(rows[0]["tokens"])
         self._report.add([{**row, "ratio": row["tokens_per_second_per_gpu"] / dp if dp else None} for row in rows])
 
@@ -268,7 +268,7 @@ class _Measurement:
         return flops_per_second / peak if peak else None
 
     def _check(self, ours: Backends, names: Sequence[str]) -> dict[str, Row]:
-        """Fields of each backend's rows: the error of the gradient, of a short sequence, and what `auto` chose.
+        """Fields of each backend's rows: gradient error on a short sequence, and the choice of `auto`.
 
         Raises:
             WrongResultError: on all ranks.
@@ -279,7 +279,7 @@ class _Measurement:
         scans = [name for name in names if not _is_alone(name)]
         if not scans:
             return checked
-        # Not compiled: that would be for another length, and takes long.
+        # Not compiled: that would compile for another length, and takes long.
         with torch.compiler.set_stance("force_eager"):
             _, expected = ours.gradient(GatheredScan(), tokens)
             for name in scans:
@@ -291,7 +291,8 @@ class _Measurement:
         return checked
 
     def _check_losses(self, losses: dict[str, float]) -> None:
-        """Raise `WrongResultError`, on all ranks, for a first loss that is not that of guessing, or not the others'."""
+        """Raise `WrongResultError`, on all ranks, if a first loss differs from a uniform guess or from the other
+        backends'."""
         guess = torch.tensor(math.log(self._run.model.vocab_size))
         for name, loss in losses.items():
             pair = torch.tensor(loss), guess
@@ -314,7 +315,7 @@ def _peer_step(peer: Peer, tokens: RandomTokens, step: int) -> Tensor:
 
 
 def _norms(found: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Two vectors whose relative difference is that of gradients sharded over all ranks. Collective."""
+    """Two vectors with the same relative difference as gradients sharded over all ranks. Collective."""
     squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
     for one, other in zip(found, expected, strict=True):
         squares += torch.stack([(one - other).double().square().sum(), other.double().square().sum()])
@@ -324,7 +325,7 @@ def _norms(found: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]
 
 
 def _forget() -> None:
-    """Free what is no longer used, compiled code too, which may hold it."""
+    """Free unused memory, including compiled code, which may hold references."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

@@ -35,12 +35,12 @@ from zeco_train.ops.seam import SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# Rounding of the inputs' dtype, over sums in fp32; matrix products of fp32 inputs may be in tf32 parts.
+# Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
 TOLERANCE = {Dtype.bf16: 1e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-11}
-# fla's own rounding is not ours to judge; what computes something else is far beyond this.
+# The tolerance must allow for fla's own rounding; a wrong computation is far beyond it.
 PEER_TOLERANCE = 5e-2
 RESULTS = ("o", "dq", "dk", "dv", "dg")
-# fla's gates: logsigmoid over 16.
+# fla's gates: logsigmoid / 16.
 _GATE_NORMALIZER = 16.0
 COLUMNS = {
     "heads": ("H", ">3"),
@@ -62,7 +62,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """H, K, V and tokens a rank."""
+    """H, K, V and tokens per rank."""
 
     heads: int
     key_dim: int
@@ -98,7 +98,7 @@ class Inputs:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> Inputs:
-        """With leaves of their own history; the memory is shared."""
+        """Inputs as new leaves that share memory."""
         return cls(*(x.detach().requires_grad_(x is not do) for x in (q, k, v, g, do)))
 
     @property
@@ -106,7 +106,7 @@ class Inputs:
         return self.q, self.k, self.v, self.g
 
     def gathered(self, session: Session) -> Inputs:
-        """The whole sequence, of all ranks' tokens. Collective."""
+        """The whole sequence, all-gathered. Collective."""
         wholes = []
         for tensor in (*self.leaves, self.do):
             parts = [torch.empty_like(tensor) for _ in range(session.world_size)]
@@ -163,7 +163,7 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
     """The operator on a rank's tokens by a variant.
 
     Raises:
-        ConfigError: this machine has not what it takes.
+        ConfigError: this machine does not support it.
     """
     if variant == "fla":
         chunk_gla = session.import_fla("fla.ops.gla").chunk_gla
@@ -181,27 +181,27 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
 
 
 def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
-    """Fields of each variant's rows: the largest error at a small length, against the whole sequence on one device in
-    float64, and what `auto` chose.
+    """Fields of each variant's rows: the largest error at a small length, relative to the whole sequence on one device
+    in float64, and the choice of `auto`.
 
-    Variants that this machine has not are noted, and have no error. `copy` is wrong by intent.
+    Unsupported variants are noted, and have no error. `copy` is wrong by design.
 
     Raises:
-        WrongResultError: on all ranks, if one is wrong on one of them.
+        WrongResultError: on all ranks, if a variant is wrong on one of them.
     """
     tokens = config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
     short = Shape(shape.heads, shape.key_dim, shape.value_dim, tokens)
     own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
     whole = own.gathered(session)
     local = SequenceShard(LocalScan(), 0, whole.q.shape[1])
-    # float64 takes the operator's PyTorch phases on any device, which have nothing in common with its kernels.
+    # float64 selects the PyTorch implementation on any device, which shares no code with the kernels.
     expected = whole.double().results(lambda *operands: mix("gla", operands, local)[0])
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
     for name in config.variants:
         if name == "copy":
             continue
-        # dp and fla have no other ranks: all of them take the whole sequence.
+        # dp and fla do not communicate: each rank takes the whole sequence.
         alone = name in ("dp", "fla")
         length = Shape(short.heads, short.key_dim, short.value_dim, whole.q.shape[1]) if alone else short
         line = len(session.log)
@@ -265,7 +265,7 @@ def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject
 
 
 def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> Row:
-    """What follows from other variants' medians of the same run."""
+    """Columns derived from other variants' medians of the same run."""
     median = row["median_ms"]
     dp, copy = (medians.get((name, row["mode"])) for name in ("dp", "copy"))
     if row["variant"] in ("dp", "copy", "fla"):
@@ -278,9 +278,9 @@ def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> 
 
 
 def _peak_gb(subject: Subject, session: Session) -> float | None:
-    """GB that a step needs beyond its inputs, on the rank that needs most; None on CPUs. Compiles, the first time."""
+    """Peak memory of a step beyond its inputs in GB, maximum over ranks; None on CPUs. The first call compiles."""
     subject.prepare()
-    subject.run()  # what libraries allocate once
+    subject.run()  # one-time allocations of libraries
     subject.prepare()
     if not session.on_cuda:
         session.drain()

@@ -1,9 +1,9 @@
 """Case `operator_cpu`: the chunked operator against the naive recurrence on a CPU: correctness, then time, then memory.
 
-Baselines, of which only the first two do the same work as the chunked operator (outputs and all gradients):
-- the naive recurrence as papers print it, indexing `q[:, t]`: autograd answers every index with zeros for all tokens;
-- `naive_gla`, the oracle: the same loop tuned, which splits the tokens once and takes one product per output;
-- an in-place loop without autograd, forward only: what Python costs where nothing is kept for a gradient.
+Baselines, of which only the first two compute the same as the chunked operator (outputs and all gradients):
+- the naive recurrence as printed in papers, indexing `q[:, t]`: the gradient of each index is a tensor of all tokens;
+- `naive_gla`, the oracle: the same loop, optimised: it splits the tokens once and uses one product per output;
+- an in-place loop without autograd, forward only: the Python overhead if nothing is saved for a gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCH, HEADS, KEY_DIM, VALUE_DIM = 1, 4, 64, 128
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg")
 CHECK_TOKENS = 1000
 MEMORY_TOKENS = (4096, 8192, 16384, 32768, 65536)
-# fp64 errors are rounding (1e-15 as a rule); fp32 ones grow with the square root of the 4096 terms of a sum
+# fp64 errors are rounding (typically 1e-15); fp32 ones grow with the square root of the 4096 terms of a sum
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 WANTED_RATIO = 30.0
 CHUNKED = "chunked, forward + backward"
@@ -55,7 +55,7 @@ COLUMNS = {
 class OperatorCpuConfig(RunsConfig):
     """Attributes:
     tokens: sequence length of the timings.
-    threads: of torch.
+    threads: torch threads.
     """
 
     device: Device = Device.cpu
@@ -81,7 +81,7 @@ def run(config: OperatorCpuConfig, session: Session) -> Report:
     torch.set_num_threads(config.threads)
     report = Report("operator_cpu", config, session, COLUMNS)
     shape = f"B {BATCH}, H {HEADS}, K {KEY_DIM}, V {VALUE_DIM}"
-    # Two threads that share two processors with others wait for each other at every operation.
+    # Note the load: threads that share processors with other processes wait for each other at every operation.
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
     report.note(f"{shape}; fp32; {torch.backends.cpu.get_cpu_capability()}, {load}; errors are relative to naive_gla")
     report.add(check_all())
@@ -96,7 +96,7 @@ def run(config: OperatorCpuConfig, session: Session) -> Report:
 
 
 def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Random q, k, v, g, do, with decays from none to e^-0.2 a token."""
+    """Random q, k, v, g, do, with decays from none to e^-0.2 per token."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, num_tokens, HEADS)
     q, k = (torch.randn(*shape, KEY_DIM, dtype=dtype, generator=generator) for _ in range(2))
@@ -107,7 +107,7 @@ def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 @torch.no_grad()
 def run_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """All phases on one rank, forward and backward, as training calls them: chunk states are made twice."""
+    """All phases on one rank, forward and backward, as in training: chunk states are computed twice."""
     operands, scale = (q, k, v, g), q.shape[-1] ** -0.5
     forward = chunked.CHUNKED.forward(operands, scale, None)
     zero = torch.zeros_like(forward.state)
@@ -129,7 +129,7 @@ def run_naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple[T
 
 
 def run_indexed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """The recurrence as papers print it, and its autograd."""
+    """The recurrence as printed in papers, under autograd."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v, g)]
     q, k, v, g = inputs
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -143,7 +143,7 @@ def run_indexed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple
 
 @torch.no_grad()
 def run_in_place(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """The recurrence with one state that is overwritten: outputs only, no gradient can be taken."""
+    """The recurrence with a single state, overwritten in place: outputs only, no gradients."""
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     decay, o = g.exp()[..., None], torch.empty_like(v)
     queries, keys, values = (q * q.shape[-1] ** -0.5)[..., None, :], k[..., None], v[..., None, :]
@@ -154,7 +154,8 @@ def run_in_place(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tupl
 
 
 def check_all() -> list[Row]:
-    """Compare everything with `naive_gla`: fp64 on a sequence that no chunk divides, fp32 also against fp64.
+    """Check all variants against `naive_gla`: fp64 with a length that is no multiple of a chunk, fp32 also against
+    fp64.
 
     Raises:
         WrongResultError: a result is wrong.
@@ -177,7 +178,7 @@ def check_all() -> list[Row]:
 
 
 def time_all(config: OperatorCpuConfig, session: Session) -> list[Row]:
-    """A row each, the chunked operator first; the loop that autograd makes quadratic runs once."""
+    """One row per variant, the chunked operator first; the loop that autograd makes quadratic runs once."""
     inputs = make_inputs(config.tokens, torch.float32)
     subjects = [
         Subject(CHUNKED, partial(run_chunked, *inputs)),
@@ -192,7 +193,7 @@ def time_all(config: OperatorCpuConfig, session: Session) -> list[Row]:
 
 
 def measure_memory(threads: int) -> list[Row]:
-    """Peak memory of forward + backward beyond the inputs at each length, each in a process of its own."""
+    """Peak memory of forward + backward beyond the inputs at each length, each in its own process."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, torch.set_num_threads, (threads,), maxtasksperchild=1) as pool:
         peaks = pool.map(peak_memory, MEMORY_TOKENS, chunksize=1)
@@ -208,8 +209,8 @@ def measure_memory(threads: int) -> list[Row]:
 
 
 def peak_memory(num_tokens: int) -> int:
-    """Bytes that a forward + backward needs beyond its inputs, in this process, which must be fresh."""
-    run_chunked(*make_inputs(64, torch.float32))  # what libraries allocate once
+    """Peak memory in bytes of a forward + backward beyond its inputs, in this process, which must be fresh."""
+    run_chunked(*make_inputs(64, torch.float32))  # one-time allocations of libraries
     inputs = make_inputs(num_tokens, torch.float32)
     before = _peak()
     run_chunked(*inputs)
@@ -217,7 +218,7 @@ def peak_memory(num_tokens: int) -> int:
 
 
 def _peak() -> int:
-    # ru_maxrss outlives exec: a child starts with the size of its parent. VmHWM is the process's own.
+    # ru_maxrss survives exec: a child starts with its parent's. VmHWM is the process's own.
     if (peak := process_memory("VmHWM")) is not None:
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,12 +1,12 @@
-"""The peer of case `model`: the model of flash-linear-attention (fla), as its users train it.
+"""The peer of case `model`: flash-linear-attention's (fla) model, trained as its users train it.
 
 Their trainer, flame, wraps each block in FSDP2 with fp32 master weights and bf16 compute, takes the loss with fla's
-fused linear cross-entropy, clips, and steps a fused AdamW; it compiles nothing unless told to, and recomputes nothing.
-So does this, on each rank alone: FSDP2 over one rank casts and communicates nothing. Where the two differ, this is the
-faster one: no wait of the host for each step's norm, and no second cast of the weights for the backward pass.
+fused linear cross-entropy, clips, and steps a fused AdamW; by default it neither compiles nor recomputes. This does the
+same, on each rank alone: FSDP2 over one rank casts and communicates nothing. If there is a choice, this takes the
+faster one: no host synchronisation for each step's norm, and no second cast of the weights for the backward pass.
 
-`fla:no_optimizer` is a forward and backward pass with bf16 weights, and no more. Tokens are random, and others in each
-step; labels are the tokens, which the model shifts.
+`fla:no_optimizer` is only a forward and backward pass with bf16 weights. Tokens are random, and different in each step;
+labels are the tokens, which the model shifts.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
 from zeco_train.training.optim.registry import build_optimizer
 
-# These have one name and one meaning in both configurations, as have the numbers of the mixer's `FlaFormat`.
+# Keys with the same name and meaning in both configurations, as are the numbers of the mixer's `FlaFormat`.
 _SAME = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Our model, for the peer to equal.
+    """Our model's weights and reference logits, for the peer to match.
 
     Attributes:
-        parameters: whole, by name, on the host.
+        parameters: unsharded, by name, on the host.
         ids: [1, T] int64.
-        logits: [1, T, vocab] that our model makes of them, on the host.
+        logits: [1, T, vocab], our model's output for them, on the host.
     """
 
     parameters: dict[str, Tensor]
@@ -56,7 +56,7 @@ def is_peer(variant: str) -> bool:
 
 
 def check_peer(run: Config, session: Session) -> None:
-    """Raise `ConfigError` if fla's model cannot be measured here, or cannot be this one."""
+    """Raise `ConfigError` if fla's model cannot be measured here, or cannot represent this model."""
     session.import_fla("fla.models")
     if run.train.dtype is not Dtype.bf16:
         raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
@@ -69,11 +69,11 @@ def check_peer(run: Config, session: Session) -> None:
 
 
 class Peer:
-    """fla's model with our weights, trained on this rank alone.
+    """fla's model with our weights, trained on each rank alone.
 
     Args:
         variant: `fla`, with the settings of `zeco_train.bench.variants`.
-        weights: what it starts from.
+        weights: initial weights.
         run: configuration of the model and its optimizer.
         mesh: of all ranks. Collective.
     """
@@ -94,7 +94,7 @@ class Peer:
         self.model.train()
 
     def step(self, ids: Tensor) -> Tensor:
-        """One step on [1, T] tokens; the mean loss, on the device."""
+        """One step on [1, T] tokens; returns the mean loss, on the device."""
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if self._optimizer is not None:
@@ -113,14 +113,14 @@ class Peer:
 
 
 def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
-    """fla's model with these parameters, in their fp32."""
+    """fla's model with these parameters, in fp32."""
     import fla.models
 
     fla_format = mixer_of(config).fla
     assert fla_format is not None
     same, peer_model = (*_SAME, *fla_format.numbers), getattr(fla.models, fla_format.architecture)
     with torch.device("meta"), warnings.catch_warnings():
-        # That its loss rounds otherwise than its plain one: it is what its users take.
+        # Accept its warning that the fused loss rounds differently: it is the one that its users train with.
         warnings.simplefilter("ignore", UserWarning)
         model = peer_model(
             peer_model.config_class(
@@ -133,7 +133,7 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
         )
     model.to_empty(device=device)
     if config.tie_word_embeddings:
-        # `to_empty` replaces each module's parameters on their own.
+        # `to_empty` replaces each module's parameters separately.
         model.lm_head.weight = model.model.embeddings.weight
     assert not dict(model.named_buffers()), "to_empty would leave them unset"
     own = dict(model.named_parameters())
@@ -145,17 +145,17 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
 
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
-    """The parameters of fla's model with the rules that those of this project's model have by the same names."""
+    """The parameters of fla's model with the rules of our model's parameters of the same names."""
     with torch.device("meta"):
         ours = {name: rule for name, _, rule in parameter_rules(spec_of(run.model).build())}
     for name, parameter in model.named_parameters():
-        # A compiled block adds to the names of its own.
+        # A compiled block adds a prefix to parameter names.
         name = name.replace("_orig_mod.", "")
         yield name, parameter, ours[name]
 
 
 def _shard(model: Any, run: Config, mesh: ProcessMesh) -> None:
-    """FSDP2 over this rank alone: master weights are cast for each step."""
+    """FSDP2 over this rank alone: master weights are cast in each step."""
     policy = MixedPrecisionPolicy()
     if run.train.dtype is Dtype.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

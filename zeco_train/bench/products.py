@@ -1,26 +1,25 @@
-"""The matrix products of one training step of the model and nothing else: the ceiling of case `model`.
+"""Only the matrix products of one training step of the model: the upper bound of case `model`.
 
-A GPU that has reached its power limit lowers its clocks, so a rate of matrix products that was measured elsewhere, or
-for a moment, bounds nothing. This one takes its turns with the backends, on the same GPU at the same temperature. Where
-power is the limit it is no strict bound: products alone need more of it than a step that also moves memory, so they may
-run at lower clocks than within a step.
+A GPU at its power limit lowers its clocks, so a product rate measured elsewhere, or for a moment, is no bound. This one
+takes turns with the backends, on the same GPU at the same temperature. Under a power limit the bound is not strict:
+products alone draw more power than a step that also moves memory, so they may run at lower clocks than within a step.
 
-For each linear layer of the model, as the walk over it finds them (`models.spec`), and for the head it makes the three
-products of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
+For each linear layer of the model, as recorded by the walk (`models.spec`), and for the head it runs the three products
+of a step, one by one, in the compute dtype and with the layouts of `models.projections`:
 
     y = x Wᵀ       in the forward pass
     dx = dy W      in the backward pass; dW = dyᵀ x too
     the head       chunk by chunk, all three in the forward pass, as in `zeco_train.ops.loss`
 
-There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and nothing is sent: each rank is
-alone. That is the plain step: neither `recompute` nor `segments` adds to it. Layers that share their input could be one
-larger product; the model does not do that, and neither does this.
+There is no norm, no operator, no optimizer, no sum of the gradients dx of one input, and no communication. That is the
+plain step, without `recompute` or `segments`. Layers that share their input could be one larger product; the model does
+not do that, and neither does this.
 
-Numbers are drawn from normal distributions, since products of zeros take less power: x and dy with variance 1, W as the
+Values are drawn from normal distributions, since products of zeros draw less power: x and dy with variance 1, W as the
 model's initial weights. Results are written, but never read (the head's logits are, as their own gradient). All blocks
-of a mixer share one block's weights, and all layers three buffers, for x, for dy and for what is written. An L2 cache
-does not serve them: between two uses of a weight lie all others of the block, 0.1 GB for `gla_1b`, and passes over
-buffers of 0.2 GB at 16k tokens. Together the buffers take 1.4 GB then, and 2.0 GB at 32k.
+of a mixer share one block's weights, and all layers share three buffers, for x, dy and the results. They do not stay in
+the L2 cache: between two uses of a weight lie all others of the block, 0.1 GB for `gla_1b`, and passes over buffers of
+0.2 GB at 16k tokens. Together the buffers take 1.4 GB then, and 2.0 GB at 32k.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from zeco_train.bench.variants import PRODUCTS
 # As in `zeco_train.ops.loss` on CUDA.
 CHUNK_TOKENS = 8192
 
-# a [m, k], b [k, n] and what a b is written to, [m, n].
+# (a [m, k], b [k, n], output of a b [m, n]).
 _Product = tuple[Tensor, Tensor, Tensor]
 
 
 def products_contender(
     config: LanguageModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Contender:
-    """The products for so many tokens of a rank. What a step returns is no loss, but one of the results."""
+    """The products for this many tokens per rank. A step returns one of the results instead of a loss."""
     products = Products(config, tokens, dtype, device, seed)
     return Contender(PRODUCTS, products.step, held_gb=products.held_bytes / 1e9)
 
 
 def product_flops(config: LanguageModelConfig) -> TokenFLOPs:
-    """What they compute for one token: the model's, less the operator's."""
+    """FLOPs of the products per token: the model's, less the operator's."""
     return replace(spec_of(config).flops_per_token(seq_len=1), operator=0.0)
 
 
 class Products:
-    """The products of a step, ready to be made.
+    """The products of a step, with allocated buffers.
 
     Args:
         config: of the model.
@@ -68,7 +67,7 @@ class Products:
         seed: of the numbers.
 
     Attributes:
-        held_bytes: of all buffers.
+        held_bytes: total size of the buffers.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Products:
         widest, chunk = max(max(shape) for shape in shapes), min(tokens, CHUNK_TOKENS)
         self._tokens, self._inputs, self._grads = tokens, normal(tokens * widest), normal(tokens * widest)
         self._results = torch.empty_like(self._inputs)
-        # In the model, too, a chunk's gradient takes the place of its logits.
+        # As in the model, a chunk's gradient overwrites its logits.
         self._logits = torch.empty(chunk * config.vocab_size, dtype=dtype, device=device)
         self._dweight = self._logits.new_empty(max(math.prod(shape) for shape in (*shapes, head)))
         weights = {
@@ -106,7 +105,7 @@ class Products:
         }
 
     def step(self, number: int) -> Tensor:
-        """All products of a step, the so-manieth: all are alike. Returns an element of the last result."""
+        """All products of step `number`; all steps are equal. Returns an element of the last result."""
         forward = (self._forward[name] for name in self._layers)
         backward = (self._backward[name] for name in reversed(self._layers))
         for a, b, result in itertools.chain(*forward, self._head, *backward):
@@ -131,7 +130,7 @@ class Products:
         return [*dxs, *dweights]
 
     def _head_products(self, weight: Tensor, chunk: int) -> list[_Product]:
-        """Logits, dh and dW of each chunk of tokens; what is read as gradient is the logits."""
+        """Logits, dh and dW of each chunk of tokens; the logits stand in for their gradient."""
         products: list[_Product] = []
         vocab, width = weight.shape
         hidden, dhidden = (self._view(tensor, width) for tensor in (self._inputs, self._results))
@@ -143,5 +142,5 @@ class Products:
         return products
 
     def _view(self, buffer: Tensor, width: int) -> Tensor:
-        """[tokens, width] at the beginning of a buffer."""
+        """[tokens, width] at the start of a buffer."""
         return buffer[: self._tokens * width].view(self._tokens, width)

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a table on the terminal, and results.json, table.txt and plots in a folder."""
+"""Output of a benchmark: a table on the terminal, and results.json, table.txt and plots in a folder."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 
-# The table's, by field of a row: heading and format.
+# Table columns, by field of a row: heading and format.
 Columns = Mapping[str, tuple[str, str]]
 RESULTS_FILE, TABLE_FILE = "results.json", "table.txt"
 
 
 class Report:
-    """Collects rows; rank 0 keeps them in a folder, complete after each configuration.
+    """Collects rows; rank 0 writes them to a folder after each configuration.
 
     Args:
         case: `collectives`, `operator` or `model`.
         config: of the case.
-        session: its ranks.
+        session: the ranks.
         columns: of the table.
 
     Attributes:
-        folder: where the results lie.
-        rows: one for each configuration, variant, pass and mode; a note says why one has no figures.
-        notes: what concerns the whole run.
-        failures: what was measured and is not as it has to be; the command ends with exit code 1 then.
+        folder: output folder.
+        rows: one for each configuration, variant, pass and mode; a note explains missing results.
+        notes: about the whole run.
+        failures: measurements that failed a check; the command then ends with exit code 1.
     """
 
     def __init__(self, case: str, config: Any, session: Session, columns: Columns) -> None:
@@ -56,18 +56,18 @@ class Report:
         }
 
     def note(self, text: str) -> None:
-        """Say something about the whole run, and keep it."""
+        """Print and store a note about the whole run."""
         self.notes.append(text)
         self._session.say(text)
 
     def fail(self, text: str) -> None:
-        """Note that what was measured is not as it has to be; said on stderr."""
+        """Record that a measurement failed its check, and print it on stderr."""
         self.failures.append(text)
         self.notes.append(f"FAILED: {text}")
         self._session.say(self.notes[-1], sys.stderr)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Add the rows of a configuration, print them, and write what there is so far.
+        """Add the rows of a configuration, print them, and write all results so far.
 
         Raises:
             DataError: the folder cannot be written, on all ranks.
@@ -77,7 +77,7 @@ class Report:
         self._session.agree(self._write)
 
     def finish(self) -> None:
-        """Write everything, notes of the end included. Errors as of `add`."""
+        """Write everything, final notes included. Errors as of `add`."""
         self._session.agree(self._write)
 
     def table(self) -> str:
@@ -85,7 +85,7 @@ class Report:
         return "\n".join([format_table(self.rows, self._columns), *self.notes]) + "\n"
 
     def as_json(self) -> dict[str, Any]:
-        """All that results.json has."""
+        """The content of results.json."""
         return {**self._header, "notes": self.notes, "rows": self.rows}
 
     def _check_folder(self) -> None:
@@ -100,8 +100,8 @@ class Report:
 
 
 class LogLines(logging.Handler):
-    """While entered, prints what the project logs at level INFO and above, and keeps each different line: what `auto`
-    chose, and where something falls back."""
+    """While entered, prints the project's log records of level INFO and above, and stores each distinct line: the
+    choices of `auto`, and fallbacks."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(logging.INFO)
@@ -129,13 +129,13 @@ class LogLines(logging.Handler):
 
 
 def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10", "p90", "min", "max")) -> Columns:
-    """Columns for times of rows; `unit` as their names have it, `ms` or `us`."""
+    """Columns for the times of rows; `unit` as in field names, `ms` or `us`."""
     headings = {kind: f"median {unit.replace('u', 'µ')}" if kind == "median" else kind for kind in kinds}
     return {f"{kind}_{unit}": (heading, f">10:.{digits}f") for kind, heading in headings.items()}
 
 
 def format_table(rows: Sequence[Row], columns: Columns, heading: bool = True) -> str:
-    """Rows under headings; what a row has not is left open, its note comes last."""
+    """Rows under headings; missing fields stay empty, the row's note comes last."""
     lines = ["  ".join(_cell(title, style) for title, style in columns.values())] if heading else []
     for row in rows:
         cells = []

@@ -1,9 +1,9 @@
-"""The one way of timing: all variants in turn, aligned ranks, cold caches, a device that is never short of work.
+"""Timing of operations: all variants in turn, synchronised ranks, cold caches, a device that never runs out of work.
 
 A run on CUDA is: synchronise; overwrite a buffer larger than the L2 cache, as often as keeps the device busy while the
-host issues the run; a barrier on the device (an all-reduce of one number), so that ranks start together; event, run,
-event. So neither the host nor a rank's late start is in the figure. A run's time is that of its slowest rank. Variants
-take turns, a different one first in each round, so that whatever changes on the machine changes for all of them.
+host launches the run; a barrier on the device (an all-reduce of one number), so that ranks start together; event, run,
+event. So neither launch overhead nor a rank's late start is included. A run's time is that of its slowest rank.
+Variants take turns, a different one first in each round, so that changes on the machine affect all of them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from zeco_train.errors import CommunicationError
 
 _MIB = 1 << 20
 _MAX_FLUSHES = 400
-# For the issue of flushes and barrier, which no warm-up measures.
+# For launching the flushes and the barrier, which no warm-up measures.
 _MS_OF_BARRIER = 0.3
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is timed.
+    """An operation to be timed.
 
     Attributes:
         name, mode: `mode` is `eager` or `graph`.
-        run: issues the work onto the current stream; on CPUs does it. Returns a tensor of its result.
+        run: launches the work on the current stream; on CPUs runs it. Returns a tensor of its result.
         prepare: called before each run, untimed.
-        operations: how many `run` does; times are of one.
-        repeatable: the result of `run` is the same if it is done twice without `prepare`.
+        operations: number of operations per `run`; times are per operation.
+        repeatable: running `run` twice without `prepare` gives the same result.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Timing:
     """Attributes:
     summary: over the runs.
     by_rank: every sample in ms, [ranks][runs].
-    host_ms: what the slowest host took to issue a run, from the first flush on; nine runs in ten took less.
-    cover_ms: for how long the device was kept busy meanwhile; runs were bound by the host if this is less.
+    host_ms: launch time of a run on the slowest host, from the first flush on; the 90th percentile.
+    cover_ms: time for which the device was kept busy meanwhile; if this is less, runs were bound by the host.
     """
 
     summary: Summary
@@ -66,14 +66,14 @@ class Timing:
     cover_ms: float
 
     def as_row(self) -> Row:
-        """By the names that results.json has."""
+        """Fields by their names in results.json."""
         rest = {"host_ms": self.host_ms, "cover_ms": self.cover_ms, "samples_ms_by_rank": self.by_rank}
         note = {"note": "bound by the host"} if 0 < self.cover_ms < self.host_ms else {}
         return {**self.summary.as_row(), **rest, **note}
 
 
 class Runner:
-    """Times subjects by the settings of `config`."""
+    """Times subjects with the settings of `config`."""
 
     def __init__(self, config: RunsConfig, session: Session) -> None:
         self._session, self._warmup, self._runs = session, config.warmup, config.runs
@@ -114,12 +114,12 @@ class Runner:
         return timings
 
     def rows(self, subjects: Sequence[Subject]) -> list[Row]:
-        """`measure`, as rows of a report."""
+        """`measure`, as report rows."""
         timings = self.measure(subjects)
         return [{"variant": s.name, "mode": s.mode, **t.as_row()} for s, t in zip(subjects, timings, strict=True)]
 
     def _warm_up(self, subject: Subject) -> int:
-        """Run the subject untimed; returns the flushes that cover its issue."""
+        """Run the subject untimed; returns the number of flushes that cover its launch."""
         seconds = []
         for _ in range(self._warmup):
             subject.prepare()
@@ -132,7 +132,7 @@ class Runner:
         host_ms = max(self._session.gather(1e3 * min(seconds[-3:])))
         if not self._flush_ms:
             return 1
-        # Twice over, for hosts are less even than devices, and for what else is issued meanwhile.
+        # Twice the measured time, since hosts are less steady than devices and launch other work meanwhile.
         wanted = math.ceil((2 * host_ms + _MS_OF_BARRIER) / self._flush_ms)
         return min(max(wanted, 1), _MAX_FLUSHES)
 
@@ -157,7 +157,7 @@ class Runner:
         start = time.perf_counter()
         subject.run()
         sample = 1e3 * (time.perf_counter() - start) / subject.operations
-        # What a scan still has to send would otherwise go on into the next one's time.
+        # Otherwise pending sends of a scan would count towards the next one.
         self._session.drain()
         return lambda: sample, 0.0
 
@@ -170,14 +170,14 @@ class Runner:
             self._buffer.fill_(1)
         end.record()
         torch.cuda.synchronize()
-        # Rank by rank alike, so that all issue the same.
+        # The same number on all ranks, so that all launch the same work.
         return max(self._session.gather(start.elapsed_time(end) / 20))
 
 
 def capture_all(
     subjects: Iterable[Subject], operations: int, session: Session, tolerance: float
 ) -> tuple[list[Subject], list[Row]]:
-    """`capture` of each subject, made when its turn comes; and a row for each that cannot be captured."""
+    """`capture` of each subject, created lazily; and a row for each subject that cannot be captured."""
     captured, failed = [], []
     for subject in subjects:
         graph, problem = capture(subject, operations, session, tolerance)
@@ -190,15 +190,15 @@ def capture_all(
 
 
 def capture(subject: Subject, operations: int, session: Session, tolerance: float) -> tuple[Subject | None, str]:
-    """The subject inside a CUDA graph of so many operations; or None, and why it cannot be captured. Collective.
+    """The subject in a CUDA graph of this many operations; or None, and the reason it cannot be captured. Collective.
 
-    Its result is compared with that of the subject outside of the graph.
+    The result is compared with the uncaptured one.
 
     Raises:
-        WrongResultError: it differs by more than the tolerance, on some rank.
+        WrongResultError: it differs by more than the tolerance on some rank.
     """
     expected = None
-    for _ in range(2):  # so that nothing is compiled, connected or allocated for the first time in the capture
+    for _ in range(2):  # compile, connect and allocate before the capture
         subject.prepare()
         expected = subject.run()
     expected = expected.clone() if isinstance(expected, Tensor) else None
@@ -206,7 +206,7 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
     torch.cuda.synchronize()
     graph, result, problem = torch.cuda.CUDAGraph(), None, ""
     try:
-        # Autograd and NCCL's watchdog have threads of their own, which may do what a capture forbids.
+        # Threads of autograd and NCCL's watchdog may make calls that a capture forbids.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(operations):
                 result = subject.run()
@@ -223,12 +223,12 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
 
 
 def _replay(graph: torch.cuda.CUDAGraph, captured: Subject) -> None:
-    """`captured` is here to live as long as the graph, which has addresses of what it owns."""
+    """`captured` is passed to keep it alive with the graph, which holds addresses of its tensors."""
     graph.replay()
 
 
 def _first_cause(error: BaseException) -> str:
-    """One line. The end of a failed capture raises an error of its own, which hides what failed."""
+    """The root cause in one line. Ending a failed capture raises another error, which hides it."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [""])[0] or type(error).__name__

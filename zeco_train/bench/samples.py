@@ -1,4 +1,4 @@
-"""From samples to figures: the slowest rank of each run, then median and spread over runs."""
+"""Statistics of samples: the slowest rank of each run, then median and spread over runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Summary:
-    """Times of one variant in ms, each run's being that of its slowest rank.
+    """Times of one variant in ms, by the slowest rank of each run.
 
     Attributes:
         median, p10, p90, min, max: over the runs; percentiles are interpolated.
-        runs: how many there were.
+        runs: number of runs.
     """
 
     median: float
@@ -39,7 +39,7 @@ class Summary:
         return cls(median, p10, p90, min(slowest), max(slowest), len(slowest))
 
     def as_row(self) -> Row:
-        """By the names that results.json has."""
+        """Fields by their names in results.json."""
         return {name if name == "runs" else f"{name}_ms": value for name, value in asdict(self).items()}
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: their mesh, their scans, their clock."""
+"""The ranks of a benchmark: mesh, scans and time budget."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Session:
     Attributes:
         mesh: see `init_mesh`; `sp_size` is the number of ranks.
         device: of this rank.
-        enter: to be told what this rank does now.
-        job: the command that measures; None in tests.
-        log: all lines that the project has logged while `LogLines` was listening.
+        enter: called with a description of the current phase of this rank.
+        job: the benchmark's process lifecycle; None in tests.
+        log: all lines that the project logged while `LogLines` was active.
     """
 
     def __init__(self, mesh: ProcessMesh, budget_seconds: float, job: Job | None = None) -> None:
@@ -58,12 +58,12 @@ class Session:
         return self.device.type == "cuda"
 
     def check_alone(self) -> None:
-        """Raise `ConfigError` where there are other ranks, for a case of one process."""
+        """Raise `ConfigError` if there are several ranks, for single-process cases."""
         if self.world_size > 1:
             raise ConfigError("ranks", self.world_size, "this case is of one; start it without torchrun")
 
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Print a line, once; on stdout by default."""
+        """Print a line once, not on every rank; on stdout by default."""
         if self.mesh.is_main:
             print(text, file=file, flush=True)
 
@@ -76,15 +76,15 @@ class Session:
         return gather(value, self.world_size)
 
     def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
-        """The scan of a variant over all ranks; made once for each configuration and purpose: a failed capture leaves
-        a scan that cannot be used any more.
+        """The scan of a variant over all ranks; cached by configuration and purpose, since a failed capture leaves a
+        scan that cannot be used again.
 
         Raises:
-            ConfigError: this machine has not what it takes.
+            ConfigError: this machine does not support it.
         """
         config = sp_config(variant, state_elements)
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
-            # A backend refuses it, too, but not over one rank, where nothing is sent.
+            # Backends check this too, but not over one rank, where nothing is sent.
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
         key = purpose, repr(config)
         if key not in self._scans:
@@ -92,41 +92,41 @@ class Session:
         return self._scans[key]
 
     def drain(self) -> None:
-        """Return when all scans are received and sent."""
+        """Wait until all scans are received and sent."""
         for scan in self._scans.values():
             scan.drain()
 
     def forget(self, purpose: str) -> None:
-        """Let go of the scans of a purpose; the next ones are new."""
+        """Drop the cached scans of a purpose."""
         self._scans = {key: scan for key, scan in self._scans.items() if key[0] != purpose}
 
     def choice_since(self, line: int) -> str | None:
-        """What an All-Scan that was first launched since that line of the log chose; None where nothing was logged,
-        as on all ranks but the first."""
+        """The algorithm chosen by an All-Scan first launched since that line of the log; None if nothing was logged, as
+        on all ranks but the first."""
         found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
         return found[-1] if found else None
 
     def settle(self) -> None:
-        """Return when the device has done what was issued, and all scans are received and sent."""
+        """Synchronise with the device, and wait until all scans are received and sent."""
         if self.on_cuda:
             torch.cuda.synchronize()
         self.drain()
 
     def within_budget(self, seconds: float | None = None, *, times: int = 1) -> bool:
-        """Whether something of so many seconds, or `times` what took longest so far (`spent`), would end in time; rank
-        0 decides. Collective."""
+        """Whether this many seconds, or `times` the longest so far (`spent`), fit in the budget; rank 0 decides.
+        Collective."""
         seconds = times * self._longest if seconds is None else seconds
         return self.gather(time.monotonic() + seconds < self._deadline)[0]
 
     def spent(self, seconds: float) -> None:
-        """Take note of how long a configuration took."""
+        """Record the duration of a configuration."""
         self._longest = max(self._longest, seconds)
 
     def import_fla(self, module: str) -> Any:
         """A module of flash-linear-attention, the peer.
 
         Raises:
-            ConfigError: it is not installed, or this is no GPU.
+            ConfigError: it is not installed, or there is no GPU.
         """
         if not self.on_cuda:
             raise ConfigError("variants", "fla", "flash-linear-attention's kernels need CUDA")

@@ -1,8 +1,8 @@
 """Timing whole steps: contenders take turns, a block of steps each, and a block is timed twice.
 
-The host's clock says how long a block took, from a device that has nothing to do to one that has done all: throughput
-is from the median block, since a shared machine stops now and then for longer than a step. Events after each step say
-how long each took: median and spread are from those. On CPUs the host's clock says both.
+The host's clock measures a block, from an idle device to an idle device: throughput is from the median block, since a
+shared machine occasionally stalls for longer than a step. Events after each step give step times: their median and
+spread. On CPUs the host's clock measures both.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from zeco_train.bench.session import Session
 from zeco_train.sp.backend import ScanBackend
 
 Mark = torch.cuda.Event | float
-# Blocks of steps that each contender's are cut into.
+# Blocks of steps per contender.
 ROUNDS = 4
 
 
 @dataclass
 class Contender:
-    """What takes part in a comparison.
+    """A variant in a comparison of whole steps.
 
     Attributes:
         name: of the variant.
-        step: a whole optimizer step, the so-manieth; returns the mean loss, of all ranks' tokens or of its own.
-        scan: whose exposed communication is measured.
+        step: runs the whole optimizer step of a given number; returns the mean loss, of all ranks' tokens or of its
+            own.
+        scan: its exposed communication is measured.
         samples: ms of each timed step on this rank.
-        seconds: of a step, the mean of each block on this rank, by the host's clock.
-        first_seconds: of the first step, with all that is compiled and tuned in it.
-        exposed: seconds for which compute waited for scans in all timed steps on this rank.
+        seconds: per step, the mean of each block on this rank, by the host's clock.
+        first_seconds: duration of the first step, including compilation and autotuning.
+        exposed: seconds that compute waited for scans in all timed steps on this rank.
         loss: of the last step.
-        peak_gb: of device memory.
-        held_gb: of device memory, by buffers of its own, for as long as it is there.
+        peak_gb: peak device memory.
+        held_gb: device memory of its own buffers, held for its whole lifetime.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Contender:
     held_gb: float = 0.0
 
     def as_row(self, session: Session) -> Row:
-        """By the names that results.json has, the slowest rank counting. Collective.
+        """Fields by their names in results.json, by the slowest rank. Collective.
 
         Raises:
             WrongResultError: the last loss is not finite.
@@ -66,7 +67,7 @@ class Contender:
         by_rank = session.gather(self.samples)
         seconds = [max(block) for block in zip(*session.gather(self.seconds), strict=True)]
         loss = sum(session.gather(float(self.loss))) / session.world_size
-        # One that is not finite differs from itself.
+        # A non-finite loss: NaN differs from itself.
         check_results(self.name, session.rank, {"the last loss": (torch.tensor(loss),) * 2}, 0.0)
         exposed = [of_rank for of_rank in session.gather(self.exposed) if of_rank is not None]
         return {
@@ -89,13 +90,13 @@ def time_in_turns(
     session: Session,
     kept: Callable[[], float] = lambda: 0.0,
 ) -> int:
-    """Warm up, then time all contenders in turns; what was measured is theirs then. Collective.
+    """Warm up, then time all contenders in turns; stores the results in them. Collective.
 
     Args:
-        kept: seconds of the session's budget that are for what comes after.
+        kept: seconds of the session's budget reserved for later measurements.
 
     Returns:
-        The steps of each: fewer than asked for where another round would not end within the session's budget.
+        The number of steps per contender: less than requested if another round would exceed the session's budget.
     """
     numbers = itertools.count()
     for contender in contenders:
@@ -111,7 +112,7 @@ def time_in_turns(
         for index in range(len(contenders)):
             contender = contenders[(turn + index) % len(contenders)]
             if len(contenders) > 1:
-                contender.step(next(numbers))  # finds what the one before it has left
+                contender.step(next(numbers))  # warm up: caches hold the previous contender's data
             _block(contender, count, numbers, session)
         done += count
         if not session.within_budget(time.monotonic() - started + kept()):
@@ -120,13 +121,13 @@ def time_in_turns(
 
 
 def in_rounds(steps: int) -> Iterator[int]:
-    """The steps of each round; the larger ones first, none is 0."""
+    """The steps of each round, larger ones first; none is 0."""
     for index in range(min(ROUNDS, steps)):
         yield steps // ROUNDS + (index < steps % ROUNDS)
 
 
 def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
-    """Time so many steps."""
+    """Time this many steps."""
     session.settle()
     if contender.scan is not None:
         contender.scan.exposed.take()
@@ -155,5 +156,5 @@ def _mark(session: Session) -> Mark:
 
 
 def _milliseconds(start: Any, end: Any) -> float:
-    """Between two marks, which are of one kind."""
+    """Time between two marks of the same kind."""
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)

@@ -1,4 +1,4 @@
-"""results.json of a benchmark, read back: of this machine or another, by this program or by hand."""
+"""Reads a benchmark's results.json, of this machine or another, possibly edited by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from zeco_train.errors import DataError
 from zeco_train.system.small_files import read_json
 
-# Columns of measured rows that pictures and reports cannot do without, by case.
+# Columns of measured rows required by plots and reports, by case.
 _NEEDED = {
     "collectives": ("size_mb", "variant", "mode"),
     "operator": ("heads", "key_dim", "value_dim", "tokens", "pass", "variant", "mode"),
@@ -27,7 +27,7 @@ def load_results(path: Path) -> dict[str, Any]:
     """A benchmark's results.json.
 
     Raises:
-        DataError: it is none; names the row and the column.
+        DataError: the file is not a valid result; names the row and the column.
     """
     try:
         result = read_json(path)
@@ -84,7 +84,7 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if type(value) is int:
         return abs(value) <= _LARGEST
-    # As results were written, NaN and infinities are numbers.
+    # results.json may contain NaN and infinities, which count as numbers.
     return type(value) is float and (abs(value) <= _LARGEST or not math.isfinite(value))
 
 

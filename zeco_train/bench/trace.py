@@ -1,4 +1,4 @@
-"""A profile of one step, and from it how much of the communication lies under compute."""
+"""Profile of one step, and the overlap of communication and compute in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeco_train.bench.session import Session
 from zeco_train.collectives.registry import ALL_SCANS
 
 _STEP = "bench_step"
-# Of NCCL, and of `zeco_train/kernels/all_scan/`.
+# Kernel names of NCCL, and of `zeco_train/kernels/all_scan/`.
 _COMMUNICATION = ("nccl", *(scan.kernel.name for scan in ALL_SCANS if scan.kernel))
 Interval = tuple[float, float]
 
@@ -26,9 +26,9 @@ Interval = tuple[float, float]
 @dataclass(frozen=True)
 class Overlap:
     """Attributes:
-    communication_us: for how long a communication kernel was running, waits for peers inside it included.
-    hidden_us: for how long of that kernels of the compute stream were running, too.
-    compute_us: for how long kernels of the compute stream were running.
+    communication_us: time during which a communication kernel ran, waits for peers inside it included.
+    hidden_us: part of it during which kernels of the compute stream ran, too.
+    compute_us: time during which kernels of the compute stream ran.
     kernels: names of the communication kernels.
     """
 
@@ -48,10 +48,10 @@ class Overlap:
 
 
 def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap:
-    """The overlap in a chrome trace's events, of kernels launched within the annotation of the step.
+    """The overlap in a Chrome trace's events, for kernels launched within the annotation of the step.
 
-    The compute stream is that with most kernel time that is not communication; folds on a scan's own stream are
-    neither. A trace without the annotation counts whole.
+    The compute stream is the one with most non-communication kernel time; folds on a scan's own stream count as
+    neither. A trace without the annotation counts as a whole.
     """
     events = list(events)
     steps = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == _STEP]
@@ -77,7 +77,7 @@ def _is_communication(kernel: dict[str, Any]) -> bool:
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Disjoint intervals that cover the same, in order."""
+    """Disjoint intervals with the same union, in order."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -88,24 +88,25 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """What two sets of disjoint intervals have in common."""
+    """Intersection of two sets of disjoint intervals."""
     pairs = ((max(a, c), min(b, d)) for a, b in first for c, d in second)
     return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Sum of the lengths of disjoint intervals."""
+    """Total length of disjoint intervals."""
     return sum(stop - start for start, stop in intervals)
 
 
 def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
-    """Profile one step on rank 0 into a chrome trace, while all ranks run it; the overlap, on rank 0. CUDA only.
+    """Profile one step on rank 0 into a Chrome trace, while all ranks run it; returns the overlap, on rank 0. CUDA
+    only.
 
-    Collective. The device is kept busy while the hosts issue the step, as in the timed runs.
+    Collective. The device is kept busy while the hosts launch the step, as in the timed runs.
     """
     busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
     token = torch.zeros(1, device=session.device)
-    # Twice: the profiler's first step carries its own start.
+    # Twice: the profiler's first step includes its startup.
     overlap = None
     for last in (False, True):
         subject.prepare()
@@ -122,7 +123,7 @@ def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
 
 
 def _issue(subject: Subject, busy: torch.Tensor, token: torch.Tensor) -> None:
-    # A profiled host takes several times as long: some 20 ms of work for it to hide behind.
+    # Profiling slows launches several times: keep the device busy for some 20 ms to cover them.
     for _ in range(300):
         busy.fill_(1)
     dist.all_reduce(token)

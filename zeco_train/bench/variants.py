@@ -1,12 +1,12 @@
-"""What is compared, by name.
+"""The variants of the benchmarks, by name.
 
-all_gather, all_reduce          of the states, by `torch.distributed`: the anchors
+all_gather, all_reduce          of the states, by `torch.distributed`: the baselines
 lasp1, lasp2, …                 the scans of these backends
 zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_scan`; BLOCKS also `paper`, which cuts
                                 a state into pieces of 16,384 elements, as the ZeCO paper does
 dp                              each rank its own sequence, nothing crosses ranks
 copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
-products                        the matrix products of the model's step and nothing else: the ceiling, on this GPU
+products                        only the matrix products of the model's step: the upper bound, on this GPU
 fla                             flash-linear-attention on one rank's tokens, the peer: its `chunk_gla`, or its model
 fla[:no_optimizer][:compile]    of its model: forward and backward alone, with bf16 weights; its blocks compiled
 """
@@ -51,7 +51,7 @@ PEER_SETTINGS = ("no_optimizer", "compile")
 
 
 def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[str] = ()) -> None:
-    """Raise `ConfigError` if there are none, one comes twice, or one is not of these kinds."""
+    """Raise `ConfigError` if the list is empty, has duplicates, or has a variant that is not of these kinds."""
     if not names or len(set(names)) < len(names):
         raise ConfigError("variants", list(names), f"must be a list of different ones of {', '.join(kinds)}")
     for name in names:
@@ -68,7 +68,7 @@ def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[st
 
 
 def sp_config(name: str, state_elements: int) -> SPConfig:
-    """The backend of a variant that is a scan, for states of so many elements."""
+    """The backend settings of a variant with a scan, for states of this many elements."""
     backend = Backend[name.split(":")[0]]
     return SPConfig(backend, all_scan=_all_scan(name, state_elements) if backend.name == "zeco" else AllScanConfig())
 
@@ -89,10 +89,10 @@ def _all_scan(name: str, state_elements: int) -> AllScanConfig:
 
 
 class LocalCopyScan(ScanBackend):
-    """A `StateScan` that communicates nothing: `wait` gives a copy of this rank's own state, for timing alone.
+    """A `StateScan` without communication: `wait` returns a copy of this rank's own state, for timing only.
 
-    A step with it does all that a step with a scan does but the communication, so the difference between the two is
-    the communication that is not hidden. Its results are wrong.
+    A step with it does everything but the communication, so the difference to a step with a scan is the exposed
+    communication. Its results are wrong.
     """
 
     def start(self, request: ScanRequest) -> PendingScan:
@@ -103,7 +103,7 @@ class LocalCopyScan(ScanBackend):
 
 
 class GatheredScan(ScanBackend):
-    """A `StateScan` that gathers the states of all ranks on each and folds them in float64, while its caller waits.
+    """A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
 
     It shares no code with the backends, which are checked against it.
     """

@@ -1,20 +1,21 @@
-"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file for each way over the wire;
-`registry.py` has them by name, with what each sends and takes.
+"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file per algorithm; `registry.py`
+lists them by name, with their communication volume and cost.
 
-All take a pair of this rank's tokens, from a zero start, and give the state that precedes them (docs/mathematics.md):
+All take the pair of this rank's tokens, from a zero start, and return the preceding state (docs/mathematics.md):
 
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p        (in reverse: from the last rank down)
 
 A collective takes a `ScanRequest`, which holds this rank's tensors, and the `Courier` of a process group. All but
-`symmetric.py` use the public API of `torch.distributed` alone, over gloo or NCCL; that one runs a kernel over memory
-that GPUs of one NVLink domain share. A courier's group must carry scans of one direction and nothing else, and every
-rank must launch the same scans in the same order. Give it a timeout of its own (`new_group(timeout=…)`) equal to the
-courier's: on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces that one (and the
-kernel the courier's); on CPUs it bounds what a failed collective leaves behind in gloo's threads.
+`symmetric.py` use only the public API of `torch.distributed`, over gloo or NCCL; `symmetric.py` runs a kernel over
+memory shared by the GPUs of one NVLink domain. A courier's group must carry scans of one direction and nothing else,
+and every rank must launch the same scans in the same order. Give the group its own timeout (`new_group(timeout=…)`)
+equal to the courier's: on CUDA, where `wait` orders streams and does not block the host, NCCL's watchdog enforces the
+group's timeout (and the kernel the courier's); on CPUs it bounds the lifetime of gloo's threads after a failed
+collective.
 
-A scan that is captured into a CUDA graph has to have run once before, alike in all but its data, and ends with
-`finish`. Its replays and a courier's other scans must follow each other: one kernel at a time uses the memory of a
-direction.
+A scan can be captured into a CUDA graph only after one like it (in all but its data) has run, and the capture must
+include `finish`. Replays and the courier's other scans must not overlap: the memory of a direction is used by one
+kernel at a time.
 """
 
 from zeco_train.collectives.courier import Courier

@@ -3,13 +3,13 @@
     all-gather:  (S_p, A_p) of all ranks, as one message: [B, H, K, V + 1], with matrices [B, H, K, V + K]
     locally:     R ← 0;  for each rank before this one, in scan order:  R ← A R + S
 
-LASP-2's paper sends states alone, which is right without decays only. The prefix is folded from the first rank on and
-never made by subtraction or division. The first rank in scan order folds `carry_in` into its message, so nobody else's
-`carry_in` is read; `carry_out` is the fold over all ranks, the same on each, and costs no message.
+The LASP-2 paper sends states only, which is correct only without decays. The prefix is folded from the first rank on,
+never computed by subtraction or division. The first rank in scan order folds `carry_in` into its message, so no other
+rank's `carry_in` is read; `carry_out` is the fold over all ranks, computed on each, without a further message.
 
 On the wire, per rank: S (V + 1)/V bytes, with matrices S (V + K)/V, sent to each of P − 1 others, as many received.
 Rounds: 1.
-Time = α' + (P − 1)(α'' + β'S); P pairs are held in memory meanwhile.
+Time = α' + (P − 1)(α'' + β'S). Peak memory: P pairs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ALL_GATHER = ScanSpec(
     name="all_gather",
     description="every rank gets every pair and folds those before its own (LASP-2)",
     launch=lambda request, courier: courier.launch(_Gather(request)),
-    # Every rank sends its own to each other one; the carry costs no message.
+    # Every rank sends its pair to every other rank; the carry costs no message.
     bytes_sent=lambda load, want_carry: float(load.state_bytes + load.transition_bytes) * (load.ranks - 1),
     seconds=_seconds,
     held_states=lambda ranks: ranks + 1,

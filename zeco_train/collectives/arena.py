@@ -1,12 +1,12 @@
 """Memory that all ranks of a group map, for the scans of one algorithm in one direction.
 
-An *arena* is the same stretch of memory on every rank, into which its peers write: flags first, then data. Its layout
-is fixed at allocation, by a capacity, and no call's shape moves anything in it: peers may be a scan ahead or behind,
-and would write where somebody still reads. A call that needs more gets a new arena, on all ranks alike, since all ranks
-see the same shapes; the old one stays, for late peers may still write to it.
+An *arena* is the same region of memory on every rank, into which peers write: flags first, then data. Its layout is
+fixed at allocation, by a capacity, and does not depend on a call's shape: peers may be a scan ahead or behind, and
+would otherwise overwrite data that is still being read. A call that needs more gets a new arena, on all ranks alike,
+since all ranks see the same shapes; the old one stays allocated, since late peers may still write to it.
 
-Beside the shared memory lies what only this rank's kernels use: the number of the last scan, and the first failure, of
-which the host sees a copy in pinned memory without waiting for the device.
+Next to the shared memory are tensors private to this rank's kernels: the epoch of the last scan, and the first failure,
+which is also copied to pinned memory for the host to read without synchronising.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Of all that is placed in an arena, bytes: more than any vector access, and a cache line's multiple.
+# Alignment of all parts of an arena, bytes: at least any vector access, and a multiple of a cache line.
 _ALIGNMENT = 512
 
 _kept: list[object] = []
 
 
 def keep(memory: object) -> None:
-    """Keep memory to the end of the process: it must not be unmapped, or used anew, while a peer may still write."""
+    """Keep memory until the process ends: a peer may still write to it, so it must be neither unmapped nor reused."""
     _kept.append(memory)
 
 
 class TwoShotCapacity(NamedTuple):
-    """What one call of `two_shot` needs, or an arena has room for.
+    """Size of one `two_shot` call, or capacity of an arena for it.
 
     Attributes:
-        width, tiles: of an owner, and of all of them.
+        width, tiles: per owner, and in total.
         slot, decays, results: bytes of one rank's part of an owner's tiles, of their log-decays, and of all results.
     """
 
@@ -49,7 +49,7 @@ class TwoShotCapacity(NamedTuple):
 
 
 class ChainCapacity(NamedTuple):
-    """What one call of `chain` needs, or an arena has room for: blocks, and bytes of a state."""
+    """Size of one `chain` call, or capacity of an arena for it: blocks, and bytes of a state."""
 
     blocks: int
     state: int
@@ -68,7 +68,7 @@ def holds(capacity: Capacity, needed: Capacity) -> bool:
 
 
 def enlarged(capacity: Capacity | None, needed: Capacity) -> Capacity:
-    """The capacity of a new arena: powers of two, no less than the one before had, so that few calls need another."""
+    """Capacity of a new arena: powers of two, at least those of the previous arena, so that reallocations are rare."""
     before = capacity or FLOOR[type(needed)]
     sizes = (max(have, 1 << (need - 1).bit_length()) for have, need in zip(before, needed, strict=True))
     return type(needed)(*sizes)
@@ -76,14 +76,14 @@ def enlarged(capacity: Capacity | None, needed: Capacity) -> Capacity:
 
 @dataclass
 class Layout:
-    """Offsets and strides of an arena in bytes, by name, as the kernels of `kernels/all_scan/` take them."""
+    """Offsets and strides of an arena in bytes, by name, as the kernels of `kernels/all_scan/` expect them."""
 
     size: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, capacity: Capacity, ranks: int) -> Layout:
-        """Flags of 4 bytes, then data, of which each part has two halves by the epoch's parity."""
+        """4-byte flags, then data; each data part is double-buffered by the parity of the epoch."""
         layout = cls()
         if isinstance(capacity, TwoShotCapacity):
             layout.place("input_flags", ranks * capacity.width * 4)
@@ -105,7 +105,7 @@ class Layout:
         return layout
 
     def place(self, name: str, size: int) -> None:
-        """Add a part at the end."""
+        """Append a part."""
         self.offsets[name] = self.size
         self.size += _aligned(size)
 
@@ -118,12 +118,12 @@ T = TypeVar("T")
 
 
 def on_all_ranks(action: Callable[[], T], group: ProcessGroup) -> T:
-    """What `action` gives, once it has succeeded on all ranks, so that none goes on to wait for one that failed.
+    """Result of `action`, once it has succeeded on all ranks, so that no rank goes on to wait for one that failed.
 
     Collective, and bounded by the group's timeout.
 
     Raises:
-        RuntimeError: it failed on some rank, the first of which is named with its reason. On all ranks.
+        RuntimeError: it failed on some rank; the message names the first such rank and its error. On all ranks.
     """
     result: list[T] = []
     problem, cause = None, None
@@ -139,15 +139,15 @@ def on_all_ranks(action: Callable[[], T], group: ProcessGroup) -> T:
     return result[0]
 
 
-# From a size in bytes to this rank's memory, zeroed on all ranks, and the addresses of all ranks' by group rank.
+# (bytes) → this rank's memory, zeroed on all ranks, and the addresses of all ranks' memory by group rank.
 Allocate = Callable[[int, ProcessGroup, torch.device], tuple[object, list[int]]]
 
 
 def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[object, list[int]]:
-    """Memory of all of the group's GPUs, mapped into each process. Collective.
+    """Allocate memory on all of the group's GPUs and map it into each process. Collective.
 
     Raises:
-        RuntimeError: a GPU has too little memory, or they cannot reach each other's. On all ranks.
+        RuntimeError: a GPU is out of memory, or has no peer access. On all ranks.
     """
     memory = on_all_ranks(lambda: _allocate(size, device), group)
     return on_all_ranks(lambda: _map(memory, group), group)
@@ -156,11 +156,11 @@ def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> 
 def _allocate(size: int, device: torch.device) -> Tensor:
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    # The kernels here use plain stores only; objects for multicast are known to put shared hosts out of order.
+    # The kernels use plain stores only; multicast objects are known to break shared hosts.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     memory.zero_()
-    # A peer may write as soon as the rendezvous is over.
+    # A peer may write as soon as the rendezvous returns.
     torch.cuda.synchronize(device)
     return memory
 
@@ -170,24 +170,24 @@ def _map(memory: Tensor, group: ProcessGroup) -> tuple[object, list[int]]:
 
     handle = symmetric_memory.rendezvous(memory, group)
     addresses = list(handle.buffer_ptrs)
-    # Some versions give the start of the allocation that the tensor lies in.
+    # Some versions return the start of the allocation that contains the tensor.
     offset = memory.data_ptr() - addresses[dist.get_rank(group)]
     return (memory, handle), [address + offset for address in addresses]
 
 
 class Arena:
-    """One arena on this rank, with what its kernels keep.
+    """One arena on this rank, with its kernels' private tensors.
 
     Args:
         group: its ranks.
         reverse: scans run from the last rank to the first.
         device: of the scans.
-        capacity: that of the layout.
-        allocate: how the memory is had. Collective.
+        capacity: of the layout.
+        allocate: allocator of the shared memory. Collective.
 
     Attributes:
         peers: [P] int64, the ranks' addresses in scan order.
-        control: [2] int32, the last scan's epoch, and how many CTAs have read it.
+        control: [2] int32, the last scan's epoch, and the number of CTAs that have read it.
         failure: [1] int64, see `kernels/all_scan/`.
     """
 
@@ -204,11 +204,11 @@ class Arena:
         self.status_address = self._status.data_ptr()
         self._word = ctypes.c_int64.from_address(self.status_address)
         if device.type == "cuda":
-            # Kernels run on other streams than the one that made these tensors.
+            # Kernels run on other streams than the one that initialised these tensors.
             torch.cuda.synchronize(device)
         keep((memory, self))
 
     def failed(self) -> tuple[int, int, int] | None:
-        """Epoch, what was waited for and the peer's position in scan order, of the first failure; None without one."""
+        """Epoch, kind of wait and peer's position in scan order of the first failure; None if there is none."""
         word = self._word.value
         return None if word == 0 else (word >> 24, (word >> 16) & 0xFF, (word & 0xFFFF) - 1)

@@ -3,12 +3,12 @@
     rank p, for each block:  receive R_p from p−1  →  R_{p+1} = A_p R_p + S_p  →  send R_{p+1} to p+1
 
 On the wire: each rank but the last sends one state of S bytes, no transitions, in `blocks` messages cut along H, then V
-(never along K, whose elements a transition may mix); `carry_out` adds a broadcast of S from the last rank. Rounds:
-P − 2 + b. With α seconds a message and β seconds a byte,
+(never along K, whose elements a transition may mix); `carry_out` adds a broadcast of S from the last rank. The number
+of rounds is P − 2 + b. With α seconds per message and β seconds per byte,
 
     T(b) = (P − 2 + b)(α + βS/b),    least at b = √((P − 2)βS/α)
 
-and in one kernel, whose blocks flow side by side, T = α₀ + (P − 1)α + βS.
+and in one kernel, whose blocks flow in parallel, T = α₀ + (P − 1)α + βS.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from zeco_train.ops.transition import fold
 
 
 def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> PendingScan:
-    """Start the scan. All receives are posted before this returns; blocks flow on without this rank's `wait`.
+    """Start the scan. All receives are posted before this returns; blocks are forwarded without this rank's `wait`.
 
     Args:
         request: this rank's part.
-        courier: that of the group and of the request's direction.
-        blocks: pieces of heads, ≥ 1, which need not divide H; where they are more than H, each head has as many pieces
-            along V as that takes, V at most.
+        courier: of the group and the request's direction.
+        blocks: number of pieces, ≥ 1; need not divide H. If it exceeds H, each head is also cut along V, into at most V
+            pieces.
 
     Raises:
-        ValueError: `blocks` < 1, or the group is without this process.
+        ValueError: `blocks` < 1, or this process is not in the group.
         CommunicationError: an earlier scan of the courier failed, or a peer is gone.
     """
     if blocks < 1:
@@ -51,7 +51,7 @@ def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> Pend
 @dataclass
 class _Block:
     """A piece of some heads, or of some columns of one, [B, h, K, v], on this rank; `incoming` is its piece of R_p,
-    `receive` what brings it."""
+    received by `receive`."""
 
     name: str
     tag: int
@@ -62,30 +62,30 @@ class _Block:
 
 
 def _pieces(shape: tuple[int, ...], blocks: int) -> tuple[int, int]:
-    """The numbers of pieces along H, and along V of each of these."""
+    """Numbers of pieces along H, and along V for each of them."""
     _, heads, _, value_dim = shape
     return (blocks, 1) if blocks <= heads else (heads, min(value_dim, -(-blocks // heads)))
 
 
 def _split(state: Tensor, blocks: int) -> list[Tensor]:
-    """A state in pieces, as views, heads first."""
+    """Split a state into views, heads first."""
     along_heads, along_values = _pieces(state.shape, blocks)
     return [part for some in state.tensor_split(along_heads, dim=1) for part in some.tensor_split(along_values, dim=3)]
 
 
 def _join(parts: list[Tensor], along_values: int) -> Tensor:
-    """The pieces of `_split` as one state again."""
+    """Inverse of `_split`."""
     rows = [torch.cat(parts[i : i + along_values], dim=3) for i in range(0, len(parts), along_values)]
     return torch.cat(rows if along_values > 1 else parts, dim=1)
 
 
 class _Chain(ScanJob):
-    """A scan in blocks.
+    """A scan by blocks.
 
     Args:
         request: this rank's part.
-        blocks: pieces that its state is cut into.
-        tags: of their messages.
+        blocks: number of pieces of the state.
+        tags: message tags, one per piece.
     """
 
     operation = "all_scan_chain"
@@ -115,7 +115,7 @@ class _Chain(ScanJob):
                 block.receive = wire.receive(block.incoming, wire.position - 1, block.tag, block.name)
 
     def run(self) -> None:
-        """Receive, fold and send on, block by block."""
+        """Receive, fold and forward, block by block."""
         wire, scan = self.wire, self.scan
         folded: list[Tensor] = []
         sends: list[Transfer] = []
@@ -129,7 +129,7 @@ class _Chain(ScanJob):
                 sends.append(wire.send(folded[-1], wire.position + 1, block.tag, block.name))
         if not wire.is_first:
             scan.incoming.deliver(_join([block.incoming for block in self._blocks], self._along_values))
-        # What follows concerns this rank's successors: its own `wait` has all that it needs.
+        # The rest is for this rank's successors: its own `wait` is already satisfied.
         for send in sends:
             send.wait()
         if scan.carry is not None:
@@ -139,13 +139,13 @@ class _Chain(ScanJob):
 
 
 def best_blocks(costs: Costs, load: Load) -> int:
-    """b = √((P − 2)βS/α), a whole number from 1 to the H · V columns of a state."""
+    """b = √((P − 2)βS/α), rounded to an integer from 1 to the H · V columns of a state."""
     exact = math.sqrt(max(load.ranks - 2, 0) * costs.byte * load.state_bytes / costs.message)
     return max(1, min(load.columns, round(exact)))
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
-    """T; the blocks count over messages only."""
+    """T; `blocks` applies to messages only."""
     if costs.link is Link.symmetric or blocks is None:
         return costs.start + (load.ranks - 1) * costs.message + costs.byte * load.state_bytes
     return (load.ranks - 2 + blocks) * (costs.message + costs.byte * load.state_bytes / blocks)
@@ -155,7 +155,7 @@ CHAIN = ScanSpec(
     name="chain",
     description="blocks of a state flow from rank to rank, each folded as it passes (ZeCO, Algorithm 2)",
     launch=launch_chain,
-    # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
+    # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,
     best_blocks=best_blocks,

@@ -1,14 +1,15 @@
 """Predicted times of scans over ranks (the model of docs/mathematics.md): costs of the links, and the load of a scan.
 
-Each algorithm's formula stands in its file.
+Each algorithm's formula is in its file.
 
-The costs were measured once, for each link, and stand below: nothing is measured at run time, so a run that goes on
-later, or elsewhere, chooses as before and adds up states in the same order. (Bits are the same on processors of one
-kind: within a product, math libraries choose the order by the processor.)
+The costs were measured once per link and are listed below: nothing is measured at run time, so a run resumed later or
+elsewhere chooses the same algorithm and adds up states in the same order. (Bitwise reproducibility needs processors of
+one kind: within a product, math libraries choose the order by the processor.)
 
-What `Link.symmetric` has is fitted to lone scans of 2 and 4 GPUs, from launch to wait: beyond 4 ranks it extrapolates.
-Scans back to back in a CUDA graph, where ranks may run ahead of each other, take half of that, and a chain, which then
-is a full pipeline, gains the most; but between two scans of a model lies a layer, so the lone scan is the measure.
+`Link.symmetric` is fitted to isolated scans of 2 and 4 GPUs, from launch to wait; beyond 4 ranks it extrapolates.
+Back-to-back scans in a CUDA graph, where ranks may run ahead of each other, take half of that, and a chain, which is
+then a full pipeline, gains the most; but in a model a layer lies between two scans, so the isolated scan is the
+measure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 
 class Link(Enum):
-    """A way over the wire: `p2p` between processes of a CPU, GPUs of one machine, and machines; or `symmetric`."""
+    """Transport of a scan: `p2p` between processes on a CPU, GPUs of one machine, or machines; or `symmetric`."""
 
     gloo = "gloo"
     nccl = "nccl"
@@ -30,13 +31,13 @@ class Link(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """What a link costs.
+    """Cost parameters of a link.
 
     Attributes:
-        link: which one.
-        message, byte: α in seconds and β in seconds a byte, of messages from rank to rank.
+        link: the link.
+        message, byte: α in seconds and β in seconds per byte, of point-to-point messages.
         exchange, exchange_peer, exchange_byte: α', α'' and β', of an exchange between all ranks.
-        start: α₀, what one kernel takes whatever it does.
+        start: α₀, fixed cost of a kernel.
     """
 
     link: Link
@@ -64,8 +65,8 @@ MEASURED = {
 
 
 def assumed_costs(message: float | None, byte: float | None) -> dict[Link, Costs]:
-    """The costs of every link with another α, in seconds a message, and β, in seconds a byte; None leaves what was
-    measured."""
+    """The costs of every link with α (seconds per message) and β (seconds per byte) replaced; None keeps the measured
+    value."""
     changes: dict[str, Any] = {}
     if message is not None:
         changes |= {"message": message, "exchange": message}
@@ -79,10 +80,9 @@ class Load:
     """The size of one scan.
 
     Attributes:
-        ranks: P.
         shape: of a state, [B, H, K, V].
-        itemsize: bytes of a number.
-        matrices: the transitions are matrices [B, H, K, K] and not log-decays [B, H, K].
+        itemsize: bytes per element.
+        matrices: the transitions are matrices [B, H, K, K] rather than log-decays [B, H, K].
     """
 
     ranks: int
@@ -97,10 +97,10 @@ class Load:
 
     @property
     def transition_bytes(self) -> int:
-        """Of a rank's transition."""
+        """Bytes of a rank's transition."""
         return math.prod(self.shape[:3]) * (self.shape[2] if self.matrices else 1) * self.itemsize
 
     @property
     def columns(self) -> int:
-        """H · V, of K numbers each: how finely a state can be cut."""
+        """H · V columns of K elements each: the finest possible cut of a state."""
         return self.shape[1] * self.shape[3]

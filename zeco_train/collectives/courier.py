@@ -1,12 +1,12 @@
-"""What carries a scan on between `launch` and `wait`: a thread on CPUs, a stream on CUDA.
+"""Background execution of scans between `launch` and `wait`: a thread on CPUs, a stream on CUDA.
 
-With gloo somebody has to fold a block and send it on when it arrives. Were that left to `wait`, a rank busy with its
-own compute would hold up all ranks after it. So the steps of a scan are one *job*. On CPUs a courier runs its jobs one
-after another on a single background thread (torch operations and gloo's waits release the interpreter lock); on CUDA
-the job is enqueued from the caller onto the courier's own stream, which needs no thread.
+With gloo, a block must be folded and forwarded when it arrives. If `wait` did that, a rank busy with its own compute
+would delay all ranks after it. So the steps of a scan are one *job*. On CPUs a courier runs its jobs one after another
+on a single background thread (torch operations and gloo's waits release the GIL); on CUDA the caller enqueues the job
+onto the courier's own stream, and no thread is needed.
 
-One courier belongs to one process group and to one direction. Its jobs run in the order of their launches, which is the
-same on every rank: no two scans of a group can meet in different orders.
+A courier belongs to one process group and one direction. Its jobs run in launch order, which is the same on every rank,
+so no two ranks of a group can run scans in different orders.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from zeco_train.system import background
 
 
 class ScanJob(ABC):
-    """What a collective does for one scan on this rank. Each object serves one scan.
+    """The work of one scan on this rank, as defined by a collective. Each object serves one scan.
 
     Args:
         request: this rank's part; also an attribute.
 
     Attributes:
         operation: name of the collective, for errors.
-        wire, scan: the way to the peers, and the scan whose promises the job delivers; there from `post` on.
+        wire, scan: the connection to peers, and the scan whose promises the job delivers; set before `post`.
     """
 
     operation: str
@@ -53,11 +53,11 @@ class ScanJob(ABC):
         self.request = request
 
     def post(self) -> None:  # noqa: B027
-        """What is to be done in `launch` itself, such as posting receives; waits for nobody."""
+        """Work to do inside `launch`, such as posting receives; does not block on peers."""
 
     def own_state(self) -> Tensor:
-        """This rank's state. The first rank in scan order has its incoming one at once, delivers it, and folds a
-        `carry_in` into what the others get."""
+        """This rank's state. On the first rank in scan order, also delivers the incoming state, which is known, and
+        folds `carry_in` into the returned state."""
         request = self.request
         if not self.wire.is_first:
             return request.state
@@ -66,16 +66,16 @@ class ScanJob(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """The rest, in the courier's thread or stream."""
+        """The remaining work, on the courier's thread or stream."""
 
 
-# What is to be done, and the promises that it delivers.
+# The function to run, and the promises that it delivers.
 _Job = tuple[Callable[[], None], list[Promise]]
 
 
 @dataclass
 class _Lane:
-    """What a courier shares with its thread, which must not keep the courier itself alive."""
+    """State shared by a courier and its thread, separate so that the thread does not keep the courier alive."""
 
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     failure: BaseException | None = None
@@ -88,12 +88,12 @@ class Courier:
     raise the first error.
 
     Args:
-        group: the ranks to scan over; it carries scans of one direction and nothing else.
+        group: ranks of the scan; the group must carry scans of one direction and nothing else.
         timeout: bound of each wait for a peer.
 
     Attributes:
-        checks: called before each launch and by `drain`; each raises `CommunicationError` for a scan that failed where
-            no call of this process could notice.
+        checks: called before each launch and by `drain`; each raises `CommunicationError` for a failed scan that no
+            call of this process has noticed.
     """
 
     def __init__(self, group: ProcessGroup, timeout: timedelta) -> None:
@@ -112,17 +112,17 @@ class Courier:
         return dist.get_world_size(self.group)
 
     def wire(self, operation: str, reverse: bool) -> Wire:
-        """The view that a collective of this name has of the group. Errors as of `Wire`."""
+        """The group as a `Wire` for the named collective. Errors as of `Wire`."""
         wire = self._wires.get((operation, reverse))
         if wire is None:
             wire = self._wires[operation, reverse] = Wire(self.group, operation, reverse, self.timeout)
         return wire
 
     def launch(self, job: ScanJob) -> PendingScan:
-        """Start a scan; it goes on without this rank's `wait`. Over a group of one rank nothing is to be done.
+        """Start a scan; it progresses without this rank's `wait`. A group of one rank needs no communication.
 
         Raises:
-            ValueError: the group is without this process.
+            ValueError: this process is not in the group.
             CommunicationError: an earlier scan of this courier failed, or a peer is gone.
         """
         request = job.request
@@ -134,14 +134,14 @@ class Courier:
             job.post()
             self.submit(job.run, scan.promises, request.state.device)
             if request.state.is_cuda and torch.cuda.is_current_stream_capturing():
-                # A capture has to end with all its streams joined, also where nobody waits for what this rank sends.
+                # A capture must end with all its streams joined, even if nobody waits for this rank's sends.
                 scan.ended = torch.cuda.Event()
                 scan.ended.record()
         return scan
 
     @contextlib.contextmanager
     def _launching(self, request: ScanRequest) -> Iterator[None]:
-        """Surrounds all that a launch does with its inputs: on CUDA it runs on the courier's stream."""
+        """Context manager around a launch and its inputs: on CUDA it runs on the courier's stream."""
         self.check()
         tensors = [x for x in (request.state, request.transition, request.carry_in) if x is not None]
         with torch.no_grad(), self._side_stream(tensors) if tensors[0].is_cuda else contextlib.nullcontext():
@@ -152,7 +152,7 @@ class Courier:
                 raise
 
     def check(self) -> None:
-        """Look for a failure, without waiting for scans under way.
+        """Check for failures, without waiting for scans in flight.
 
         Raises:
             CommunicationError: a scan failed.
@@ -169,7 +169,8 @@ class Courier:
     @contextlib.contextmanager
     def _side_stream(self, inputs: list[Tensor]) -> Iterator[None]:
         if self._stream is None:
-            # What it carries is small and others wait for it: it goes before the compute that it overlaps.
+            # High priority: the scan is small and on the critical path of other ranks, so it goes before the overlapped
+            # compute.
             self._stream = torch.cuda.Stream(inputs[0].device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
         for tensor in inputs:
@@ -178,14 +179,14 @@ class Courier:
             yield
 
     def take_tags(self, count: int) -> range:
-        """Message tags that no other scan of this courier uses; the same on every rank, as launches are."""
+        """Message tags that no other scan of this courier uses; the same on every rank, since launch order is."""
         start = self._tags
-        # A tag is a C int; by the time that the numbers come round again the early ones are long free.
+        # A tag is a C int; the early tags are long free when the counter wraps around.
         self._tags = (start + count) % (1 << 30)
         return range(start, start + count)
 
     def submit(self, run: Callable[[], None], promises: list[Promise], device: torch.device) -> None:
-        """Have `run`, which delivers the promises, done after all jobs before it."""
+        """Schedule `run`, which delivers the promises, after all earlier jobs."""
         job = run, promises
         if device.type == "cuda":
             _run(job, self._lane)
@@ -197,7 +198,7 @@ class Courier:
         self._lane.jobs.put(job)
 
     def drain(self) -> None:
-        """Return when everything launched is received *and* sent; to be called before a group is destroyed.
+        """Wait until everything launched is received *and* sent; call before destroying a group.
 
         Raises:
             CommunicationError: a scan failed.
@@ -214,7 +215,7 @@ class Courier:
 def _serve(lane: _Lane) -> None:
     while (job := lane.jobs.get()) is not None:
         _run(job, lane)
-        # The name would keep the last scan's tensors alive until the next one comes.
+        # Drop the reference, which would keep the last scan's tensors alive until the next job.
         del job
 
 
@@ -222,9 +223,9 @@ def _run(job: _Job, lane: _Lane) -> None:
     run, promises = job
     if lane.failure is None:
         try:
-            with torch.no_grad():  # modes are per thread
+            with torch.no_grad():  # grad mode is per thread
                 run()
-        except BaseException as error:  # the thread must live on to fail what follows; the caller raises it
+        except BaseException as error:  # keep the thread alive to fail later jobs; the caller raises
             lane.failure = error
     if lane.failure is not None:
         for promise in promises:

@@ -1,16 +1,18 @@
-"""All-Scan `doubling`: in round r every rank hears of 2^r ranks at once (Hillis & Steele, 1986, as an exclusive scan).
+"""All-Scan `doubling`: round r doubles the span to 2^r ranks (Hillis & Steele, 1986, as an exclusive scan).
 
-With d = 2^r, before round r a rank knows what the d − 1 ranks right before it do to a state, as one pair; it joins its
-own pair to that, and sends the result d ranks on:
+With d = 2^r, before round r a rank knows the combined pair of the d − 1 ranks right before it; it composes its own pair
+with that, and sends the result d ranks on:
 
     round r, rank p:  send (S_p, A_p) ∘ before_p to p + d;  before_p ← before_p ∘ (what came from p − d)
 
-After the last round `before_p` reaches back to the first rank, and its state is R_p, for any P: no inverse, and no
-subtraction. A pair that reaches back to the first rank travels without its transition, which nobody needs any more. The
-first rank folds `carry_in` into its state, so nobody else's is read; `carry_out` is a broadcast of S from the last one.
+After the last round `before_p` reaches back to the first rank, and its state is R_p, for any P, without inverse or
+subtraction. A pair that reaches back to the first rank is sent without its transition, which is no longer needed. The
+first rank folds `carry_in` into its state, so no other rank's is read; `carry_out` is a broadcast of S from the last
+one.
 
-On the wire, per rank: at most ⌈log₂ P⌉ messages of a state and a transition. All receives are posted at the launch: one
-that is posted in its round waits for the sender to find it. Rounds: ⌈log₂ P⌉. With A bytes of a transition,
+On the wire, per rank: at most ⌈log₂ P⌉ messages of a state and a transition. All receives are posted at launch: a
+receive posted in its round would have to wait for the sender to match it. Rounds: ⌈log₂ P⌉. With A bytes of a
+transition,
 
     T = ⌈log₂ P⌉ (α + β(S + A))
 """
@@ -29,7 +31,7 @@ from zeco_train.collectives.wire import Transfer
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import as_columns, compose, fold, from_columns
 
-# A state and its transition; without one where the pair reaches back to the first rank.
+# A state and its transition; None once the pair reaches back to the first rank.
 Pair = tuple[Tensor, Tensor | None]
 
 
@@ -50,11 +52,11 @@ def _rounds(ranks: int) -> int:
 
 
 class _Doubling(ScanJob):
-    """A scan in rounds. All receives are posted in the launch; the rounds go on without this rank's `wait`.
+    """A scan by rounds. All receives are posted at launch; the rounds progress without this rank's `wait`.
 
     Args:
         request: this rank's part.
-        tags: of the messages, one a round.
+        tags: message tags, one per round.
     """
 
     operation = "all_scan_doubling"
@@ -79,7 +81,7 @@ class _Doubling(ScanJob):
             self._rounds.append(_Round(name, tag, distance, receive, received))
 
     def run(self) -> None:
-        """Join and send on, round by round."""
+        """Compose and send, round by round."""
         request, wire, scan = self.request, self.wire, self.scan
         own = request.state, request.transition
         if wire.is_first and request.carry_in is not None:
@@ -100,7 +102,7 @@ class _Doubling(ScanJob):
                 before = heard if before is None else _join(before, heard)
                 if before[1] is None:
                     scan.incoming.deliver(before[0])
-        # What follows concerns this rank's successors: its own `wait` has all that it needs.
+        # The rest is for this rank's successors: its own `wait` is already satisfied.
         for send in sends:
             send.wait()
         if scan.carry is not None:
@@ -111,7 +113,7 @@ class _Doubling(ScanJob):
 
 
 def _unpack(message: Tensor, request: ScanRequest) -> Pair:
-    """What a rank sent, as a pair."""
+    """Unpack a received message into a pair."""
     width = request.state.shape[-1]
     if message.shape[-1] == width:
         return message, None
@@ -120,7 +122,7 @@ def _unpack(message: Tensor, request: ScanRequest) -> Pair:
 
 
 def _join(later: Pair, earlier: Pair) -> Pair:
-    """The pair of neighbouring ranks taken as one; `later` does not reach back to the first rank."""
+    """Compose the pairs of neighbouring ranks; `later` does not reach back to the first rank."""
     (state, transition), (earlier_state, earlier_transition) = later, earlier
     assert transition is not None
     if earlier_transition is None:
@@ -129,7 +131,8 @@ def _join(later: Pair, earlier: Pair) -> Pair:
 
 
 def _bytes_sent(load: Load, want_carry: bool) -> float:
-    """Of the busiest rank. The last one sends nothing but the carry, no more than the first one's first message."""
+    """Bytes sent by the busiest rank. The last rank sends only the carry, which is no larger than the first rank's
+    first message."""
     distances = [1 << number for number in range(_rounds(load.ranks))]
 
     def sent(position: int) -> int:
@@ -153,7 +156,7 @@ DOUBLING = ScanSpec(
     bytes_sent=_bytes_sent,
     seconds=_seconds,
     held_states=_rounds,
-    # Its times are the model's, not measured.
+    # Its cost is modelled, not measured.
     automatic=False,
     line="--",
 )

@@ -1,4 +1,4 @@
-"""How a scan in one kernel is cut up, and which kernel does it (`zeco_train/kernels/all_scan/`)."""
+"""Partitioning of a one-kernel scan, and its kernel (`zeco_train/kernels/all_scan/`)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from zeco_train.collectives.arena import Capacity, ChainCapacity, TwoShotCapacit
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest
 
-# ZeCO, section 4: elements of a block of the pipelined All-Scan.
+# ZeCO, section 4: elements per block of the pipelined All-Scan.
 PAPER_BLOCK = 16_384
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a kernel is cut up.
+    """Launch parameters of a kernel.
 
     Attributes:
-        ctas: at most; all spin at once beside the compute that the scan overlaps.
-        num_warps: of a CTA.
-        elements: of a tile, which a CTA holds in registers.
+        ctas: maximum; all of them spin concurrently with the compute that the scan overlaps.
+        num_warps: per CTA.
+        elements: per tile, which a CTA holds in registers.
     """
 
     ctas: int
@@ -30,17 +30,17 @@ class Tuning:
     elements: int
 
 
-# Measured on 2 and 4 H200s, 1 and 4 MB, among 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would
-# gain up to 8 % at 4 MB, and take twice as much of the chip from the compute beside them.
+# Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
+# up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = Tuning(ctas=32, num_warps=8, elements=4096)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one call is cut up: what a kernel is given between the arena's addresses and its flags.
+    """Partitioning of one call: kernel arguments between the arena's addresses and its flags.
 
     Attributes:
-        needed: room in an arena.
+        needed: required capacity of an arena.
         sizes: numbers of rows, tiles, …, in the kernel's order.
         places: the layout's offsets and strides, in the kernel's order.
         constants: dimensions, in the kernel's order.
@@ -60,8 +60,8 @@ class Kernel:
 
     Attributes:
         module, name: where it is defined.
-        cut: (request, wire, tuning, blocks) → how a call is cut up.
-        tuning: the measured one.
+        cut: (request, wire, tuning, blocks) → partitioning of a call.
+        tuning: measured launch parameters.
     """
 
     module: str
@@ -70,15 +70,15 @@ class Kernel:
     tuning: Tuning = _MEASURED
 
     def load(self) -> Any:
-        """The kernel itself: it needs Triton, which machines without GPUs may lack."""
+        """Import the kernel: it needs Triton, which machines without GPUs may lack."""
         return getattr(import_module(self.module), self.name)
 
 
 def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | None) -> Cut:
-    """Tiles are all of K by some of V: never cut along K, so that a transition may mix a column's elements."""
+    """Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements."""
     batch, heads, key_dim, value_dim = request.state.shape
     rows = power_of_2(key_dim)
-    # At least four columns, which fp32 moves at once.
+    # At least four columns, one vector access in fp32.
     columns = max(4, min(power_of_2(value_dim), tuning.elements // rows))
     tiles = batch * heads * -(-value_dim // columns)
     width = -(-tiles // wire.size)
@@ -116,7 +116,7 @@ def _chain_cut(request: ScanRequest, wire: Wire, tuning: Tuning, blocks: int | N
 
 
 def power_of_2(number: int) -> int:
-    """The next one, at least 1."""
+    """The next power of 2, at least 1."""
     return 1 << (number - 1).bit_length()
 
 

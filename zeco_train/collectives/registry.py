@@ -1,4 +1,4 @@
-"""The scans by name. A new one is its file and a line here."""
+"""The scans by name. To add one, add its file and a line here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeco_train.collectives.serial import SERIAL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.two_shot import TWO_SHOT
 
-# Those of All-Scan (`sp.all_scan.algorithm`), in the order of tables; of equally fast ones `auto` takes the first.
+# All-Scan algorithms (`sp.all_scan.algorithm`), in the order of tables; `auto` breaks ties by this order.
 ALL_SCANS: tuple[ScanSpec, ...] = (
     CHAIN,
     TWO_SHOT,

@@ -1,4 +1,4 @@
-"""What all scans share: the handle that gives their results."""
+"""The handle of a scan in flight, shared by all algorithms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeco_train.ops.transition import fold
 
 
 class Promise:
-    """A tensor that a job will deliver, or the error that kept it from doing so."""
+    """A future tensor of a job, or the error that prevented it."""
 
     def __init__(self) -> None:
         self._settled = threading.Event()
@@ -21,7 +21,7 @@ class Promise:
         self._ready: torch.cuda.Event | None = None
 
     def deliver(self, value: Tensor, is_ready: bool = False) -> None:
-        """Keep the promise; unless it `is_ready`, `value` may still be in the making on the current stream."""
+        """Set the value; unless `is_ready`, it may still be computed by work queued on the current stream."""
         if value.is_cuda and not is_ready:
             self._ready = torch.cuda.Event()
             self._ready.record()
@@ -29,15 +29,15 @@ class Promise:
         self._settled.set()
 
     def fail(self, error: BaseException) -> None:
-        """Break the promise, unless it was kept."""
+        """Set the error, unless the value is already set."""
         if not self._settled.is_set():
             self._error = error
             self._settled.set()
 
     def get(self) -> Tensor:
-        """The tensor, once it is there; on CUDA at once, with the current stream made to wait for it.
+        """Wait for the tensor; on CUDA returns at once and makes the current stream wait.
 
-        Ends in bounded time, because every wait of a job is bounded.
+        Bounded, since every wait of a job is bounded.
         """
         self._settled.wait()
         if self._error is not None:
@@ -51,10 +51,10 @@ class Promise:
 
 
 class PendingScan:
-    """A scan under way (`zeco_train.ops.seam.LaunchedScan`). `incoming` and `carry` are for the job that runs it.
+    """A scan in flight (`zeco_train.ops.seam.LaunchedScan`). Its job fills `incoming` and `carry`.
 
     Attributes:
-        ended: of a scan that is captured into a CUDA graph, the end of all that it does.
+        ended: for a scan captured into a CUDA graph, the event at the end of all its work.
     """
 
     def __init__(self, want_carry: bool) -> None:
@@ -63,7 +63,7 @@ class PendingScan:
         self.ended: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """The incoming state, [B, H, K, V]; it may be `carry_in` itself, so it is not to be written to.
+        """The incoming state, [B, H, K, V]; it may be `carry_in` itself, so do not write to it.
 
         Raises:
             CommunicationError: a peer did not answer in time or is gone, in this scan or an earlier one of the courier.
@@ -71,7 +71,8 @@ class PendingScan:
         return self.incoming.get()
 
     def finish(self) -> None:
-        """Nothing: the courier has long sent this rank's part on. A captured scan is joined to the current stream."""
+        """Nothing to do: the courier has already forwarded this rank's part. Joins a captured scan to the current
+        stream."""
         if self.ended is not None:
             torch.cuda.current_stream().wait_event(self.ended)
 
@@ -88,12 +89,12 @@ class PendingScan:
 
     @property
     def promises(self) -> list[Promise]:
-        """All that the job has to deliver."""
+        """The promises that the job must deliver."""
         return [self.incoming] if self.carry is None else [self.incoming, self.carry]
 
 
 def scan_alone(request: ScanRequest) -> PendingScan:
-    """The scan over one rank; both directions are the same here."""
+    """The scan over one rank, for which both directions are the same."""
     scan = PendingScan(request.want_carry)
     incoming = request.first_incoming()
     scan.incoming.deliver(incoming)

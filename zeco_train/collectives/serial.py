@@ -1,11 +1,11 @@
 """Serial point-to-point: one rank after another receives, computes, folds and sends (LASP, Algorithms 2 and 3).
 
-Receiving and sending are two calls, with the caller's outputs between them, so the ranks' compute lies in the chain:
+Receiving and sending are two calls, with the caller's outputs between them, so the ranks' compute is serialised:
 
     rank p:  receive R_p from p−1  →  (outputs that use R_p)  →  R_{p+1} = A_p R_p + S_p  →  send to p+1
 
 On the wire: S bytes from each rank but the last, in one message; `carry_out` adds a broadcast of S from the last rank.
-Rounds: P. Time = P(α + βS + compute between receive and send). No courier runs any of it: each step runs in its caller.
+Rounds: P. Time = P(α + βS + compute between receive and send). No courier is involved: each step runs in its caller.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import fold
 
-# Each message is waited for on both sides before the next one, so all can bear the same tag.
+# Both sides wait for each message before the next one, so all can share one tag.
 _TAG = 0
 
 
 def recv_incoming(request: ScanRequest, wire: Wire) -> Tensor:
-    """Receive the incoming state from the rank before this one; the first rank takes `carry_in`, or zeros.
+    """Receive the incoming state from the previous rank; the first rank takes `carry_in`, or zeros.
 
     Returns:
         [B, H, K, V]; on the first rank it may be `carry_in` itself.
 
     Raises:
-        CommunicationError: nothing came within the wire's timeout, or the peer is gone.
+        CommunicationError: timeout, or the peer is gone.
     """
     if wire.is_first:
         return request.first_incoming()
@@ -40,12 +40,12 @@ def recv_incoming(request: ScanRequest, wire: Wire) -> Tensor:
 
 
 def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | None:
-    """Fold this rank's pair into its incoming state and send the result on; return once it has been received.
+    """Fold this rank's pair into its incoming state and send the result to the next rank; return once it is received.
 
     Args:
         request: this rank's part.
         incoming: [B, H, K, V], from `recv_incoming`.
-        wire: the one that it came over.
+        wire: the wire used by `recv_incoming`.
 
     Returns:
         The state after the last rank, [B, H, K, V], the same on every rank, if `want_carry`; else None.
@@ -66,8 +66,8 @@ def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | 
 
 
 class PendingSerialScan:
-    """A serial scan (`zeco_train.ops.seam.LaunchedScan`): `wait` receives, `finish` folds and sends. Two of one group
-    may not overlap: `finish` the first before the `wait` of the second."""
+    """A serial scan (`zeco_train.ops.seam.LaunchedScan`): `wait` receives, `finish` folds and sends. Two scans of one
+    group must not overlap: call `finish` of the first before `wait` of the second."""
 
     def __init__(self, request: ScanRequest, wire: Wire) -> None:
         self._request: ScanRequest | None = request
@@ -83,7 +83,7 @@ class PendingSerialScan:
         return self._incoming
 
     def finish(self) -> None:
-        """Fold and send on, see `send_folded`. Once only.
+        """Fold and send, see `send_folded`. Call once.
 
         Raises:
             RuntimeError: called before `wait`, or twice.
@@ -97,7 +97,7 @@ class PendingSerialScan:
         """The state after the last rank in scan direction, [B, H, K, V], the same on every rank.
 
         Raises:
-            RuntimeError: the scan was launched without `want_carry=True`, or `finish` was not called yet.
+            RuntimeError: the scan was launched without `want_carry=True`, or `finish` has not been called.
         """
         if not self._want_carry:
             raise RuntimeError("carry_out needs a scan launched with want_carry=True")
@@ -107,16 +107,16 @@ class PendingSerialScan:
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
-    """Of the messages alone; the ranks' compute between them is the caller's to add."""
+    """Messages only; the caller adds the ranks' compute between them."""
     return (load.ranks - 1) * (costs.message + costs.byte * load.state_bytes)
 
 
 SERIAL = ScanSpec(
     name="serial",
     description="one rank after another receives, computes, folds and sends (LASP, Algorithms 2 and 3)",
-    # Nothing is sent or received here: the courier lends its group.
+    # The courier only provides its group: nothing is sent or received here.
     launch=lambda request, courier: PendingSerialScan(request, courier.wire("serial_scan", request.reverse)),
-    # The last rank sends no state on, but broadcasts the carry: it is as busy as the others.
+    # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,
     in_series=True,

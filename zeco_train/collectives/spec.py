@@ -1,4 +1,4 @@
-"""What the rest of the project knows of a scan over ranks: one descriptor in each algorithm's file."""
+"""Descriptor of a scan algorithm, the interface to the rest of the project: one in each algorithm's file."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 @dataclass(frozen=True, eq=False)
 class ScanSpec:
-    """An algorithm that scans the pairs of a group's ranks.
+    """A scan algorithm.
 
     Attributes:
-        name: as settings have it.
-        description: for `--help`, a line.
-        launch: starts it: (request, courier), with `blocks=` where states flow in blocks. It goes on without this
-            rank's `wait`, but for one that runs in series.
+        name: as in settings.
+        description: one line for `--help`.
+        launch: (request, courier), with `blocks=` if states are sent in blocks → the scan. It progresses without this
+            rank's `wait`, unless it is serial.
         bytes_sent: (load, want_carry) → bytes that the busiest rank sends for one scan.
-        seconds: (costs, load, blocks) → what one takes from launch to wait, nothing beside it.
-        best_blocks: (costs, load) → the number of blocks that takes least; None where a state is not cut into blocks.
-        kernel: its form in one kernel over memory that all ranks map; None where there is none.
-        held_states: ranks → states that a rank holds while it runs, beside its own.
+        seconds: (costs, load, blocks) → time from launch to wait, without overlapped work.
+        best_blocks: (costs, load) → the fastest number of blocks; None if states are not cut into blocks.
+        kernel: one-kernel implementation over symmetric memory; None if there is none.
+        held_states: ranks → states held by a rank during the scan, besides its own.
         in_series: each rank computes between receiving and sending, so no compute hides the scan.
         automatic: `auto` may choose it: its times were measured.
-        line: how pictures draw it, in matplotlib's terms.
+        line: matplotlib line style.
     """
 
     name: str
@@ -43,13 +43,13 @@ class ScanSpec:
     line: str = "-"
 
     def start(self, request: ScanRequest, courier: Courier, blocks: int | None = None) -> LaunchedScan:
-        """Start a scan over messages; `blocks` counts where states flow in blocks. Errors as of `Courier.launch`."""
+        """Start a scan over messages; `blocks` applies if states are sent in blocks. Errors as of `Courier.launch`."""
         if self.best_blocks is None:
             return self.launch(request, courier)
         return self.launch(request, courier, blocks=blocks or 1)
 
     def runs_on(self, link: Link) -> bool:
-        """Whether there is a form of it for that link."""
+        """Whether there is an implementation for that link."""
         return link is not Link.symmetric or self.kernel is not None
 
 
@@ -57,9 +57,9 @@ class ScanSpec:
 class Choice:
     """Attributes:
     scan: the algorithm.
-    link: the way over the wire.
-    blocks: where its states flow in blocks over messages; None elsewhere.
-    seconds: what the model says that it takes.
+    link: the transport.
+    blocks: number of blocks if states are sent in blocks over messages; else None.
+    seconds: predicted time.
     """
 
     scan: ScanSpec
@@ -69,17 +69,17 @@ class Choice:
 
 
 def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | None = None) -> Choice:
-    """The fastest scan by the model; at equal times the first.
+    """The fastest scan by the cost model; the first of equals.
 
     Args:
-        scans: to choose from; those that have no form for the link are left out.
-        costs: the way over the wire.
+        scans: candidates; those without an implementation for the link are skipped.
+        costs: of the link.
         load: the scan's size, over P ≥ 2 ranks.
-        blocks: where states flow in blocks; None is the best number over messages, and 16,384 elements each in one
-            kernel.
+        blocks: number of blocks if states are sent in blocks; None is the best number over messages, and 16,384
+            elements each in one kernel.
 
     Raises:
-        ValueError: none of them has a form for the link.
+        ValueError: none of them has an implementation for the link.
     """
     choices = []
     for scan in scans:
@@ -92,9 +92,9 @@ def choose(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: int | No
 
 
 def eligible(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[ScanSpec]:
-    """The scans that `choose` may prefer for some size of state."""
+    """The scans that `choose` may return for some state size."""
     if costs.link is not Link.symmetric:
         return list(scans)
-    # All times are linear in the size: what is faster for the least and the largest state is so for all between.
+    # All times are linear in the size: a scan that is faster at both extreme sizes is faster in between.
     ends = [choose(scans, costs, Load(ranks, (1, 1, 1, 1), itemsize)).scan for itemsize in (0, 1 << 62)]
     return [scan for scan in scans if scan in ends]

@@ -1,11 +1,11 @@
 """All-Scan in one kernel launch, over memory that all ranks of an NVLink domain map.
 
-The kernels and the protocol are `zeco_train/kernels/all_scan/`; here lie what they are given, their launch on the
-courier's stream, and what the host learns of a scan that failed. Nothing here waits for the device, so that a scan can
-be captured into a CUDA graph once one of its size has run outside.
+The kernels and the protocol are in `zeco_train/kernels/all_scan/`; here are their arguments, their launch on the
+courier's stream, and failure reporting to the host. Nothing here synchronises with the device, so a scan can be
+captured into a CUDA graph once one of its size has run outside.
 
-On the wire, per rank, of S bytes a state: `chain` S received and S sent; `two_shot` (P − 1)/P S and the log-decays sent
-to owners and as much of results received. `carry_out` adds S to what is received.
+On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
+log-decays to owners and receives as much in results. `carry_out` adds S to what is received.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.transition import is_matrix
 
-# Triton's interpreter runs the kernels on a CPU, in tests.
+# Tests run the kernels on a CPU under Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# What a kernel's failure word says that it waited for; `kernels/all_scan/` has the numbers.
+# Kinds of waits in a kernel's failure word; the codes are defined in `kernels/all_scan/`.
 WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a credit", 5: "carry_out"}
 
 logger = logging.getLogger(__name__)
 
 
 def request_problem(request: ScanRequest) -> str | None:
-    """Why a scan is beyond the kernels, whose tiles hold all of K, or of V; None if it is not."""
+    """Why the kernels, whose tiles span all of K, or of V, do not support a scan; None if they do."""
     if is_matrix(request.transition):
         return "matrix transitions: not yet"
     batch, heads, key_dim, value_dim = request.state.shape
@@ -62,7 +62,7 @@ def request_problem(request: ScanRequest) -> str | None:
 
 
 def hosts_of(courier: Courier) -> list[str]:
-    """The name of every rank's machine. Collective; waits for the device where the group has no backend for CPUs."""
+    """Host name of every rank. Collective; synchronises with the device if the group has no CPU backend."""
     hosts = [""] * dist.get_world_size(courier.group)
     dist.all_gather_object(hosts, socket.gethostname(), group=courier.group)
     return hosts
@@ -76,7 +76,7 @@ def transport_problem(courier: Courier, device: torch.device) -> str | None:
         return f"the ranks are on {len(set(hosts))} machines"
     try:
         on_all_ranks(lambda: import_module("triton"), courier.group)
-        # A trial: what keeps GPUs from each other's memory differs from machine to machine.
+        # Try it: the reasons why peer access fails differ from machine to machine.
         keep(allocate_symmetric(1 << 10, courier.group, device))
     except RuntimeError as error:
         return str(error)
@@ -84,7 +84,7 @@ def transport_problem(courier: Courier, device: torch.device) -> str | None:
 
 
 class _OneKernel(ScanJob):
-    """The launch of a kernel that does it all."""
+    """A scan as a single kernel launch."""
 
     def __init__(self, request: ScanRequest, operation: str, enqueue: Callable[[Wire, PendingScan], None]) -> None:
         super().__init__(request)
@@ -99,8 +99,8 @@ class SymmetricScans:
 
     Args:
         courier: its group's ranks share an NVLink domain.
-        allocate: how memory is had that all ranks map.
-        tuning: by algorithm, in place of the project's.
+        allocate: allocator of symmetric memory.
+        tuning: by algorithm, instead of the default.
     """
 
     def __init__(
@@ -114,30 +114,30 @@ class SymmetricScans:
         courier.checks.append(self.check)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
-        """Start the scan; it ends without this rank's `wait`.
+        """Start the scan; it completes without this rank's `wait`.
 
         Args:
             request: this rank's part.
-            algorithm: a scan with a one-kernel form (`ScanSpec.kernel`).
-            blocks: of `chain`; None makes blocks of 16,384 elements.
+            algorithm: a scan with a one-kernel implementation (`ScanSpec.kernel`).
+            blocks: for `chain`; None means blocks of 16,384 elements.
 
         Raises:
-            ValueError: the group is without this process.
+            ValueError: this process is not in the group.
             CommunicationError: an earlier scan of the courier failed.
-            RuntimeError: a CUDA graph is being captured, and no scan like this one has run; or memory cannot be had.
+            RuntimeError: a CUDA graph is being captured and no scan like this one has run; or out of memory.
         """
         operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
         wire = self._courier.wire(operation, request.reverse)
         if wire.size == 1:
             return scan_alone(request)
-        # Before the courier has anything to do with it: what is refused here fails no other scan, and leaves its stream
-        # out of a capture.
+        # Plan before involving the courier: a refused call then fails no other scan and keeps its stream out of a
+        # capture.
         assert kernel is not None
         plan = self._planned(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
         return self._courier.launch(_OneKernel(request, operation, partial(self._run, request, plan)))
 
     def check(self) -> None:
-        """Look for a scan that failed, without waiting for those under way.
+        """Check for failed scans, without waiting for those in flight.
 
         Raises:
             CommunicationError: names rank, operation, epoch and peer.
@@ -156,7 +156,7 @@ class SymmetricScans:
     def _run(self, request: ScanRequest, plan: Callable[..., None], wire: Wire, scan: PendingScan) -> None:
         """One launch on the current stream."""
         state = request.state.contiguous()
-        # What the kernel does not read or write is filled in by what is at hand.
+        # Arguments that the kernel neither reads nor writes get placeholders.
         carry_in, output, carry_out = state, state, state
         if wire.is_first and request.carry_in is not None:
             carry_in = request.carry_in.contiguous()
@@ -174,7 +174,7 @@ class SymmetricScans:
             scan.carry.deliver(carry_out)
 
     def _deliver_zeros(self, state: Tensor, scan: PendingScan) -> None:
-        """R_0 without a carry: one tensor for all scans of a shape, since making it would hold up the kernel."""
+        """Deliver R_0 without a carry: zeros cached by shape, since a fill would delay the kernel."""
         key = (state.shape, state.dtype, state.device)
         zeros = self._zeros.get(key)
         if zeros is None:
@@ -188,7 +188,7 @@ class SymmetricScans:
     def _planned(
         self, request: ScanRequest, kernel: Kernel, tuning: Tuning, blocks: int | None, wire: Wire
     ) -> Callable[..., None]:
-        """The launch of scans like this one. Errors as of `launch`."""
+        """The cached launch plan for scans like this one. Errors as of `launch`."""
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
         key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
@@ -206,7 +206,7 @@ class SymmetricScans:
         return plan
 
     def _plan(self, request: ScanRequest, kernel: Kernel, cut: Cut, wire: Wire, has_carry: bool) -> Callable[..., None]:
-        """All of a launch that does not change from one scan of a shape to the next. Collective where memory lacks."""
+        """Prepare all shape-dependent parts of a launch. Collective if memory must be allocated."""
         arena = self._arena(cut.needed, request, wire)
         tail = (
             *(arena.peers, arena.control, arena.failure, arena.status_address),
@@ -221,7 +221,7 @@ class SymmetricScans:
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
         """The first arena of this algorithm and direction that holds the call, or a new one.
 
-        The first: ranks plan a call at different times (one of them has a `carry_in`), and later arenas come after it.
+        The first: ranks plan a call at different times (only one has a `carry_in`), and later arenas come after it.
         """
         before = None
         for other, arena in self._arenas:
@@ -244,7 +244,7 @@ def _is_capturing(device: torch.device) -> bool:
 class _Launch:
     """A kernel with all its arguments but the five tensors of a call.
 
-    Triton's own launch looks at each argument; one that is known to be compiled for them is launched with addresses.
+    Triton's launcher inspects every argument; once the kernel is compiled for them, it is launched with raw addresses.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], num_warps: int, tail: tuple[Any, ...]) -> None:

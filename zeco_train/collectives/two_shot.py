@@ -1,15 +1,15 @@
 """All-Scan `two_shot`: every rank owns a slice of all states and scans it alone, between two all-to-alls.
 
-A state is taken as H·V *columns* of K elements, ordered by head, then V: owner j folds columns [j·w, (j+1)·w),
-w = ⌈H·V / P⌉, over all ranks in scan order. K is never cut, since a transition may mix a column's elements; and an
-owner's columns are of few heads, since each head needs its transition.
+A state is taken as H·V *columns* of K elements, ordered by head, then V: owner j folds columns [j·w, (j+1)·w), over all
+ranks in scan order, with w = ⌈H·V / P⌉. K is never cut, since a transition may mix a column's elements; each owner also
+needs the transitions of its columns' heads, which are few.
 
     all-to-all:  rank p → owner j:  the columns that j owns, and the transitions of their heads
     owner:       R_0 = 0,  R_{p+1} = A_p R_p + S_p     for its columns
     all-to-all:  owner j → rank p:  its columns of R_p (and of the carry)
 
-The first rank in scan order folds `carry_in` into what it sends and keeps it as its own incoming state, so nobody
-else's `carry_in` is read. On the wire, per rank: S + (w's heads) transitions out, S back, of S bytes each ((P−1)/P of
+The first rank in scan order folds `carry_in` into its messages and keeps it as its own incoming state, so no other
+rank's `carry_in` is read. On the wire, per rank: S + (w's heads) transitions out, S back, of S bytes each ((P−1)/P of
 that leaves the rank); `carry_out` adds S. Rounds: 2.
 Time = 2(α' + (P − 1)α'' + β'S(P − 1)/P), α' + (P − 1)α'' being an all-to-all's latency.
 """
@@ -61,11 +61,12 @@ class _Exchange(ScanJob):
 
 
 class _Cut:
-    """Which columns and heads each owner has.
+    """Columns and heads of each owner.
 
     Attributes:
-        width: columns of an owner, w. The last owners' may be padding.
-        rows: heads that an owner's columns touch, at most; the same for all, so that messages are equally long.
+        width: columns per owner, w. Those of the last owners may be padding.
+        rows: maximum number of heads that an owner's columns touch; the same for all, so that messages have equal
+            length.
     """
 
     def __init__(self, heads: int, value_dim: int, owners: int) -> None:
@@ -82,7 +83,7 @@ class _Cut:
         columns = state.transpose(2, 3).flatten(1, 2)
         padding = self._owners * self.width - columns.shape[1]
         slices = functional.pad(columns, (0, 0, 0, padding)).unflatten(1, (self._owners, self.width))
-        # Indices are computed on the device: a list from the host would synchronise with it.
+        # Computed on the device: indices from a host list would synchronise.
         first_head = torch.arange(self._owners, device=state.device) * self.width // self._value_dim
         touched = first_head[:, None] + torch.arange(self.rows, device=state.device)
         transitions = transition_rows(transition, touched.clamp(max=self._heads - 1))
@@ -91,20 +92,20 @@ class _Cut:
     def as_heads(self, columns: Tensor, owner: int) -> Tensor:
         """An owner's columns as states of the heads that they touch: [B, w, K] → [B, rows, K, C].
 
-        One head has C = w columns; several have C = V each, those of other owners being zero.
+        One head has C = w columns; several have C = V each, with zeros in other owners' columns.
         """
         columns = functional.pad(columns, (0, 0, *self._padding(owner)))
         return columns.unflatten(1, (self.rows, -1)).transpose(2, 3)
 
     def as_columns(self, states: Tensor, owner: int) -> Tensor:
-        """The way back: [B, rows, K, C] → [B, w, K]."""
+        """Inverse of `as_heads`: [B, rows, K, C] → [B, w, K]."""
         before, after = self._padding(owner)
         columns = states.transpose(2, 3).flatten(1, 2)
         return functional.pad(columns, (0, 0, -before, -after))
 
     def _padding(self, owner: int) -> tuple[int, int]:
-        """Columns of other owners before and after those of one, among the heads that it touches; negative where the
-        owner's own are padding."""
+        """Numbers of other owners' columns before and after an owner's, among its heads; negative if its own columns
+        include padding."""
         if self.rows == 1:
             return 0, 0
         before = owner * self.width % self._value_dim
@@ -116,7 +117,7 @@ def _fold_slices(received: Tensor, transition: Tensor, wire: Wire, cut: _Cut, wi
     carry).
 
     Args:
-        transition: of this rank; all are of its kind.
+        transition: of this rank; all ranks' are of one kind.
     """
     columns, rows = received.split((cut.width, received.shape[2] - cut.width), dim=2)
     results = columns.new_empty((wire.size, 2 if with_carry else 1, *columns.shape[1:]))

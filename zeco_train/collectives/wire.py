@@ -1,8 +1,8 @@
-"""The wire: messages over a process group whose every wait is bounded, and whose failures name rank, peer, operation.
+"""Messages over a process group: every wait is bounded, and errors name rank, peer and operation.
 
 Peers are addressed by *position* in scan order: 0 is where the scan starts, the first rank of the group forward and the
 last one in reverse. On CPUs a wait blocks the calling thread for at most `timeout`. On CUDA it makes the current stream
-wait and returns at once, as NCCL's own `wait` does; there the timeout of the process group is the bound.
+wait and returns at once, like NCCL's own `wait`; there the timeout of the process group is the bound.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zeco_train.errors import CommunicationError
 
 
 class Transfer:
-    """A message under way. Holds its tensors, which must neither change nor be freed before `wait` returns."""
+    """A message in flight. Holds its tensors, which must be neither changed nor freed before `wait` returns."""
 
     def __init__(self, wire: Wire, work: Work, what: str, peer: int | None, *tensors: Tensor) -> None:
         self._wire, self._work, self._what, self._peer = wire, work, what, peer
         self._tensors = tensors
-        # NCCL takes a timeout as the wish to block the host until the message is through.
+        # With a timeout NCCL's wait would block the host until the message is complete.
         self._bound = () if tensors[0].is_cuda else (wire.timeout,)
 
     def wait(self) -> None:
@@ -38,7 +38,7 @@ class Wire:
     """One scan's view of a process group.
 
     Args:
-        group: any group that this process belongs to.
+        group: a group that contains this process.
         operation: name of the collective, for errors.
         reverse: the scan runs from the last rank to the first; also an attribute.
         timeout: bound of each wait.
@@ -100,7 +100,7 @@ class Wire:
         )
 
     def all_to_all(self, into: Tensor, parts: Tensor, what: str) -> Transfer:
-        """Start to hand `parts[r]` to each group rank r; `into[r]` is what r handed to this one. Both [P, …]."""
+        """Start an all-to-all of `parts[r]` to each group rank r; `into[r]` is received from r. Both [P, …]."""
         return self._start(
             lambda: dist.all_to_all_single(into, parts, group=self._group, async_op=True),
             f"all-to-all of {what}",
@@ -110,9 +110,9 @@ class Wire:
         )
 
     def all_gather(self, into: Tensor, part: Tensor, what: str) -> Transfer:
-        """Start to gather every rank's `part` into `into` [P, …], by group rank. Both contiguous."""
+        """Start an all-gather of every rank's `part` into `into` [P, …], by group rank. Both contiguous."""
         return self._start(
-            # Flat, because gloo and NCCL do not agree on the shapes that they take.
+            # Flat, because gloo and NCCL accept different shapes.
             lambda: all_gather_single(into.view(-1), part.view(-1), group=self._group, async_op=True),
             f"all-gather of {what}",
             None,
@@ -121,7 +121,7 @@ class Wire:
         )
 
     def guard(self, action: Callable[[], Work | bool | None], what: str, peer: int | None) -> Work | bool | None:
-        """Run one call into `torch.distributed`, turning its failures into `CommunicationError`."""
+        """Run one call into `torch.distributed`, converting its failures to `CommunicationError`."""
         try:
             return action()
         except RuntimeError as error:
@@ -138,7 +138,8 @@ class Wire:
         return Transfer(self, work, what, peer, *tensors)
 
     def _problem(self, message: str) -> str:
-        """What a backend's message means. gloo gives a type (RuntimeError) to all, so its text has to tell."""
+        """Meaning of a backend's error message. gloo raises RuntimeError for everything, so its text has to be
+        parsed."""
         text = message.lower()
         if "pair closure" in text:
             return "connection already given up after an earlier timeout"
@@ -149,5 +150,5 @@ class Wire:
         return message.strip().splitlines()[0] if message.strip() else "failed without a message"
 
 
-# torch 2.13 renames this function and deprecates the old name, which is the only one of torch 2.11.
+# torch 2.13 renames this function and deprecates the old name, the only one in torch 2.11.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,1 +1,1 @@
-"""Triton kernels. Nothing here is imported where there is no CUDA device."""
+"""Triton kernels. Imported only on machines with a CUDA device."""

@@ -1,16 +1,16 @@
 """Operators of the affine family, `S_t = A_t S_{t-1} + k_t v_tᵀ`, over a sequence that may lie on several ranks.
 
-One folder an operator, all with the same files: `naive` (the recurrence, token by token: the oracle), `chunked` (in
+One folder per operator, all with the same files: `naive` (the recurrence, token by token: the oracle), `chunked` (in
 PyTorch), `cuda` (kernels), `step` (one token, for generation), `flops`. `registry` lists the operators. `mix` is the
-one op that autograd and compilers see, `seam` is what it needs of the ranks, `passes` what it needs of an operator.
-Also here: the loss.
+custom op seen by autograd and compilers, `seam` its interface to communication, `passes` its interface to an operator.
+The loss is here too.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Tokens of a chunk, at most: between chunks operators hand on states, inside them they take pairs of tokens.
+# Maximum tokens per chunk: operators pass states between chunks and compute token pairs inside them.
 CHUNK = 64
 
 

@@ -1,8 +1,8 @@
-"""Where the state restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
+"""State restarts inside a rank's tokens, for packed documents (docs/mathematics.md).
 
-Data give a shard's borders, `cu_seqlens` and `before`; operators take them as *pieces*, [T] int32 on the device of the
-tokens: the number of restarts through each token. A restart at token t means that t sees nothing before itself, so
-tokens of equal numbers may see each other, and those of number 0 the state before the shard.
+The data loader gives a shard's borders, `cu_seqlens` and `before`; operators take them as *pieces*, [T] int32 on the
+device of the tokens: the number of restarts through each token. A restart at token t means that t sees nothing before
+itself, so tokens of equal numbers may see each other, and those of number 0 the state before the shard.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device: torch.device) -> Tensor | None:
-    """Count the restarts of `num_tokens` tokens: one at the first token of every piece, but for the first piece where
-    that continues a document.
+    """Count the restarts of `num_tokens` tokens: one at the first token of every piece, except a first piece that
+    continues a document.
 
     Args:
-        cu_seqlens: [D + 1] integers from 0 to `num_tokens`, never falling; equal neighbours are empty pieces and
-            mean nothing. None: one document, in which nothing restarts, whatever `before` says.
-        before: tokens of the first piece's document before these tokens; it continues if there are any.
+        cu_seqlens: [D + 1] integers from 0 to `num_tokens`, non-decreasing; equal neighbours are empty pieces and are
+            ignored. None: one document without restarts, whatever `before` is.
+        before: tokens of the first piece's document before these tokens; the piece is a continuation if it is not 0.
         num_tokens: T, the number of tokens on this rank.
-        device: where the tokens are.
+        device: of the tokens.
 
     Returns:
         [T] int32, or None where `cu_seqlens` is None.
@@ -52,7 +52,7 @@ def find_restarts(pieces: Tensor) -> Tensor:
 
 
 def pieces_between(pieces: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The pieces of the tokens [start, stop) on their own."""
+    """The pieces of the tokens [start, stop), counted from `start`."""
     if pieces is None or start == 0:
         return None if pieces is None else pieces[:stop]
     return pieces[start:stop] - pieces[start - 1]

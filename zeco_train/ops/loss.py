@@ -1,13 +1,13 @@
-"""Cross-entropy of a linear head that never holds the logits of more than a chunk of tokens.
+"""Cross-entropy of a linear head that materialises the logits of one chunk of tokens at a time.
 
-At a million tokens and a vocabulary of 32k the logits alone would take 64 GB in bf16. Here the head is applied to one
-chunk of tokens after the other, and the gradients of a chunk are taken at once, while its logits are there:
+At a million tokens and a vocabulary of 32k the logits alone would take 64 GB in bf16. Here the head is applied chunk by
+chunk, and the gradients of a chunk are computed immediately, while its logits exist:
 
     loss = Σ_t lse(z_t) − z_t[y_t],   z = h Wᵀ,   dz = softmax(z) − onehot(y),   dh = dz W,   dW = dzᵀ h
 
-Why in the forward pass, rather than again in the backward pass: the loss is the last thing of a forward pass and its
-backward the first, so what is kept in between (dh in place of h, and dW, which the backward pass needs anyway) does
-not raise the peak, and one of four matrix products is saved. The upstream gradient is a scalar, multiplied in later.
+Why in the forward pass rather than in the backward pass: the loss ends the forward pass and starts the backward pass,
+so the tensors kept in between (dh in place of h, and dW, which the backward pass needs anyway) do not raise the peak,
+and one of four matrix products is saved. The upstream gradient is a scalar and is multiplied in later.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zeco_train.system.labels import IGNORE_INDEX
 
 TokenLosses = Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
 
-# Tokens of a chunk: large products fill a GPU, and each chunk's part of dW is a pass over a tensor of the head's size.
+# Tokens per chunk: large products fill a GPU, and each chunk's dW update is a pass over a tensor of the head's size.
 _CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_grad: bool) -> tuple[Tensor, Tensor]:
-    """Loss of one chunk and its gradient. Logits are overwritten where they are in `loss_dtype` already.
+    """Loss of one chunk and its gradient. Logits that are already in `loss_dtype` are overwritten.
 
     Args:
         logits: [n, vocab].
@@ -40,14 +40,14 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
     """
     wide = logits.to(loss_dtype)
     ignored = targets == IGNORE_INDEX
-    # Only the ignored ones get a stand-in: any other label out of range must fail in gather.
+    # Replace ignored labels only: any other label out of range must fail in gather.
     index = targets.masked_fill(ignored, 0).unsqueeze(-1)
     lse = wide.logsumexp(dim=-1, keepdim=True)
     loss = (lse - wide.gather(-1, index)).squeeze(-1).masked_fill(ignored, 0).sum()
     if not want_grad:
         return loss, logits.new_empty(0)
     if torch.compiler.is_compiling():
-        # One pass over the logits; what compares every logit with the label would be a pass of its own in eager mode.
+        # One pass over the logits; comparing every logit with the label would be an extra pass in eager mode.
         is_target = torch.arange(logits.shape[-1], device=logits.device) == index
         dlogits = (wide - lse).exp() - is_target.to(loss_dtype)
         return loss, dlogits.masked_fill(ignored.unsqueeze(-1), 0).to(logits.dtype)
@@ -57,7 +57,7 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
 
 
 class TokenScores(NamedTuple):
-    """What a model makes of each token.
+    """Loss and prediction of each token.
 
     Attributes:
         losses: [...], fp32 (fp64 for fp64): cross-entropy with the label; 0 where the label is −100.
@@ -80,11 +80,11 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D], bf16, fp32 or fp64.
         weight: [vocab, D], same dtype; may be a tied embedding.
-        labels: [...] int64, in [0, vocab), or −100 where a token does not count.
-        chunk_tokens: tokens whose logits exist at one time. Besides the two gradients (that of the weight in fp32,
-            fp64 for fp64), the memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64). None: 2,048, or
-            8,192 on CUDA.
-        token_losses: this module's `token_losses`, as it is or compiled.
+        labels: [...] int64, in [0, vocab), or −100 for ignored tokens.
+        chunk_tokens: tokens whose logits exist at one time. Besides the two gradients (that of the weight in fp32, fp64
+            for fp64), peak memory is about two tensors [chunk_tokens, vocab] in fp32 (fp64). None: 2,048, or 8,192 on
+            CUDA.
+        token_losses: this module's `token_losses`, eager or compiled.
 
     Returns:
         Scalar, fp32 (fp64 for fp64): the sum, not the mean, so that ranks and micro-batches add up; 0 if no token
@@ -94,12 +94,12 @@ def linear_cross_entropy(
         ValueError: shapes that do not fit, or chunk_tokens < 1.
     """
     chunk_tokens = _check(hidden, weight, labels, chunk_tokens)
-    # Inside a Function's forward the grad mode is always off, so it must be told whether gradients are wanted.
+    # Grad mode is always off inside a Function's forward, so `want_grad` is passed explicitly.
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), token_losses)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
-    """The number of tokens of a chunk, once the shapes are seen to fit."""
+    """Check the shapes; returns the number of tokens per chunk."""
     if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
@@ -116,8 +116,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | N
 def linear_token_scores(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> TokenScores:
     """The cross-entropy of softmax(hidden weightᵀ) and the most likely id of each token, without gradients.
 
-    Arguments and errors are those of `linear_cross_entropy`. Logits exist of tokens whose label counts only: where a
-    few tokens of a long sequence are asked for, the head costs next to nothing.
+    Arguments and errors are those of `linear_cross_entropy`. Logits are computed only for tokens whose label counts: if
+    few tokens of a long sequence are scored, the head costs next to nothing.
     """
     chunk_tokens = _check(hidden, weight, labels, chunk_tokens)
     losses = torch.zeros(labels.shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device).view(-1)
@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_dtype = accumulation_dtype(hidden.dtype)
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         dhidden = torch.empty_like(rows) if want_hidden else None
-        # A sum over many chunks in bf16 would lose the small contributions.
+        # Not bf16: a sum over many chunks would lose the small contributions.
         dweight = torch.zeros_like(weight, dtype=loss_dtype) if want_weight else None
 
         losses = []
@@ -169,7 +169,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: another [tokens, D] is dear. Autograd refuses a second backward, since a saved tensor has changed.
+        # In place: another [tokens, D] is expensive. Autograd refuses a second backward because a saved tensor has
+        # changed.
         dhidden, dweight = ctx.saved_tensors
         if dhidden is not None:
             dhidden = dhidden.mul_(dloss).view(ctx.hidden_shape)

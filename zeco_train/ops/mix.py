@@ -1,6 +1,6 @@
 """An operator over a sharded sequence: the one op that serves every operator and every backend.
 
-The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only thing that crosses ranks is one exclusive
+The operator's passes (`zeco_train.ops.passes`) are local to a rank; the only communication is one exclusive
 scan of states in the forward pass and one of state gradients, in reverse, in the backward pass
 (docs/mathematics.md). `→` marks it:
 
@@ -8,8 +8,8 @@ scan of states in the forward pass and one of state gradients, in reverse, in th
     zeco::mix_backward  local state gradients → launch(D_loc, Aᵀ, reverse) | states again, intra-chunk gradients
                         | wait → D_in, operand gradients, finish
 
-Both are custom ops, so a compiler sees each as one node: it neither looks inside nor moves a launch away from the work
-that covers it, and a compiled block has no graph break.
+Both are custom ops, so a compiler sees each as one node: it neither traces inside nor moves a launch away from the
+compute that overlaps it, and a compiled block has no graph break.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def mix(
 
     Args:
         operator: its name (`zeco_train.ops.registry`).
-        operands: those of this rank's tokens, in the operator's order: q, k [B, T, H, K] in bf16, fp32 or fp64,
-            v [B, T, H, V] in the same dtype, and what makes A_t. Values are not checked, for that would wait for the
-            device: positive log-decays give wrong results on GPUs.
-        shard: where these tokens lie, and the scan that joins them to the rest of the sequence.
+        operands: of this rank's tokens, in the operator's order: q, k [B, T, H, K] in bf16, fp32 or fp64, v
+            [B, T, H, V] in the same dtype, and the operands of A_t. Values are not checked, since that would
+            synchronise with the device: positive log-decays give wrong results on GPUs.
+        shard: position of these tokens, and the scan that connects them to the rest of the sequence.
         scale: factor of the outputs, K^-1/2 if None.
         incoming_state: [B, H, K, V], the state R that a first forward pass received. It is replayed as a constant:
             the forward pass then communicates nothing, as recomputation requires. The backward pass still does.
@@ -56,17 +56,17 @@ def mix(
 
     Returns:
         o, [B, T, H, V] in the dtype of v, and carry_out, [B, H, K, V], replicated, or None. With `incoming_state`
-        the value of carry_out is not known here and is NaN: only its gradient edge is of use then.
+        the value of carry_out is unknown and is NaN: only its gradient edge is valid then.
 
     Raises:
-        ValueError: no such operator, or operands that do not fit; the message names what.
+        ValueError: unknown operator, or invalid operands; the message names the problem.
     """
     q = operands[0]
     place, boundary = shard.place(q.shape[1], q.device), Boundary(incoming_state, carry_in, want_carry)
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
     o, crossing = mix_at(operator, operands, scale, place, boundary)
     if o.grad_fn is not None:
-        # The op knows the scan by name only, and a caller may drop the shard before the backward pass.
+        # The op refers to the scan by name only, and a caller may drop the shard before the backward pass.
         metadata: Any = o.grad_fn.metadata
         metadata["scan"] = shard.scan
     return o, crossing.carry_out if want_carry else None
@@ -75,10 +75,11 @@ def mix(
 def mix_at(
     operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
 ) -> tuple[Tensor, Crossing]:
-    """`mix` in terms that a compiler can trace. The caller keeps the scan of `place` until the backward pass is over.
+    """`mix` with arguments that a compiler can trace. The caller keeps the scan of `place` alive until after the
+    backward.
 
     Returns:
-        o, [B, T, H, V] in the dtype of v; and what crossed ranks.
+        o, [B, T, H, V] in the dtype of v; and the states that crossed ranks.
     """
     o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *place, *boundary)
     return o, Crossing(received, carry_out)
@@ -94,8 +95,8 @@ def _mix(
     carry_in: Tensor | None,
     want_carry: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; [0] stands for what
-    there is not."""
+    """o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; absent tensors are
+    [0]."""
     with _alone(operands[0]):
         local = operator_of(operator, operands).select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
@@ -107,7 +108,7 @@ def _mix(
             o = local.outputs(received)
             pending.finish()
             carry_out = pending.carry_out() if want_carry else carry_out
-            # Over one rank a scan gives back its carry_in itself, and an op may not.
+            # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
         else:
             local.overlap()
@@ -142,7 +143,7 @@ def _mix_backward(
     pieces: Tensor | None,
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients of the operands, and dcarry_in; that one is [0] unless it is wanted."""
+    """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
     with _alone(do):
         passes = operator_of(operator, operands).select(operands)
         local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
@@ -163,8 +164,8 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
 
 
 class _Differentiable(torch.autograd.Function):
-    """`zeco::mix` under autograd, with its lists flat: `torch.library.register_autograd` would take them apart and put
-    them together again by pytrees, which costs the host more than all else here."""
+    """`zeco::mix` under autograd, with its lists flattened: `torch.library.register_autograd` would flatten and
+    unflatten them by pytrees, which takes more host time than everything else here."""
 
     @staticmethod
     def forward(
@@ -201,7 +202,7 @@ class _Differentiable(torch.autograd.Function):
             operands.insert(position, saved.pop(0))
         want_dcarry = ctx.needs_input_grad[5]
         do = torch.zeros_like(operands[2]) if do is None else do
-        # A compiler fills in gradients that there are not.
+        # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
         place = ctx.scan, pieces
         grads, dcarry_in = _mix_backward(
@@ -224,8 +225,8 @@ register_fake("zeco::mix", _mix_shapes, lib=_LIBRARY)
 
 
 class _alone:
-    """On the device of the tokens, which need not be the current one and which Triton and streams would take; and
-    without autocast, which would change the dtypes of some products, in backward passes, too."""
+    """Context manager: make the tokens' device current (Triton and streams use the current one) and disable autocast,
+    which would change the dtypes of some products, in backward passes too."""
 
     def __init__(self, q: Tensor) -> None:
         self._device, self._autocast = torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False)

@@ -1,14 +1,14 @@
-"""Passes out of any differentiable operator: the oracle of a new one, and its slow path where it has no passes yet.
+"""Passes from any differentiable operator: the oracle for a new one, and its slow path until it has its own passes.
 
-An operator that goes from an initial state to a final one, and that autograd differentiates, has all that a scan over
-ranks needs. With R the state before a shard, S and A its own state and transition:
+An operator from an initial state to a final one, differentiable by autograd, is sufficient for a scan over ranks. With
+R the state before a shard, S and A its own state and transition:
 
     final state = A R + S                S: the final state of a zero start
     [S | A]                              the final state of values [v | 0] from the start [0 | I], K columns more
     D_loc, and the operands' gradients   by autograd, from (do, 0) and from (do, D_in)
 
-Documents are runs of their own: the first piece of one that continues starts from R, every other one from zero; what
-the shard hands on is the last piece's. Each pass runs the operator once more than an implementation of its own would.
+Each document is a separate run: the first piece starts from R if it continues a document, every other one from zero;
+the shard's state is the last piece's. Each pass runs the operator once more than a dedicated implementation would.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def op_passes(op: Recurrence, kind: Kind) -> Passes:
     """The passes of an operator.
 
     Args:
-        op: any such operator, of operands of which the first three are q, k, v; it takes values of any width.
+        op: the operator; its first three operands are q, k, v, and it accepts values of any width.
         kind: of its transition. Log-decays of a diagonal one are logarithms of the products of decays.
     """
     return Passes(partial(_OpForward, op, kind), partial(_OpBackward, op))
@@ -111,12 +111,12 @@ def _run(
 def _grads(
     outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = False
 ) -> tuple[Tensor, ...]:
-    """Gradients of the inputs, each a tensor of its own; zeros where an input has no part in the outputs."""
+    """Gradients of the inputs, each a separate tensor; zeros for inputs that the outputs do not depend on."""
     found = torch.autograd.grad(outputs, inputs, grads, retain_graph=retain_graph, allow_unused=True)
     return tuple(torch.zeros_like(x) if grad is None else grad.clone() for x, grad in zip(inputs, found, strict=True))
 
 
-# What the dispatcher leaves out inside a custom op.
+# Dispatch keys that the dispatcher excludes inside a custom op.
 _AUTOGRAD = (
     torch._C.DispatchKey.AutogradFunctionality,
     torch._C.DispatchKey.AutogradOther,
@@ -126,8 +126,8 @@ _AUTOGRAD = (
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside a custom op, whose own gradient is written out. `torch.func.vjp` works there by itself, but not
-    on a `torch.autograd.Function` without `setup_context`, which is what libraries of kernels have."""
+    """Enable autograd inside a custom op whose own gradient is written out. `torch.func.vjp` works there without this,
+    but not on a `torch.autograd.Function` without `setup_context`, which kernel libraries use."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(key)

@@ -1,4 +1,4 @@
-"""An operator, and the two passes of one rank as autograd drives them: what comes before the scan, beside it, after it.
+"""Interface of an operator, and of its two passes on one rank: work before the scan, overlapping it, and after it.
 
     forward(operands, …)       → launch(state, transition)              | overlap() | wait → outputs(R)
     backward(operands, do, …)  → launch(state_grad, adjoint, reverse)   | overlap() | wait → operand_grads(D_in)
@@ -20,7 +20,7 @@ class ForwardPass(Protocol):
     """One rank's forward pass.
 
     Attributes:
-        state: [B, H, K, V], S_loc: what this rank's tokens add to the state after them.
+        state: [B, H, K, V], S_loc: this rank's contribution to the state after its tokens.
         transition: [B, H, K] or [B, H, K, K], how they change an incoming state (`zeco_train.ops.transition`).
     """
 
@@ -28,16 +28,16 @@ class ForwardPass(Protocol):
     transition: Tensor
 
     def overlap(self) -> None:
-        """Do what needs no other rank: the scores inside chunks."""
+        """Compute what needs no other rank: the scores inside chunks."""
         ...
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        """Make o, [B, T, H, V] in the dtype of v, given R, [B, H, K, V]."""
+        """Compute o, [B, T, H, V] in the dtype of v, given R, [B, H, K, V]."""
         ...
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """New tensors for the backward pass, see `Passes`; asked for after `outputs`."""
+        """New tensors to save for the backward pass, see `Passes`; called after `outputs`."""
         ...
 
 
@@ -51,11 +51,11 @@ class BackwardPass(Protocol):
     state_grad: Tensor
 
     def overlap(self) -> None:
-        """Do what needs no other rank: states again, gradients inside chunks."""
+        """Compute what needs no other rank: recomputed states, gradients inside chunks."""
         ...
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """The gradient of each operand, in their order, like the operand, given D_in, [B, H, K, V]."""
+        """The gradient of each operand, in their order, shaped like the operand, given D_in, [B, H, K, V]."""
         ...
 
 
@@ -68,7 +68,7 @@ StartBackward = Callable[
 
 
 def nothing_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`Passes.saved_like` of passes that keep operands and R only."""
+    """`Passes.saved_like` of passes that save only operands and R."""
     del operands
     return ()
 
@@ -76,23 +76,21 @@ def nothing_saved(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class Passes(NamedTuple):
     """An implementation of an operator on one rank.
 
-    Both passes are started by what they are given, and make the local state and transition, or the local state
-    gradients, at once:
+    The constructors of both passes compute the local state and transition, or the local state gradients, from:
 
-    - operands, in the operator's order; to the backward pass without those in whose place the forward pass has saved
-      something;
-    - do, [B, T, H, V], the gradient of o, and what else the forward pass has saved;
-    - incoming_state: R, [B, H, K, V], if it is needed;
+    - operands, in the operator's order; for the backward pass without those replaced by saved tensors;
+    - do, [B, T, H, V], the gradient of o, and the saved tensors (backward pass only);
+    - incoming_state: R, [B, H, K, V], if needed (backward pass only);
     - scale: factor of the outputs;
     - pieces: [T], see `zeco_train.ops.documents`; None without documents.
 
-    A shape or dtype that does not fit is a ValueError, whose message names the tensor.
+    An invalid shape or dtype raises a ValueError that names the tensor.
 
     Attributes:
         forward, backward: the passes.
-        saved_like: of the operands, empty tensors like `ForwardPass.saved`.
-        replaced: positions of the operands that are not kept for the backward pass. As many tensors of `saved`, the
-            first ones, are kept and given to it in their place, each of the shape and dtype of the operand.
+        saved_like: operands → empty tensors like `ForwardPass.saved`.
+        replaced: positions of the operands that are not saved for the backward pass. The first tensors of `saved`, as
+            many as these, are passed to it in their place, each of the shape and dtype of the operand.
         needs_incoming: the backward pass takes R.
     """
 
@@ -117,17 +115,17 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Operator:
-    """What everybody else has to know of an operator.
+    """An operator as the rest of the project sees it.
 
     Attributes:
-        operands: their names, in the order in which they are given; q, k, v first.
+        operands: names of the operands, in call order; q, k, v first.
         kind: of its transition.
-        select: the implementation for operands like these: the only place where a device or a dtype gets one. It takes
-            those of a backward pass, too.
+        select: operands → implementation: the only place that dispatches on device or dtype. Also takes the operands of
+            a backward pass.
         naive: the recurrence, token by token: the oracle.
-        step: of the operands of one token [B, 1, …] and the state, which it moves on in place: o, [B, 1, H, V].
-        forward_flops: of H, K, V: FLOPs of the forward pass for one token.
-        recomputed_flops: of H, K, V: FLOPs for one token that the backward pass computes a second time.
+        step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
+        forward_flops: (H, K, V) → FLOPs per token of the forward pass.
+        recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
     """
 
     operands: tuple[str, ...]

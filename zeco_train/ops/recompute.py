@@ -1,8 +1,8 @@
-"""Computing again in the backward pass what is too large to keep.
+"""Activation recomputation in the backward pass.
 
-`torch.utils.checkpoint` would run a block's forward pass a second time as it ran the first time, scan over ranks
-included: twice the communication, in an order that need not be the same on all ranks. Here the state that a layer
-received is kept, and the second pass replays it: it communicates nothing.
+`torch.utils.checkpoint` would repeat a block's forward pass unchanged, scan over ranks included: twice the
+communication, in an order that need not be the same on all ranks. Here the state that a layer received is kept and
+replayed in the second pass, which communicates nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from zeco_train.ops.seam import Boundary, Place
 
 
 class Block(Protocol):
-    """What can be computed again."""
+    """A block that can be recomputed."""
 
     def __call__(
         self, x: Tensor, place: Place, boundary: Boundary, is_read: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] → y [B, T, D], received, carry_out. With `is_read=False` only the gradients of y are of use."""
+        """x [B, T, D] → y [B, T, D], received, carry_out. With `is_read=False` only the gradients of y are valid."""
         ...
 
 
 class Recompute(Enum):
-    """What the backward pass computes again instead of keeping it: nothing; the MLPs; or whole blocks, of which then
-    only the inputs are kept. States that other ranks sent are always kept."""
+    """What the backward pass recomputes: nothing; the MLPs; or whole blocks, of which then only the inputs are kept.
+    States received from other ranks are always kept."""
 
     none = "none"
     selective = "selective"
@@ -37,21 +37,21 @@ class Recompute(Enum):
 
 
 def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Tensor, Tensor]:
-    """`block(x, place, boundary)`, of which only x and states are kept for the backward pass.
+    """`block(x, place, boundary)`, keeping only x and states for the backward pass.
 
     Args:
-        block: has no inputs that need gradients but x, `boundary.carry_in` and parameters; is deterministic.
+        block: deterministic; only x, `boundary.carry_in` and parameters need gradients.
         x: [B, T, D], requires grad.
 
     Returns:
-        y [B, T, D], received and carry_out as the block gives them.
+        y [B, T, D], received and carry_out of the block.
     """
     return _Recomputed.apply(block, x, place, *boundary)
 
 
 class _Recomputed(torch.autograd.Function):
-    """Forward: the block without autograd. Backward: the block once more, with its state replayed, and back through it;
-    that leaves the gradients of the parameters where they belong."""
+    """Forward: the block without autograd. Backward: the block once more, with its state replayed, then its backward,
+    which accumulates the parameters' gradients in `.grad` as usual."""
 
     @staticmethod
     def forward(ctx: Any, block: Block, x: Tensor, place: Place, *states: Any) -> tuple[Tensor, Tensor, Tensor]:

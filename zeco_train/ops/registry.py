@@ -1,4 +1,4 @@
-"""The operators by name. A new one is its folder and a line here."""
+"""The operators by name. To add one, add its folder and a line here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OPERATORS = {
 
 
 def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
-    """The operator of that name.
+    """Look up an operator by name.
 
     Raises:
-        ValueError: there is none, or it takes another number of operands.
+        ValueError: unknown name, or wrong number of operands.
     """
     if name not in OPERATORS:
         raise ValueError(f"operator: must be one of {', '.join(OPERATORS)}; got {name!r}")

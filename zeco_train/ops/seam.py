@@ -6,12 +6,12 @@ A sequence-parallel backend is one exclusive scan over the ranks that share a se
     R_0 = carry_in,    R_{p+1} = A_p R_p + state_p
 
 In reverse the scan runs from the last rank to the first, over gradients with respect to the states. `launch` and `wait`
-are apart, so that communication overlaps whatever a caller does between them. Backends hold no autograd.
-They are `zeco_train.sp`; models name the types of this file and know nothing of them.
+are separate, so that communication overlaps the compute between them. Backends hold no autograd state. They are in
+`zeco_train.sp`; models depend only on the types of this file.
 
-A custom op takes tensors and plain values but no objects, so it is given a scan by name. A name stands for one scan as
-long as that lives. It is a constant of a compiled graph: a graph is compiled anew for another scan, and holds none
-alive.
+A custom op takes tensors and plain values but no objects, so scans are passed by name. A name is bound to one scan for
+as long as the scan lives. It is a constant of a compiled graph: another scan triggers a recompilation, and graphs keep
+no scan alive.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from zeco_train.ops.documents import find_pieces
 
 @dataclass(frozen=True, eq=False)
 class ScanRequest:
-    """One rank's part in a scan.
+    """One rank's input to a scan.
 
     Attributes:
         state: [B, H, K, V], fp32 (fp64 for fp64 inputs), this rank's contribution from a zero start.
-        transition: same dtype, how this rank's tokens change an incoming state (`zeco_train.ops.transition`):
-            log-decays [B, H, K], ≤ 0, −inf where a document restarts, or matrices [B, H, K, K], zero there. All ranks'
-            are of one kind. A reverse scan takes the `adjoint` of what the forward one took.
+        transition: same dtype, this rank's effect on an incoming state (`zeco_train.ops.transition`): log-decays
+            [B, H, K], ≤ 0, −inf if a document restarts, or matrices [B, H, K, K], zero there. All ranks' are of one
+            kind. A reverse scan takes the `adjoint` of the forward scan's transition.
         reverse: scan from the last rank to the first.
         carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
-        want_carry: `carry_out` will be asked for. All ranks must agree.
+        want_carry: `carry_out` will be called. All ranks must agree.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: an invalid shape, dtype or device.
     """
 
     state: Tensor
@@ -73,14 +73,14 @@ def _describe(tensor: Tensor) -> str:
 
 
 class LaunchedScan(Protocol):
-    """A scan under way. The order of use is `wait`, `finish`, `carry_out`."""
+    """A scan in flight. Call `wait`, `finish`, `carry_out` in this order."""
 
     def wait(self) -> Tensor:
         """Return the incoming state R_p (in reverse: D_in = D_{p+1}), [B, H, K, V], in the dtype of the state."""
         ...
 
     def finish(self) -> None:
-        """To be called once the outputs that use the incoming state are computed: LASP-1 folds and sends here."""
+        """Call after computing the outputs that use the incoming state: LASP-1 folds and sends here."""
         ...
 
     def carry_out(self) -> Tensor:
@@ -106,7 +106,7 @@ _numbers = itertools.count()
 
 
 def handle_of(scan: StateScan) -> str:
-    """The scan's name, always the same."""
+    """The scan's unique name."""
     if scan not in _HANDLES:
         _HANDLES[scan] = handle = f"scan-{next(_numbers)}"
         _SCANS[handle] = scan
@@ -114,10 +114,10 @@ def handle_of(scan: StateScan) -> str:
 
 
 def scan_of(handle: str) -> StateScan:
-    """The scan of that name.
+    """Look up a scan by name.
 
     Raises:
-        RuntimeError: it is gone; whoever runs a backward pass has to keep the scan of the forward pass.
+        RuntimeError: it was freed; the caller of a backward pass must keep the scan of the forward pass alive.
     """
     scan = _SCANS.get(handle)
     if scan is None:
@@ -138,7 +138,7 @@ class Place(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """The states at the borders of one layer's tokens; see `zeco_train.ops.mix.mix`."""
+    """The states at the boundaries of one layer's tokens; see `zeco_train.ops.mix.mix`."""
 
     incoming_state: Tensor | None = None
     carry_in: Tensor | None = None
@@ -146,7 +146,7 @@ class Boundary(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """What one layer's tokens got from other ranks and left to others.
+    """States that one layer received from other ranks and passed on.
 
     Attributes:
         received: [B, H, K, V], R, for a later replay; [0] in a replay.
@@ -159,16 +159,16 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """All that a layer knows of where its tokens lie in the sequence.
+    """Position of a shard in its sequence: all that a layer needs to know about parallelism.
 
     Attributes:
-        scan: how states cross to and from the other shards of the sequence.
+        scan: exchanges states with the other shards of the sequence.
         offset: position of this shard's first token in the whole sequence.
         seq_len: length of the whole sequence in tokens.
         cu_seqlens: [documents + 1] int64, the borders of the documents' pieces on this shard, from 0 to its number of
-            tokens; None where the sequence is one document.
-        before: tokens of the first piece's document on earlier shards; 0 where it begins here. Without documents the
-            sequence is the one document, and this is `offset`, which need not be given.
+            tokens; None if the sequence is one document.
+        before: tokens of the first piece's document on earlier shards; 0 if it begins here. Without documents the whole
+            sequence is the document, this equals `offset`, and it need not be given.
     """
 
     scan: StateScan
@@ -182,13 +182,13 @@ class SequenceShard:
             object.__setattr__(self, "before", self.offset)
 
     def place(self, num_tokens: int, device: torch.device) -> Place:
-        """What the operator is given, in values that a compiler can trace; arguments and errors of `pieces`."""
+        """The shard as traceable values for the operator; arguments and errors of `pieces`."""
         return Place(handle_of(self.scan), self.pieces(num_tokens, device))
 
     def pieces(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        """Where the state restarts among this shard's `num_tokens` tokens, on their device; None without documents.
+        """Restarts among this shard's `num_tokens` tokens, on their device; None without documents.
 
-        Found once, however many layers ask: it takes the borders to the host, for which CUDA has to be waited for.
+        Computed once and cached for all layers: it copies the borders to the host, which synchronises with CUDA.
 
         Returns:
             [T] int32, see `zeco_train.ops.documents`.

@@ -1,11 +1,11 @@
-"""How the tokens of a shard change a state: the affine map `R ↦ A R + S` that every scan over ranks applies.
+"""State transition of a shard: the affine map `R ↦ A R + S` that every scan over ranks applies.
 
-`S` is the shard's state from a zero start. `A` is its *transition*, and the number of dimensions is its kind:
+`S` is the shard's state from a zero start. `A` is its *transition*; its kind is given by its number of dimensions:
 
-    [B, H, K]      log-decays: A = Diag(exp(transition)); −inf is a decay of 0. Gated linear attention and its kin.
-    [B, H, K, K]   matrices: A = transition; a zero matrix cuts the incoming state off. The delta rule and its kin.
+    [B, H, K]      log-decays: A = Diag(exp(transition)); −inf is a decay of 0. Gated linear attention and similar.
+    [B, H, K, K]   matrices: A = transition; a zero matrix cuts the incoming state off. The delta rule and similar.
 
-Backends and collectives know these functions only, and contain no arithmetic on transitions of their own.
+Backends and collectives use only these functions for arithmetic on transitions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def is_matrix(transition: Tensor) -> bool:
-    """Whether a transition is of matrices, [B, H, K, K], and not of log-decays, [B, H, K]."""
+    """Whether a transition consists of matrices, [B, H, K, K], rather than log-decays, [B, H, K]."""
     return transition.ndim == 4
 
 
@@ -23,7 +23,7 @@ def fold(state: Tensor, transition: Tensor, incoming: Tensor) -> Tensor:
     """The state after a shard: `A incoming + state`.
 
     Args:
-        state: [B, H, K, V], what the shard's tokens make of a zero start.
+        state: [B, H, K, V], the shard's state from a zero start.
         transition: [B, H, K], log-decays ≤ 0, or [B, H, K, K], matrices; same dtype.
         incoming: [B, H, K, V], same dtype, finite: the state before the shard.
 
@@ -36,7 +36,7 @@ def fold(state: Tensor, transition: Tensor, incoming: Tensor) -> Tensor:
 
 
 def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The pair of two neighbouring shards taken as one.
+    """Compose two neighbouring shards into one pair.
 
     Args:
         later, earlier: (state, transition) of each, as in `fold`.
@@ -50,34 +50,34 @@ def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tup
 
 
 def adjoint(transition: Tensor) -> Tensor:
-    """Aᵀ: what a reverse scan, over gradients with respect to states, is launched with. A view."""
+    """Aᵀ, a view: the transition of a reverse scan, over gradients with respect to states."""
     return transition.mT if is_matrix(transition) else transition
 
 
 def cut(transition: Tensor, heads: Tensor) -> Tensor:
-    """The transitions of some heads as rows of K numbers, to travel beside columns of states.
+    """The transitions of some heads as rows of K numbers, to be sent along with columns of states.
 
     Args:
         transition: [B, H, K] or [B, H, K, K].
         heads: […, N] indices.
 
     Returns:
-        [B, …, N, K] or [B, …, N · K, K]; `join` is the way back.
+        [B, …, N, K] or [B, …, N · K, K]; `join` is the inverse.
     """
     rows = transition[:, heads]
     return rows.flatten(-3, -2) if is_matrix(transition) else rows
 
 
 def join(rows: Tensor, like: Tensor) -> Tensor:
-    """What `cut` made, as transitions of the kind of `like` again: [B, N, K] or [B, N, K, K]."""
+    """Inverse of `cut`: transitions of the kind of `like`, [B, N, K] or [B, N, K, K]."""
     return rows.unflatten(-2, (-1, rows.shape[-1])) if is_matrix(like) else rows
 
 
 def as_columns(transition: Tensor) -> Tensor:
-    """A transition as columns of K numbers, to travel beside those of a state: [B, H, K, 1] or [B, H, K, K]."""
+    """A transition as columns of K numbers, to be sent along with those of a state: [B, H, K, 1] or [B, H, K, K]."""
     return transition if is_matrix(transition) else transition.unsqueeze(-1)
 
 
 def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """What `as_columns` made, as a transition of the kind of `like` again."""
+    """Inverse of `as_columns`: a transition of the kind of `like`."""
     return columns if is_matrix(like) else columns.squeeze(-1)

@@ -1,4 +1,4 @@
-"""The planner: what a run will take of memory, wire and time, before anything runs.
+"""The planner: predicted memory, communication and time of a run, before anything runs.
 
 `calibration.py` holds every measured or assumed constant; the other files hold formulas only.
 """

@@ -1,4 +1,4 @@
-"""`python -m zeco_train.plan`."""
+"""Entry point of `python -m zeco_train.plan`."""
 
 from zeco_train.system.signals import run_command
 

@@ -1,4 +1,4 @@
-"""What to set so that a run fits, fastest first: `train.recompute` and `train.segments`, then more ranks."""
+"""Settings with which a run fits, fastest first: `train.recompute` and `train.segments`, then more ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.step_time import StepTime, plan_step
 
-# Shorter parts than this a rank leave a device idle, and their number is bounded by it.
+# Shorter segments per rank leave a device idle; this also bounds their number.
 LEAST_TOKENS = 1024
 _MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Option:
-    """A case with what it takes."""
+    """A case with its predicted memory and time."""
 
     case: Case
     memory: Memory
@@ -25,7 +25,7 @@ class Option:
 
     @property
     def setting(self) -> str:
-        """As one writes it."""
+        """The option as overrides."""
         return f"train.recompute={self.case.recompute.value} train.segments={self.case.segments}"
 
 
@@ -36,7 +36,7 @@ def evaluate(case: Case, headroom: float) -> Option:
 
 def options(case: Case, headroom: float) -> list[Option]:
     """For each recompute setting the smallest number of segments that fits, and the case itself if it fits; fastest
-    first. None where none fits."""
+    first. Empty if nothing fits."""
     found = [_smallest(case.with_changes(recompute=recompute), headroom) for recompute in Recompute]
     fitting = [option for option in found if option is not None]
     own = evaluate(case, headroom)
@@ -46,17 +46,18 @@ def options(case: Case, headroom: float) -> list[Option]:
 
 
 def legal_segments(case: Case) -> list[int]:
-    """Numbers of segments that the sequence divides into, with at least `LEAST_TOKENS` tokens of each on a rank."""
+    """Numbers of segments that divide the sequence, with at least `LEAST_TOKENS` tokens of each on a rank."""
     length = case.config.data.seq_len // case.sp_size
     return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order. By the prime factors: lengths that are asked about are too long to try every number."""
+    """All divisors in increasing order, from the prime factors: sequence lengths are too large for trial of every
+    number."""
     found, factor = [1], 2
     while number > 1:
         if factor * factor > number:
-            # What is left is a prime.
+            # The remainder is prime.
             factor = number
         powers = [1]
         while number % factor == 0:
@@ -68,8 +69,8 @@ def divisors(number: int) -> list[int]:
 
 
 def more_ranks(case: Case, headroom: float) -> Option | None:
-    """The fastest option on the fewest ranks, twice as many and so on, that share a sequence; None if there is none.
-    Ranks of `sp=dp` share none."""
+    """The fastest option on the fewest ranks that share a sequence: twice as many, and so on; None if there is none.
+    Ranks of `sp=dp` share no sequence."""
     if not case.config.sp.spec.scans:
         return None
     while case.world_size < _MOST_RANKS:
@@ -82,7 +83,7 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
 
 
 def _smallest(case: Case, headroom: float) -> Option | None:
-    """The fewest segments with which the case fits. Memory falls as they grow, but for the states between them."""
+    """The fewest segments with which the case fits. Memory decreases with their number, except for boundary states."""
     for segments in legal_segments(case):
         candidate = case.with_changes(segments=segments)
         if plan_memory(candidate, headroom).fits:

@@ -1,4 +1,4 @@
-"""One case to plan: a configuration on so many ranks of a device, and the counts that follow from both."""
+"""One case to plan: a configuration on a number of ranks of a device, and the counts derived from both."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zeco_train.plan.devices import Gpu, Machine, machine
 @dataclass(frozen=True)
 class Case:
     """Attributes:
-    config: the run's.
+    config: of the run.
     world_size, sp_size: all ranks, and those that share a sequence.
-    machine: what a rank runs on.
-    gpus_per_node: ranks of a node.
+    machine: the device of a rank.
+    gpus_per_node: ranks per node.
     """
 
     config: Config
@@ -35,7 +35,7 @@ class Case:
     gpus_per_node: int
 
     def with_changes(self, *, segments: int | None = None, recompute: Recompute | None = None) -> Case:
-        """The same with other values of `train`; None leaves one as it is."""
+        """A copy with other values of `train`; None leaves a value unchanged."""
         train = dataclasses.replace(
             self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute
         )
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of a step and dp rank."""
+        """Micro-batches per step and dp rank."""
         return self.config.data.global_batch // (self.config.data.micro_batch * self.dp_size)
 
     @property
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of a rank at a time: one segment of a micro-batch."""
+        """Tokens of a rank per pass: one segment of a micro-batch."""
         return self.batch * self.config.data.seq_len // (self.segments * self.sp_size)
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of a step that give gradients: segments of micro-batches."""
+        """Forward and backward passes with gradients per step: segments of micro-batches."""
         return self.micro_steps * self.segments
 
     @property
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def wide_bytes(self) -> int:
-        """Of what is summed: fp32, fp64 for fp64."""
+        """Bytes per element of accumulated tensors: fp32, fp64 for fp64."""
         return accumulation_dtype(self.config.train.dtype.compute).itemsize
 
     @property
@@ -99,7 +99,7 @@ class Case:
 
     @property
     def state_bytes(self) -> int:
-        """S: a state [B, H, K, V] of a layer, the largest where they differ."""
+        """S: a state [B, H, K, V] of a layer, the largest if layers differ."""
         return self.batch * math.prod(self.spec.state_shape) * self.wide_bytes
 
     @property
@@ -108,13 +108,13 @@ class Case:
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether ranks that share a sequence are on several machines."""
+        """Whether ranks that share a sequence are on several nodes."""
         straddles = self.nodes > 1 and self.gpus_per_node % self.sp_size != 0
         return self.sp_size > self.gpus_per_node or straddles
 
     @property
     def shards(self) -> int:
-        """Ranks over which a parameter is cut."""
+        """Ranks over which a parameter is sharded."""
         match self.config.parallel.strategy:
             case Strategy.ddp:
                 return 1
@@ -129,15 +129,15 @@ class Case:
         return spec_of(self.config.model)
 
     def block(self, layer: int) -> BlockSpec:
-        """Of a layer; negative numbers count from the last one."""
+        """Block of a layer; negative numbers count from the last one."""
         return self.spec.blocks[self.config.model.mixer_of(layer % self.config.model.num_layers)]
 
 
 def build_case(request: Request) -> tuple[Case, list[str]]:
-    """The case that is asked for, and what of it was not asked for, a line each.
+    """The requested case, and the assumptions made for it, one per line.
 
     Raises:
-        ConfigError: a split that the number of ranks does not allow.
+        ConfigError: an invalid split of the ranks.
     """
     settings, config, notes = request.settings, request.config, []
     gpu = settings.gpu or (Gpu.cpu if config.train.device is Device.cpu else Gpu.h200)
@@ -145,7 +145,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
     unit = world_size // sp_size * config.data.micro_batch
     if "data.global_batch" not in request.given and config.data.global_batch % unit:
-        # The experiments' batch is meant for one group of ranks.
+        # The experiments' batch is that of one SP group.
         batch = -(-config.data.global_batch // unit) * unit
         notes.append(
             f"data.global_batch={batch}, not {config.data.global_batch}: {world_size // sp_size} groups of ranks take "
@@ -153,13 +153,13 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
         )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
     check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
-    # The ranks of a CPU share a machine, however many they are.
+    # CPU ranks always share a machine.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
     return Case(config, world_size, sp_size, _machine(request, gpu), per_node), notes
 
 
 def _machine(request: Request, gpu: Gpu) -> Machine:
-    """The device, with what the command line says of it."""
+    """The device, with the overrides of the command line."""
     settings, known = request.settings, machine(gpu)
     flops = known.flops
     if settings.matmul_tflops is not None:

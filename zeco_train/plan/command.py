@@ -1,4 +1,4 @@
-"""What `python -m zeco_train.plan` runs: a command line in, a plan out. Joins no ranks and starts nothing."""
+"""The command `python -m zeco_train.plan`: a command line in, a plan out. Connects no ranks and starts nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeco_train.system.paths import warn_of_replacing
 
 @errors_in_a_line
 def main(arguments: list[str]) -> int:
-    """Print a plan; returns the process's exit code: 0, also where the run does not fit, for that is an answer."""
+    """Print a plan; returns the process's exit code: 0, even if the run does not fit, since that is a valid answer."""
     if {"-h", "--help"} & set(arguments):
         print(describe())
         return 0
@@ -25,10 +25,10 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> str:
-    """The plan's text; its JSON is left where the command line says.
+    """The plan's text; its JSON is written where the command line asks.
 
     Raises:
-        ZecoError: a mistake in the command line, or a file that cannot be written.
+        ZecoError: an error in the command line, or a file that cannot be written.
     """
     request = parse(arguments)
     settings = request.settings
@@ -41,10 +41,10 @@ def run(arguments: Sequence[str]) -> str:
 
 
 def make_plan(request: Request) -> Plan:
-    """Plan the case that is asked for, and what else would fit.
+    """Plan the requested case, and alternatives that fit.
 
     Raises:
-        ConfigError: a split that the number of ranks does not allow.
+        ConfigError: an invalid split of the ranks.
     """
     case, notes = build_case(request)
     headroom = request.settings.headroom

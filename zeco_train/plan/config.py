@@ -1,4 +1,4 @@
-"""The planner's command line: its own keys, beside the overrides that train.py takes."""
+"""The planner's command line: its own keys, in addition to train.py's overrides."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from zeco_train.system.paths import check_output_file
 @dataclass
 class PlanSettings:
     """Attributes:
-    world_size: ranks; null is sp.size where that is a number, else 1.
+    world_size: ranks; null is sp.size if that is a number, else 1.
     gpu: the device of each rank; null is cpu with train.device=cpu, else h200.
-    gpus_per_node: that reach each other's memory; beyond them is the network.
-    memory_gb: of a device (of the machine, for cpu), in 10^9 bytes, in place of the named one's.
-    headroom: part of the memory that stays free, for what an allocator cannot use.
-    matmul_tflops: achieved by matrix products, in place of what is assumed for the device.
-    bandwidth_gbps: of a device's memory, achieved, GB/s.
-    link_gbps, node_gbps: between devices of a node, and of different nodes, achieved, GB/s a device and direction.
-    scan_alpha_us, scan_gbps: of the scan's messages: α in µs, and 1/β in GB/s, in place of the measured ones.
-    token_budget: tokens of a whole training run, for its hours; null is train.steps.
-    json: a file for the plan.
+    gpus_per_node: GPUs with peer access to each other; beyond them is the network.
+    memory_gb: of a device (of the machine, for cpu), in 10^9 bytes, instead of the named one's.
+    headroom: fraction of the memory that stays free, for fragmentation.
+    matmul_tflops: achieved by matrix products, instead of the assumption for the device.
+    bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
+    link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes, GB/s per device and
+        direction.
+    scan_alpha_us, scan_gbps: of the scan's messages: α in µs, and 1/β in GB/s, instead of the measured values.
+    token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
+    json: output file for the plan.
     """
 
     world_size: int | None = None
@@ -65,12 +66,12 @@ _MOST_RANKS, _LARGEST = 1 << 20, 1e18
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """A planning request.
 
     Attributes:
-        settings: the planner's own.
-        config: the run's.
-        given: keys of the run that the command line sets, groups aside.
+        settings: of the planner.
+        config: of the run.
+        given: keys of the run set by the command line, without configuration groups.
     """
 
     settings: PlanSettings
@@ -79,7 +80,7 @@ class Request:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Tell the planner's keys from those of train.py, and read both.
+    """Separate the planner's keys from train.py's, and parse both.
 
     Raises:
         ConfigError: as of `load_settings` and `load_config`.
@@ -99,7 +100,7 @@ def _key(text: str) -> str:
 
 
 def _check_near_miss(text: str, names: list[str]) -> None:
-    """A misspelt key of the planner would be looked for among those of train.py only."""
+    """Raise for a misspelt planner key, which would otherwise be looked up among train.py's only."""
     key = _key(text)
     known = {*group_options(), *(entry.name for entry in dataclasses.fields(Config))}
     if "." not in key and key not in known and (close := difflib.get_close_matches(key, [*known, *names], n=1)):

@@ -1,4 +1,4 @@
-"""What the planner knows of devices: data sheets, and what of them is achieved."""
+"""Devices of the planner: data sheets, and the achieved fraction of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gpu(Enum):
     cpu = "cpu"
 
 
-# GiB of memory, as torch says; dense TFLOP/s in bf16, fp32, fp64; TB/s of memory; GB/s of NVLink, a direction.
+# GiB of memory, as reported by torch; dense TFLOP/s in bf16, fp32, fp64; TB/s of memory; GB/s of NVLink, per direction.
 _DATA_SHEETS = {
     Gpu.h200: (139.8, 989, 67, 67, 4.8, 450),
     Gpu.h100: (79.1, 989, 67, 67, 3.35, 450),
@@ -34,13 +34,13 @@ _DATA_SHEETS = {
 @dataclass(frozen=True)
 class Machine:
     """Attributes:
-    name: as the command line has it.
-    memory: bytes of a device; on a CPU those of the machine, which its ranks share.
+    name: as on the command line.
+    memory: bytes of a device; on a CPU those of the machine, shared by its ranks.
     flops: achieved by matrix products of these sizes in a step, FLOP/s, by compute dtype.
     bandwidth: of memory, achieved by elementwise work, bytes/s.
-    link: between devices of a machine, bytes/s and direction, achieved by NCCL (gloo).
-    node_link: between machines, bytes/s, device and direction.
-    scans: what the scans' messages cost, by link.
+    link: between devices of a machine, bytes/s per direction, achieved by NCCL (gloo).
+    node_link: between machines, bytes/s per device and direction.
+    scans: costs of the scans' messages, by link.
     """
 
     name: str
@@ -72,6 +72,6 @@ def machine(gpu: Gpu) -> Machine:
         },
         bandwidth=bandwidth * 1e12 * known.BANDWIDTH_EFFICIENCY,
         link=link * 1e9 * known.LINK_EFFICIENCY,
-        # 400 Gbit/s a GPU.
+        # 400 Gbit/s per GPU.
         node_link=50e9 * known.LINK_EFFICIENCY,
     )

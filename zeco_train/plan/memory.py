@@ -1,14 +1,14 @@
-"""Memory of a rank: what is there all the time, and what is there at the fullest moment of a step.
+"""Memory of a rank: resident memory, and the peak of a step.
 
-A step's memory has its peak in one of four phases, of which each is summed up by kind:
+The peak of a step is in one of four phases, each of which is summed up by kind:
 
     loss            activations of all blocks, and the loss with a chunk of logits
     last block      backward pass of the last block: activations of all blocks, and that block's gradients
     first block     backward pass of the first block: its activations, and the gradients of all parameters
     optimizer       weights, gradients and optimizer state
 
-Weights, gradients and optimizer state are counted from the shapes of the parameters, and exact; the tensors of a block
-are those that it lists (`models.activations`).
+Weights, gradients and optimizer state are computed from the shapes of the parameters, and exact; the activations of a
+block are those listed by its modules (`models.activations`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Memory:
 
     Attributes:
         phases: by phase and kind (`KINDS`).
-        outside: beside what torch allocates.
-        headroom: part of `available` that stays free.
-        available: of a rank, all in all.
+        outside: memory not allocated through torch.
+        headroom: fraction of `available` that stays free.
+        available: total memory of a rank.
     """
 
     phases: dict[str, dict[str, float]]
@@ -52,22 +52,22 @@ class Memory:
 
     @property
     def phase(self) -> str:
-        """The fullest one."""
+        """The phase with the peak."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def kinds(self) -> dict[str, float]:
-        """Of the fullest phase."""
+        """Bytes by kind in the peak phase."""
         return self.phases[self.phase]
 
     @property
     def peak(self) -> float:
-        """What torch says that it had allocated at most; on a CPU the process's memory."""
+        """Peak memory as reported by torch; on a CPU that of the process."""
         return sum(self.kinds.values())
 
     @property
     def usable(self) -> float:
-        """What the peak may be."""
+        """Upper bound of the peak."""
         return self.available * (1 - self.headroom) - self.outside
 
     @property
@@ -76,16 +76,16 @@ class Memory:
 
 
 def plan_memory(case: Case, headroom: float) -> Memory:
-    """The memory of the rank that has most."""
+    """The memory of the rank with the highest peak."""
     blocks = list(case.spec.blocks.values())
     first, last = case.block(0), case.block(-1)
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
-    # Of all parameters, and as much again of all gradients, which are reduced.
+    # Master weights of this rank; its reduced gradients take as much again.
     parameters = parameter_bytes(case, case.master_bytes)
-    # Gradients of an earlier pass of the step are there when the next one begins.
+    # Gradients of earlier passes of a step exist when the next one begins.
     carried = parameters if case.passes > 1 else 0.0
 
-    # States that the operator's kernels keep: of one layer where blocks are computed again.
+    # States that the operator's kernels keep: of one layer if blocks are recomputed.
     walked = [dataclasses.replace(last, count=1)] if case.recompute is Recompute.full else blocks
     everywhere = {
         "weights": parameters + _gathered_bytes(case),
@@ -103,7 +103,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
         "loss": {**everywhere, "gradients": carried, "activations": whole + 3 * hidden, "logits": head},
         "backward of the last block": {
             **everywhere,
-            # Of the largest unit.
+            # Largest unit.
             "gradients": max(carried, max(unit_bytes(case, case.master_bytes)) / case.shards),
             "activations": whole + passing_back,
         },
@@ -127,7 +127,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
 
 
 def _heap_share(case: Case) -> float:
-    """Of the activations, what a CPU's allocator wastes on top."""
+    """Overhead of a CPU's allocator relative to the activations."""
     parts = [part for block in case.spec.blocks.values() for part in block.activations.values()]
     widest = max(tensor.width for part in parts for tensor in (*part.kept, *part.gradients))
     largest = case.tokens * widest * case.wide_bytes
@@ -135,25 +135,25 @@ def _heap_share(case: Case) -> float:
 
 
 def parameter_bytes(case: Case, itemsize: int) -> float:
-    """One number for each of this rank's parameters; the first ranks have the most of a parameter that does not
-    divide."""
+    """Total over this rank's parameters; the first ranks have the largest shards of parameters that do not divide
+    evenly."""
     return float(itemsize * sum(_local(shape, case.shards) for shape, _ in case.spec.parameters))
 
 
 def optimizer_bytes(case: Case) -> float:
-    """What the optimizer keeps of this rank's parameters."""
+    """Optimizer state of this rank's parameters."""
     state_bytes = case.config.optim.spec.state_bytes
     elements = ((_local(shape, case.shards), rule) for shape, rule in case.spec.parameters)
     return float(sum(state_bytes(count, case.master_bytes, rule) for count, rule in elements))
 
 
 def kept_bytes_per_token(case: Case, block: BlockSpec) -> float:
-    """Of a block, from its forward pass to its backward pass."""
+    """Bytes per token that a block keeps from its forward pass to its backward pass."""
     return sum(_sum(case, block.activations[part].kept) for part in _KEPT_PARTS[case.recompute])
 
 
 def _sum(case: Case, tensors: Iterable[TokenTensor]) -> float:
-    """Bytes a token."""
+    """Bytes per token."""
     return float(
         sum(
             tensor.width * (case.wide_bytes if tensor.wide else case.compute_bytes)
@@ -165,8 +165,9 @@ def _sum(case: Case, tensors: Iterable[TokenTensor]) -> float:
 
 
 def _passing_back(case: Case, block: BlockSpec) -> float:
-    """What a block's backward pass takes beside what was kept: what it computes again, the whole of which ends with its
-    output; and the gradients inside it. The mixer's come when what the mlp kept is gone."""
+    """Memory of a block's backward pass in addition to the kept tensors: recomputed activations, with recompute=full up
+    to the block's output, and the gradients inside it. The mixer's gradients come after the MLP's kept tensors are
+    freed."""
     kept = {part: _sum(case, activations.kept) for part, activations in block.activations.items()}
     gradients = {part: _sum(case, activations.gradients) for part, activations in block.activations.items()}
     again = sum(size for part, size in kept.items() if part not in _KEPT_PARTS[case.recompute])
@@ -176,10 +177,10 @@ def _passing_back(case: Case, block: BlockSpec) -> float:
 
 
 def _loss_bytes(case: Case) -> float:
-    """Logits of a chunk and their gradient, and the gradient of the head's weight."""
+    """Logits of a chunk, their gradient, and the gradient of the head's weight."""
     model = case.config.model
     chunk = min(calibration.LOSS_CHUNK[case.machine.is_cpu], case.tokens) * model.vocab_size
-    # In fp32 and fp64 the logits are overwritten; a compiled loss needs none of them in fp32.
+    # In fp32 and fp64 the gradient overwrites the logits; a compiled loss needs no fp32 copy of them.
     narrow = case.compute_bytes < case.wide_bytes
     logits = (2 * case.compute_bytes if narrow else case.wide_bytes) + (
         case.wide_bytes if narrow and not case.compiled else 0
@@ -188,17 +189,17 @@ def _loss_bytes(case: Case) -> float:
 
 
 def _state_bytes(case: Case) -> float:
-    """R and what is carried of each layer and segment, and what a scan holds."""
+    """R and the carries of each layer and segment, and the buffers of a scan."""
     states = case.segments * case.config.model.num_layers
     if case.segments > 1:
-        # What is carried into each segment, and the gradients at both ends of one.
+        # The carries into each segment, and the gradients at both ends of one.
         states += (case.segments + 2) * case.config.model.num_layers
     states += max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
     return float(states * case.state_bytes)
 
 
 def _walk_bytes(case: Case, block: BlockSpec) -> float:
-    """The states that the walks of the operator's kernels start from, in one layer."""
+    """The initial states of the walks of the operator's kernels, in one layer."""
     if case.machine.is_cpu:
         return 0.0
     heads, key_dim, value_dim = block.state_shape
@@ -206,7 +207,7 @@ def _walk_bytes(case: Case, block: BlockSpec) -> float:
 
 
 def _gathered_bytes(case: Case) -> float:
-    """Whole parameters in the compute dtype: of the model, or with zero3 of the largest units that meet."""
+    """Unsharded parameters in the compute dtype: of the model, or with zero3 of the largest adjacent units."""
     sizes = unit_bytes(case, case.compute_bytes)
     if case.config.parallel.strategy is Strategy.zero3:
         return sum(sorted(sizes)[-2:]) + sizes[-1]
@@ -214,14 +215,14 @@ def _gathered_bytes(case: Case) -> float:
 
 
 def _buffer_bytes(case: Case) -> float:
-    """FSDP's: the whole gradient of a unit, and the inputs of two reductions."""
+    """FSDP's buffers: the unsharded gradient of a unit, and the inputs of two reductions."""
     sizes = sorted(unit_bytes(case, 1))
     reduce_bytes = case.wide_bytes
     return sizes[-1] * case.compute_bytes + sum(sizes[-2:]) * reduce_bytes
 
 
 def unit_bytes(case: Case, itemsize: int) -> list[float]:
-    """Whole parameters of each FSDP unit, in the order of `ModelSpec.units`, padded so that they divide."""
+    """Unsharded parameters of each FSDP unit, in the order of `ModelSpec.units`, padded to divide evenly."""
     return [
         float(itemsize * case.shards * sum(_local(shape, case.shards) for shape, _ in unit)) for unit in case.spec.units
     ]

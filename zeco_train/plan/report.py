@@ -1,4 +1,4 @@
-"""The plan in words and figures for people, and as JSON for machines."""
+"""The plan as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zeco_train.sp.backend import BackendSpec
 @dataclass(frozen=True)
 class Plan:
     """Attributes:
-    planned: what was asked for.
-    options: what fits, fastest first.
-    elsewhere: an option on more ranks, where nothing fits on these.
-    notes: what was assumed without being asked for.
+    planned: the requested case.
+    options: alternatives that fit, fastest first.
+    elsewhere: an option on more ranks, if nothing fits on these.
+    notes: assumptions that were not requested.
     """
 
     settings: PlanSettings
@@ -33,7 +33,7 @@ class Plan:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Bytes, seconds and counts; keys stay as they are from version to version."""
+    """Bytes, seconds and counts; keys are stable across versions."""
     case, memory = plan.planned.case, plan.planned.memory
     traffic, scans = parameter_traffic(case), count_scans(case)
     return {
@@ -68,7 +68,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def as_text(plan: Plan) -> str:
-    """What the command prints."""
+    """The output of the command."""
     parts = [_head(plan.planned.case), _memory(plan), _time_lines(plan), _wire(plan.planned.case), _advice(plan)]
     assumed = ["assumed (calibration.py and devices.py; keys of the planner override, see --help)"]
     assumed += [f"  {name:<34}{value}" for name, value in _assumptions(plan.planned.case).items()]
@@ -150,7 +150,8 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _backends(case: Case) -> dict[str, dict[str, Any]]:
-    """What the backends would take on the same ranks; of those that share sequences only where there are any."""
+    """Predictions for all backends on the same ranks; those that share sequences only if there are ranks to share
+    them."""
     rows: dict[str, dict[str, Any]] = {}
     for name, backend, scan in ways():
         choice = scan_choice(case, backend, scan)
@@ -171,7 +172,7 @@ def _backends(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def _is_planned(case: Case, backend: BackendSpec, scan: ScanSpec | None) -> bool:
-    """Whether a row is what the configuration leads to."""
+    """Whether a row is the one selected by the configuration."""
     choice = scan_choice(case, backend)
     return backend is case.config.sp.spec and scan is (None if choice is None else choice.scan)
 

@@ -1,12 +1,12 @@
-"""Time of a step: each kind of work at the rate that `calibration` and the device have for it, added up.
+"""Time of a step: the sum over kinds of work, each at its rate in `calibration` and for the device.
 
-products      FLOPs of the linear layers and the head, with what is computed again / rate
-operator      seconds a token, head and layer, as measured
+products      FLOPs of the linear layers and the head, including recomputation / rate
+operator      measured seconds per token, head and layer
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
-parameters    what FSDP's traffic takes from the compute beside it, or what of it no compute hides
-scans         what of the scans, by the cost model of `zeco_train.collectives`, outlasts the work beside them
-gaps          between kernels; launches that take longer than the work launched; what a step waits for
+parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides
+scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
+gaps          idle time between kernels; launch-bound time; synchronisation of a step
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zeco_train.training.optim.spec import Precision
 @dataclass(frozen=True)
 class StepTime:
     """Attributes:
-    seconds: of a step by kind of work.
-    tokens: of a step, over all ranks.
+    seconds: per step, by kind of work.
+    tokens: per step, over all ranks.
     world_size: ranks.
     """
 
@@ -56,8 +56,8 @@ def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | N
 
     Args:
         case: what runs.
-        backend: in place of the configured one, on the same ranks and tokens.
-        scan: of its algorithms; None is the configured one, or the fastest.
+        backend: instead of the configured one, on the same ranks and tokens.
+        scan: one of its algorithms; None is the configured one, or the fastest.
     """
     seconds = _compute_seconds(case)
     busy = sum(seconds.values())
@@ -68,7 +68,7 @@ def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | N
 
 
 def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
-    """Forward and backward pass of one layer's operator over the tokens of a pass, in a step."""
+    """Forward and backward time of one layer's operator over the tokens of a pass, within a step."""
     dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
     seconds = known.OPERATOR_SECONDS_CPU
     if not case.machine.is_cpu:
@@ -82,13 +82,13 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
 
 
 def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:
-    """Of a step: what of the scans no compute hides."""
+    """Exposed communication of the scans per step."""
     choice, scans = scan_choice(case, backend, scan), count_scans(case)
     if choice is None:
         return 0.0
     forward, backward = operator_seconds(case, case.block(0))
     if choice.scan.in_series:
-        # Every rank computes its outputs between receive and send, one rank after the other.
+        # Each rank computes its outputs between receive and send, serialised over the ranks.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
         turns = (scans.forward, choice.seconds + serial * forward), (scans.backward, choice.seconds + serial * backward)
         seconds = _compute_seconds(case)
@@ -132,7 +132,7 @@ def _optimizer_products(case: Case) -> float:
 
 
 def _traffic_per_token(case: Case, block: BlockSpec) -> float:
-    """Bytes that the elementwise work of a block moves, averaged over the segments."""
+    """Bytes moved by the elementwise work of a block, averaged over the segments."""
     again = (case.segments - 1) / case.segments
     total = 0.0
     for part, activations in block.activations.items():
@@ -145,8 +145,8 @@ def _traffic_per_token(case: Case, block: BlockSpec) -> float:
 
 
 def _exposed_traffic(case: Case, busy: float) -> float:
-    """Of FSDP's traffic what it takes from the compute beside it, or what compute is too short for. A CPU's cores do
-    both."""
+    """Seconds of FSDP's traffic: its cost to overlapped compute, or the part that compute is too short to hide. On a
+    CPU the same cores do both."""
     traffic, machine = parameter_traffic(case), case.machine
     within = machine.link if case.shards <= case.gpus_per_node else machine.node_link
     between = machine.link if case.nodes == 1 else machine.node_link
@@ -155,8 +155,8 @@ def _exposed_traffic(case: Case, busy: float) -> float:
 
 
 def _gaps(case: Case, busy: float) -> float:
-    """What a device waits between kernels, or what the host takes longer to launch them than they take; and the step's
-    own waits. On a CPU launches are the work."""
+    """Idle time between kernels, or launch time in excess of kernel time; and the synchronisation of a step. On a CPU
+    launches are part of the work."""
     if case.machine.is_cpu:
         return known.HOST_STEP
     layers, backward = case.config.model.num_layers, case.passes

@@ -1,6 +1,6 @@
-"""Bytes on the wire, of one rank: what it sends to others, for one scan and for a step, by backend; and FSDP's traffic.
+"""Communication volume of one rank: bytes sent for one scan and for a step, by backend; and FSDP's traffic.
 
-A scan sends and takes what its descriptor in `zeco_train/collectives` says; the rank that sends most counts.
+A scan's volume is that of its descriptor in `zeco_train/collectives`; the rank that sends most counts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zeco_train.sp.zeco import AllScanTransport
 
 @dataclass(frozen=True)
 class Scans:
-    """Scans of a step on one rank.
+    """Scans per step on one rank.
 
     Attributes:
-        forward, backward: in all layers, segments and micro-batches.
-        with_carry: of both, those that also give the state after the last rank.
+        forward, backward: over all layers, segments and micro-batches.
+        with_carry: how many of both also return the state after the last rank.
     """
 
     forward: int
@@ -37,8 +37,8 @@ class Scans:
 
 
 def count_scans(case: Case) -> Scans:
-    """One a layer, pass and direction, whatever is recomputed: what was received is replayed. With segments a carry is
-    handed on, forward from each but the last, and its gradient back from each."""
+    """One per layer, pass and direction, whatever is recomputed: received states are replayed. With segments a carry is
+    passed on, forward from each segment but the last, and its gradient back from each."""
     layers = case.config.model.num_layers
     passes = layers * case.passes
     carries = 0 if case.segments == 1 else layers * case.micro_steps * (2 * case.segments - 1)
@@ -46,8 +46,8 @@ def count_scans(case: Case) -> Scans:
 
 
 def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
-    """The backends, and each algorithm of those that have several, under the names of table rows. A backend without
-    any: the same tokens on each rank as sequences of their own."""
+    """The backends, and each algorithm of those that have several, by the names of table rows. A backend without
+    algorithms: the same tokens on each rank as separate sequences."""
     return [
         (spec.name if len(spec.scans) < 2 or scan is None else f"{spec.name} ({scan.name})", spec, scan)
         for spec in BACKENDS.values()
@@ -56,7 +56,7 @@ def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
 
 
 def costs_of(case: Case, scans: Sequence[ScanSpec]) -> Costs:
-    """How the states of scans to choose from go over the wire."""
+    """Costs of the link of the scans to choose from."""
     link = Link.nccl
     if case.machine.is_cpu:
         link = Link.gloo
@@ -68,29 +68,29 @@ def costs_of(case: Case, scans: Sequence[ScanSpec]) -> Costs:
 
 
 def scan_choice(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> Choice | None:
-    """What one scan takes from launch to wait, nothing beside it; None where nothing crosses ranks.
+    """Time of one scan from launch to wait, without overlapped work; None if nothing is communicated.
 
     Args:
         case: what runs.
-        backend: in place of the configured one.
-        scan: of its algorithms; None is the configured one, or the fastest.
+        backend: instead of the configured one.
+        scan: one of its algorithms; None is the configured one, or the fastest.
     """
     if not backend.scans or case.sp_size == 1:
         return None
     settings = replace(case.config.sp, backend=Backend[backend.name])
     scans = settings.scans if scan is None else (scan,)
-    # A configured number of blocks is that of a known algorithm.
+    # A configured number of blocks implies a fixed algorithm.
     blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
     return choose(scans, costs_of(case, scans), load_of(case), blocks)
 
 
 def load_of(case: Case) -> Load:
-    """The size of a scan of states like the model's."""
+    """The size of a scan of the model's states."""
     return Load(case.sp_size, (case.batch, *case.spec.state_shape), case.wide_bytes)
 
 
 def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False) -> float:
-    """Bytes that the busiest rank sends for one scan of states like the model's; None: nothing crosses ranks."""
+    """Bytes that the busiest rank sends for one scan of the model's states; None: nothing is communicated."""
     return 0.0 if scan is None or case.sp_size == 1 else scan.bytes_sent(load_of(case), want_carry)
 
 
@@ -103,12 +103,12 @@ def step_bytes(case: Case, scan: ScanSpec | None) -> float:
 
 @dataclass(frozen=True)
 class ParameterTraffic:
-    """FSDP's, of a step and rank.
+    """FSDP's traffic per step and rank.
 
     Attributes:
-        gathered, scattered: bytes sent within the ranks that shard, for whole parameters and for their gradients.
-        summed: bytes sent between copies of shards.
-        gathers, reductions: how often a step gathers the model, and reduces its gradient.
+        gathered, scattered: bytes sent within the sharding ranks, for parameters and for gradients.
+        summed: bytes sent between replicas of shards.
+        gathers, reductions: number of all-gathers of the model, and reductions of its gradient, per step.
     """
 
     gathered: float
@@ -123,18 +123,20 @@ class ParameterTraffic:
 
 
 def parameter_traffic(case: Case) -> ParameterTraffic:
-    """In rings: (n − 1)/n of what is gathered or scattered leaves a rank, twice that of what is summed over n ranks."""
+    """Ring algorithms: (n − 1)/n of a gathered or scattered tensor leaves a rank, twice that of one all-reduced over n
+    ranks."""
     shards, copies = case.shards, case.world_size // case.shards
     strategy, whole = case.config.parallel.strategy, parameter_bytes(case, 1) * shards
     gathers, gathered = case.passes, whole * case.passes
     if strategy is Strategy.zero2:
         gathers, gathered = 1, whole
     elif strategy is Strategy.zero3:
-        # Dropped behind each forward pass, too. A pass for the states alone leaves the head out, if it is a unit.
+        # Also resharded after each forward pass. A states-only pass does not gather the head, if that is a unit.
         gathers = forward_passes(case) + case.passes
         head = 0.0 if case.config.model.tie_word_embeddings else unit_bytes(case, 1)[-2]
         gathered = whole * gathers - head * (forward_passes(case) - case.passes)
-    # `ddp` sums whole gradients once a step, as do the copies of `hsdp`; sharded ones are reduced in every pass.
+    # `ddp` all-reduces whole gradients once a step, as do the replicas of `hsdp`; sharded ones are reduced in every
+    # pass.
     reductions = 1 if strategy is Strategy.ddp else case.passes
     return ParameterTraffic(
         gathered=gathered * case.compute_bytes * (shards - 1) / shards,
@@ -146,5 +148,5 @@ def parameter_traffic(case: Case) -> ParameterTraffic:
 
 
 def forward_passes(case: Case) -> int:
-    """Through the blocks, in a step: each segment but the last also without gradients, for the states between."""
+    """Forward passes through the blocks per step: each segment but the last also without gradients, for the states."""
     return case.micro_steps * (2 * case.segments - 1)

@@ -36,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
-    """Read what is compared, and write page, picture and figures; returns a line about it.
+    """Read runs and benchmarks, and write page, picture and figures; returns a one-line summary.
 
     Raises:
-        ZecoError: a path is no run and no benchmark, or a file cannot be written.
+        ZecoError: a path is neither a run nor a benchmark, or a file cannot be written.
     """
     check_outputs("--out", out, (PAGE_FILE, PICTURE_FILE, RESULTS_FILE))
     comparison = read(paths)
@@ -56,7 +56,7 @@ def write_report(paths: Sequence[Path], out: Path, title: str) -> str:
 
 
 def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
-    """The benchmarks' own pictures, with the paper's figures beside ours."""
+    """The plots of the benchmarks, with the paper's numbers next to ours."""
     pictures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, results in comparison.benchmarks.items():

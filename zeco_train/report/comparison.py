@@ -1,4 +1,4 @@
-"""Comparison of several runs' curves: loss and gradient norm, step by step, against those of the first run."""
+"""Comparison of the curves of several runs: loss and gradient norm, step by step, against the first run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _STYLES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a column from the first run, over the steps that both have; infinite where just one
-    has no finite value. `relative` is over the first run's value; each has its own step."""
+    """The largest difference of a column from the first run, over their common steps; infinite if exactly one has a
+    finite value. `relative` is relative to the first run's value; each maximum has its own step."""
 
     absolute: float
     absolute_step: int
@@ -46,7 +46,7 @@ class Run:
     @classmethod
     def read(cls, path: Path, name: str) -> Run:
         """Raises:
-        DataError: it has no metrics.
+        DataError: the run has no metrics.
         """
         rows = read_metrics(path / METRICS_FILE)
         if not rows:
@@ -54,22 +54,22 @@ class Run:
         return cls(name, path, {row["step"]: row for row in rows})
 
     def column(self, name: str) -> list[float]:
-        """The values of all steps, NaN where there is none."""
+        """The values of all steps, NaN if missing."""
         return [math.nan if row.get(name) is None else float(row[name]) for row in self.rows.values()]
 
     @property
     def tokens_per_second(self) -> float:
-        """The median of the rows, the first one aside where there are more: it holds the compilation of kernels."""
+        """Median over the rows, without the first one if there are more: it includes kernel compilation."""
         rates = self.column("tokens_per_second")
         return median(rates[1:] or rates)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs, named by what tells their folders apart.
+    """Read the runs, named by the distinguishing parts of their folders.
 
     Raises:
         DataError: a folder has no metrics.
-        ConfigError: a folder comes twice.
+        ConfigError: a duplicate folder.
     """
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
@@ -81,7 +81,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def difference(run: Run, first: Run, column: str) -> Difference:
-    """Compare a column with the first run's.
+    """Compare a column with that of the first run.
 
     Raises:
         DataError: the runs have no step in common.
@@ -96,7 +96,7 @@ def difference(run: Run, first: Run, column: str) -> Difference:
         gap = _gap(value, expected)
         absolute.append((gap, step))
         relative.append((gap / abs(expected) if gap and expected else gap, step))
-    # The first of equals.
+    # The first of equal maxima.
     largest, worst = (max(gaps, key=lambda pair: pair[0]) for gaps in (absolute, relative))
     return Difference(*largest, *worst)
 
@@ -108,7 +108,7 @@ def _gap(value: float | None, expected: float | None) -> float:
 
 
 def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row of the table for each run; differences are None for the first."""
+    """One table row per run; differences are None for the first."""
     first = runs[0]
     rows = []
     for run in runs:
@@ -130,7 +130,7 @@ def describe(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text: differences are absolute (relative) and the step of the relative one."""
+    """The rows as text: each difference is absolute (relative), followed by the step of the relative one."""
     width = max(8, *(len(row["name"]) for row in rows))
     lines = [
         f"{'run':<{width}}{'steps':>7}{'first loss':>12}{'last loss':>11}{'tokens/s':>10}  "
@@ -146,14 +146,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def show_difference(found: dict[str, Any] | None) -> str:
-    """A difference of `describe` as text; of the first run, which has none, an empty one."""
+    """A difference of `describe` as text; empty for the first run, which has none."""
     if found is None:
         return ""
     return f"{found['absolute']:.1e} ({found['relative']:.1e} at step {found['relative_step']})"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Losses above, their differences from the first run below; the file is replaced in one go.
+    """Plot losses above their differences from the first run; the file is replaced atomically.
 
     Raises:
         DataError: it cannot be written.
@@ -173,9 +173,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
-    """Each run's losses over a column of its rows; of long runs the running means."""
+    """Each run's losses over a column of its rows; running means for long runs."""
     for index, run in enumerate(runs):
-        # Curves that coincide stay visible: the earlier, the wider.
+        # Earlier lines are wider, so that coinciding curves stay visible.
         width = 1.4 + min(0.9, 3.6 / len(runs)) * (len(runs) - 1 - index)
         drawn = [pair for pair in zip(run.column(x), run.column("loss"), strict=True) if not math.isnan(sum(pair))]
         losses, _ = smoothed([loss for _, loss in drawn])
@@ -185,13 +185,13 @@ def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
 
 
 def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
-    """How far each run's losses lie from the first one's, over steps; the first has no curve."""
+    """Difference of each run's losses from the first run's, over steps; the first has no curve."""
     first, differ = runs[0], False
     for index, run in enumerate(runs[1:], start=1):
         steps = sorted(run.rows.keys() & first.rows.keys())
         gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
         differ |= any(0 < gap < math.inf for gap in gaps)
-        # Zero has no place on a logarithmic axis.
+        # Zeros cannot be drawn on a logarithmic axis.
         axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **_look(index))
     if differ:
         axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""The chart of our own in the W&B dashboard: a line for each backend, a point for each run, in Vega-Lite."""
+"""Custom chart for the W&B dashboard: a line per backend, a point per run, in Vega-Lite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from zeco_train.sp.registry import BACKENDS
 
-# As `length_name` says it, in Vega's expressions.
+# `length_name` as a Vega expression.
 _LENGTH = (
     "datum.value % 1048576 == 0 ? datum.value / 1048576 + 'M' : "
     "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
@@ -27,7 +27,7 @@ def chart_spec() -> dict[str, Any]:
 
     colors = {"domain": [*BACKENDS], "range": [spec.color for spec in BACKENDS.values()]}
     color, shape = channel(series, "nominal", "sp", scale=colors), channel(kind, "ordinal", "${string:kindname}")
-    # Each length and number of devices has a place of its own, as on a logarithmic axis of powers of two.
+    # Each length and number of devices has its own position, as on a log2 axis.
     across = channel(x, "ordinal", "${string:xname}", axis={"labelAngle": 0, "labelExpr": _LENGTH})
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
@@ -59,12 +59,12 @@ def chart_spec() -> dict[str, Any]:
                 },
             },
             {"mark": "line", "encoding": {"y": up("middle"), "strokeDash": {**shape, "legend": None}}},
-            # The slowest and the fastest of several runs at one place.
+            # The slowest and the fastest of several runs at one x.
             {"mark": {"type": "rule"}, "encoding": {"y": up("low"), "y2": {"field": "high"}}},
         ],
     }
 
 
 def chart_name() -> str:
-    """The preset's name in W&B; another one for another spec, since a preset cannot be changed by its name."""
+    """The preset's name in W&B, which includes a digest of the spec: a preset cannot be updated under its name."""
     return f"zeco-comparison-{hashlib.sha256(json.dumps(chart_spec()).encode()).hexdigest()[:8]}"

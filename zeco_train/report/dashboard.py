@@ -1,10 +1,10 @@
-"""The throughput dashboard in Weights & Biases: a saved view of a project, and the charts of its own that it needs.
+"""The throughput dashboard in Weights & Biases: a saved view of a project, with its custom charts.
 
-Its panels show backends × lengths × devices as the ZeCO paper's Figure 4 does, then losses, what steps lose to
-communication and data, memory and utilisation. `launch/wandb_dashboard.py` is the command.
+Its panels show backends × lengths × devices as the ZeCO paper's Figure 4 does, then losses, step time lost to
+communication and data loading, memory and utilisation. `launch/wandb_dashboard.py` is the command.
 
-The panels are objects of W&B's own library (`wandb-workspaces`). W&B's line plots are over steps; lines over devices or
-lengths, one point a run, are charts of our own, in Vega-Lite, over what each run's summary says of its layout.
+The panels are objects of W&B's `wandb-workspaces` library. W&B's line plots are over steps; lines over devices or
+lengths, one point per run, are custom Vega-Lite charts over the layout fields of each run's summary.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _OFFLINE_ENTITY = "entity"
 
 @dataclass(frozen=True)
 class ComparisonChart:
-    """A line for each backend, a point for each run.
+    """A line per backend, a point per run.
 
     Attributes:
         title: of the chart.
         x, y: keys of the runs' summaries.
-        kind: a further key that tells lines apart.
-        x_name, y_name: of the axes.
+        kind: a further key that distinguishes lines.
+        x_name, y_name: axis titles.
     """
 
     title: str
@@ -60,7 +60,7 @@ COMPARISONS = (
     ComparisonChart("Memory over length", "seq_len", "memory_gb", "devices", "tokens of a sequence", "GB"),
     ComparisonChart("MFU over length", "seq_len", "mfu", "devices", "tokens of a sequence", "of the device's peak"),
 )
-# By section: title, x, and metrics of the runs' rows.
+# By section: title, x axis, and metrics.
 _HISTORIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "Loss": (
         ("Loss over tokens", "tokens", "loss"),
@@ -83,7 +83,7 @@ _LOGARITHMIC = ["grad_norm"]
 
 
 def check_installed() -> None:
-    """Raise `ConfigError` if W&B's library is not there."""
+    """Raise `ConfigError` if W&B's library is not installed."""
     for package in ("wandb", "wandb_workspaces"):
         if importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
@@ -91,7 +91,7 @@ def check_installed() -> None:
 
 
 def build(entity: str, project: str, name: str = NAME, model: str | None = None) -> Workspace:
-    """The saved view, of all runs of a project or of those of one model."""
+    """The saved view, of all runs of a project or of one model's."""
     from wandb_workspaces import workspaces as ws
     from wandb_workspaces.expr import And
 
@@ -149,7 +149,7 @@ def _comparison(chart: ComparisonChart, preset: str) -> Any:
 
 
 def as_json(workspace: Workspace) -> dict[str, Any]:
-    """What W&B would be sent: the view's spec, and our charts."""
+    """The data sent to W&B: the view's spec, and our charts."""
     view = workspace._to_model()
     return {
         "entity": workspace.entity,
@@ -161,10 +161,10 @@ def as_json(workspace: Workspace) -> dict[str, Any]:
 
 
 def check(written: Mapping[str, Any]) -> list[str]:
-    """Read a dashboard back by W&B's own library, as it reads what a server has; the titles of its panels.
+    """Parse a written dashboard with W&B's own library, as it parses a server's; returns the titles of its panels.
 
     Raises:
-        DataError: it is not what `build` gives, or a chart lacks a field that its spec asks for.
+        DataError: it differs from the result of `build`, or a chart lacks a field that its spec requires.
     """
     from wandb_workspaces import workspaces as ws
     from wandb_workspaces.workspaces import internal
@@ -199,23 +199,23 @@ def check(written: Mapping[str, Any]) -> list[str]:
 
 
 def _panels(spec: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Panels by section, without what is drawn anew each time: their ids."""
+    """Panels by section, without their ids, which are random."""
     found = []
     for section in spec["section"]["panelBankConfig"]["sections"]:
         panels = [{key: panel[key] for key in ("viewType", "config")} for panel in section["panels"]]
         for panel in panels:
             for query in panel["config"].get("userQuery", {}).get("queryFields", []):
-                # The library adds `id` and `name` in another order.
+                # The library may reorder `id` and `name`.
                 query["fields"] = sorted(query["fields"], key=lambda field: field["name"])
         found.append((section["name"], panels))
     return found
 
 
 def write(path: Path, project: str, entity: str | None, name: str, model: str | None) -> list[str]:
-    """Write what would be published, and read it back; the titles of the panels.
+    """Write the dashboard to a file, and read it back; returns the titles of the panels.
 
     Raises:
-        DataError: it cannot be written, or is not what it was when it is read.
+        DataError: it cannot be written, or differs when read back.
     """
     text = json.dumps(as_json(build(entity or _OFFLINE_ENTITY, project, name, model)), indent=1) + "\n"
     write_result(path, text)
@@ -227,10 +227,10 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
     """Save the charts and the view in W&B; returns its address.
 
     Args:
-        update: the address of a saved view that is to have these panels; None makes a new one.
+        update: address of the saved view to overwrite; None creates a new one.
 
     Raises:
-        ConfigError: W&B knows no account here, or refuses; or cannot be reached.
+        ConfigError: no W&B account is configured, or W&B refuses or cannot be reached.
     """
     import wandb
     from wandb_workspaces import workspaces as ws
@@ -251,16 +251,16 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
         saved.sections = workspace.sections
         return saved.save().url
     except (wandb.Error, OSError, ValueError) as error:
-        # The client's own errors of requests share no base with its others.
+        # The client's request errors share no base class with its other errors.
         raise _refused(error) from error
 
 
 def create_chart(api: Any, entity: str) -> None:
-    """Save our chart as a preset of an account; raises `ConfigError` where W&B refuses."""
+    """Save our chart as a preset of an account; raises `ConfigError` if W&B refuses."""
     try:
         api.create_custom_chart(entity, chart_name(), "ZeCO-Train comparison", "vega2", "private", chart_spec())
     except Exception as error:
-        # Made by an earlier call: the name has the spec's digest, so it is the same.
+        # Already created by an earlier call; the name includes the spec's digest, so it is identical.
         if "exist" not in str(error).lower() and "duplicate" not in str(error).lower():
             raise _refused(error) from error
 
@@ -271,17 +271,17 @@ def _refused(error: Exception) -> ConfigError:
 
 
 def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity: str | None, online: bool) -> int:
-    """Track the rows of benchmarks as runs of their own, job type `bench`; done again, they are the same runs.
+    """Log the rows of benchmarks as W&B runs of job type `bench`; idempotent.
 
     Args:
         files: results.json of `bench model`.
-        folder: where W&B's files go, a folder for each row.
+        folder: for W&B's files, one subfolder per row.
 
     Returns:
-        How many there were.
+        The number of runs.
 
     Raises:
-        DataError: a file is no result, or not of `bench model`.
+        DataError: a file is not a result of `bench model`.
         ConfigError: W&B refuses.
     """
     from zeco_train.report.measurements import read

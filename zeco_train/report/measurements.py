@@ -1,4 +1,4 @@
-"""What is compared: one measurement for each run and layout, or row of a benchmark, by the same names."""
+"""Measurements to compare: one for each run and layout, or benchmark row, with common field names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_DEVICES = 10**9
 
 @dataclass(frozen=True)
 class Spread:
-    """Values' median, tenth and ninetieth percentile (interpolated), and how many there were."""
+    """Median, 10th and 90th percentile (interpolated), and count of values."""
 
     median: float
     p10: float
@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """For at least one value."""
         p10, middle, p90 = (float(np.percentile(values, q)) for q in (10, 50, 90))
         return cls(middle, p10, p90, len(values))
 
@@ -47,14 +47,14 @@ class Measurement:
     """Attributes:
     name: of the run, or the benchmark's file.
     source: `training` or `benchmark`.
-    layout: of what.
+    layout: parallel layout and workload.
     rate: tokens per second and device.
-    step_seconds, exposed_seconds, data_seconds: medians; of a step, and of what of it was spent waiting for scans and
-        for data. None where that was not measured.
-    memory_gb: the most that a device needed, in 10^9 bytes.
+    step_seconds, exposed_seconds, data_seconds: medians: duration of a step, and the parts of it spent waiting for
+        scans and for data. None if not measured.
+    memory_gb: peak memory of a device, in 10^9 bytes.
     mfu, hfu: medians.
-    loss, val_loss: the last ones.
-    ratio: throughput over that of sp=dp with the same work on as many devices; None where there is no such run.
+    loss, val_loss: last values.
+    ratio: throughput relative to sp=dp with the same work on as many devices; None without such a run.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Measurement:
     ratio: float | None = None
 
     def as_dict(self) -> Row:
-        """By name, the layout's columns among the others."""
+        """Fields by name, flattened with those of the layout."""
         row = asdict(self)
         return {**row, "layout": self.layout.as_dict()}
 
@@ -80,11 +80,11 @@ class Measurement:
 @dataclass(frozen=True)
 class Comparison:
     """Attributes:
-    measurements: of everything, in the order in which it was given.
-    families: runs that train on the same data, batches and seed, so that their losses can be compared; the first of
-        each is the measure.
-    benchmarks: the results as they were read, by name.
-    notes: what is not in the figures, and why.
+    measurements: in input order.
+    families: runs that train on the same data, batches and seed, so that their losses are comparable; the first of each
+        is the reference.
+    benchmarks: parsed results, by name.
+    notes: omissions, and their reasons.
     """
 
     measurements: list[Measurement]
@@ -94,11 +94,11 @@ class Comparison:
 
 
 def read(paths: Sequence[Path]) -> Comparison:
-    """Read runs and benchmarks; what a PATH may be is in the package's docstring.
+    """Read runs and benchmarks; see the package's docstring for PATH.
 
     Raises:
         DataError: a path is neither, or cannot be read.
-        ConfigError: a run comes twice.
+        ConfigError: a duplicate run.
     """
     files = [path for path in paths if path.is_file()]
     notes: list[str] = []
@@ -117,12 +117,12 @@ def read(paths: Sequence[Path]) -> Comparison:
 
 
 def run_folders(path: Path, notes: list[str]) -> list[Path]:
-    """`path` itself if it is a run's folder, else those of its folders that are, sorted.
+    """`path` itself if it is a run's folder, else its subfolders that are, sorted.
 
-    Runs that have only begun are left out of a folder of runs, and noted.
+    Runs without metrics yet are left out of a folder of runs, and noted.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no run.
     """
     if (path / METRICS_FILE).exists():
         return [path]
@@ -137,10 +137,10 @@ def run_folders(path: Path, notes: list[str]) -> list[Path]:
 
 
 def _file_names(files: Sequence[Path]) -> list[str]:
-    """By what tells them apart: their own names, as far as needed with those of the folders that they are in.
+    """Distinguishing names: the file's own, prefixed by parent folders as far as needed.
 
     Raises:
-        ConfigError: a file comes twice.
+        ConfigError: a duplicate file.
     """
     parts = [path.resolve().with_suffix("").parts[1:] for path in files]
     for depth in range(max(map(len, parts), default=0) + 1):
@@ -151,7 +151,7 @@ def _file_names(files: Sequence[Path]) -> list[str]:
 
 
 def _identity(path: Path) -> str:
-    """What decides a run's losses; its own path where its folder does not say."""
+    """Key of everything that determines a run's losses; the path itself if the folder does not record it."""
     try:
         return json.dumps(read_json(path / IDENTITY_FILE), sort_keys=True)
     except (OSError, ValueError):
@@ -159,16 +159,16 @@ def _identity(path: Path) -> str:
 
 
 def _of_run(run: Run, notes: list[str]) -> list[Measurement]:
-    """One for each layout that the run had, in the order in which it had them."""
+    """One measurement for each layout of the run, in chronological order."""
     last = [*run.rows.values()][-1]
     starts = read_starts(run.path, _ratio_of_rates(last))
     by_layout: dict[Layout, list[Row]] = defaultdict(list)
     for index, start in enumerate(starts):
-        # A step that was done twice has the row of the later start, so the next start's first step ends this one.
+        # A repeated step has the row of the later start, so each start ends before the next start's first step.
         following = [later.step for later in starts[index + 1 :]]
         stop = min(following, default=math.inf)
         rows = [row for step, row in run.rows.items() if start.step < step <= stop]
-        # The first holds the compilation of kernels, and connections.
+        # The first step includes kernel compilation and connection setup.
         by_layout[start.layout] += rows[1:] or rows
     measured = [_of_rows(run.name, layout, rows) for layout, rows in by_layout.items() if _rates(rows)]
     if len(measured) > 1:
@@ -215,7 +215,7 @@ def _values(rows: Iterable[Row], column: str) -> list[float]:
 
 
 def _with_ratios(measurements: list[Measurement], identities: Mapping[str, str]) -> list[Measurement]:
-    """Over the first `dp` that does the same work on as many devices of a kind."""
+    """Set ratios to the first `dp` measurement with the same work on as many devices of the same kind."""
 
     def work(measurement: Measurement) -> tuple[object, ...]:
         layout = measurement.layout
@@ -223,13 +223,13 @@ def _with_ratios(measurements: list[Measurement], identities: Mapping[str, str])
 
     base = {work(m): m.rate.median for m in reversed(measurements) if m.layout.backend == "dp"}
     return [
-        replace(m, ratio=m.rate.median / base[work(m)]) if base.get(work(m)) else m  # a rate of 0 is no measure
+        replace(m, ratio=m.rate.median / base[work(m)]) if base.get(work(m)) else m  # a rate of 0 is no reference
         for m in measurements
     ]
 
 
 def _of_benchmark(name: str, results: Mapping[str, Any], notes: list[str]) -> list[Measurement]:
-    """The rows of `bench model`; the other cases time parts of a step, and have pictures of their own."""
+    """The rows of `bench model`; the other cases time parts of a step, and have their own plots."""
     if results["case"] != "model":
         return []
     found = []
@@ -258,7 +258,7 @@ def _of_benchmark_row(name: str, results: Mapping[str, Any], row: Row) -> Measur
         dtype=config["dtype"],
         device_name=str(results["environment"].get("device_name", "")),
     )
-    # The slowest step is the one with the lowest throughput.
+    # The slowest step has the lowest throughput.
     rates = [1e3 * tokens / row[column] for column in ("median_ms", "p90_ms", "p10_ms")]
     exposed = row.get("exposed_ms")
     return Measurement(

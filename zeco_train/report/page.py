@@ -1,4 +1,4 @@
-"""The report as one HTML file: pictures, styles and script are in it, nothing is loaded from anywhere."""
+"""The report as a self-contained HTML file: pictures, styles and script are embedded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zeco_train.tracking.progress import compact
 @dataclass(frozen=True)
 class Column:
     """Attributes:
-    heading, hint: of the column; the hint says what is in it.
-    value: what rows are sorted by.
+    heading, hint: column header and its tooltip.
+    value: sort key.
     show: the value as text.
     """
 
@@ -80,7 +80,7 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         title: its heading.
         comparison: what is compared.
         drawn: the panels.
-        pictures: further PNGs, by what they show.
+        pictures: further PNGs, by caption.
     """
     figures = "".join(map(_figure, drawn))
     sections = [
@@ -95,7 +95,7 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        # Even a mistake of ours in a name's escaping could not load or run anything else.
+        # Even if a name were not escaped properly, it could not load or run anything.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
         f"<title>{escape(title)}</title>\n<style>\n{_text('page.css')}</style>\n</head>\n<body>\n"
@@ -105,7 +105,7 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
 
 
 def _text(file: str) -> str:
-    """A file beside this one. Without the script the tables are in the order in which the runs were given."""
+    """Content of a file next to this one."""
     return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
@@ -130,7 +130,7 @@ def _overview(comparison: Comparison) -> str:
 
 
 def _measurements(measurements: Sequence[Measurement]) -> str:
-    # A column that says nothing only takes room.
+    # Drop columns without information.
     columns = [c for c in _COLUMNS if any(c.value(m) not in (None, "") for m in measurements)]
     rows = []
     for measurement in measurements:
@@ -141,7 +141,7 @@ def _measurements(measurements: Sequence[Measurement]) -> str:
 
 
 def _losses(index: int, family: Sequence[Any]) -> str:
-    """The table of `zeco_train.compare`, by the same figures."""
+    """The table of `zeco_train.compare`, from the same data."""
     heading = "How far the losses lie apart" if index == 1 else f"How far the losses lie apart ({index})"
     try:
         rows = describe(family)
@@ -169,7 +169,7 @@ def _losses(index: int, family: Sequence[Any]) -> str:
 
 
 def _table(caption: str, headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
-    """Cells are (what is sorted by, text); the first of a row is its heading."""
+    """Cells are (sort key, text); the first cell of a row is its header."""
     head = "".join(
         f'<th scope="col" title="{escape(hint)}"{_align(row[index][0] for row in rows)}>'
         f'<button type="button">{escape(name)}</button></th>'
@@ -193,7 +193,7 @@ def _align(values: Iterable[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """As JavaScript reads it."""
+    """Format for JavaScript."""
     return "Infinity" if value == math.inf else repr(value)
 
 
@@ -222,5 +222,5 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _section(heading: str, content: str) -> str:
-    """Nothing where there is no content."""
+    """Empty if there is no content."""
     return f"<section><h2>{escape(heading)}</h2>\n{content}</section>\n" if content else ""

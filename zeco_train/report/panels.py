@@ -1,4 +1,4 @@
-"""The report's pictures: each panel draws into axes of its own, so that report.png and the page show the same ones."""
+"""The report's pictures: each panel draws into its own axes, so that report.png and the page show the same ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _COLORS = {name: spec.color for name, spec in BACKENDS.items()}
 _DARK_COLORS = {name: spec.dark_color for name, spec in BACKENDS.items()}
 _MARKERS = "osD^vPX*"
 _RATE = "tokens/s of a device (p10, median, p90)"
-# More of them have no room for their names.
+# With more bars their names do not fit.
 _MOST_BARS = 16
-# Backend, kind and points.
+# (backend, kind, points).
 Line = tuple[str, str, list[tuple[int, Spread]]]
 _DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
@@ -34,9 +34,9 @@ _DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 @dataclass(frozen=True)
 class Panel:
     """Attributes:
-    title: what it shows.
-    text: the same for those who do not see it: what is drawn over what, and the figures where they are few.
-    draw: into axes, with the backends' colours.
+    title: of the panel.
+    text: alternative text: the axes, and the values if there are few.
+    draw: draws into axes, with the backends' colours.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Panel:
 
 
 def panels(comparison: Comparison) -> list[Panel]:
-    """All panels that there is something to draw in."""
+    """All panels that have data."""
     measurements = comparison.measurements
     found = []
     for model, source, device in dict.fromkeys(_kind(m) for m in measurements):
@@ -55,7 +55,7 @@ def panels(comparison: Comparison) -> list[Panel]:
         found += _costs(own, where)
     for family in comparison.families:
         found += _losses(family) if len(family) > 1 else []
-    # Their losses are not comparable; to see that they fall, one panel is enough.
+    # Their losses are not comparable, so one panel shows that they all fall.
     alone = [family[0] for family in comparison.families if len(family) == 1]
     if alone:
         names = ", ".join(run.name for run in alone)
@@ -64,7 +64,7 @@ def panels(comparison: Comparison) -> list[Panel]:
 
 
 def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
-    """All panels in one picture, two in a line."""
+    """All panels in one picture, two per row."""
     columns = min(2, max(1, len(drawn)))
     lines = -(-max(1, len(drawn)) // columns)
     figure = new_figure(title, (7.2 * columns, 4.6 * lines + 0.4), dpi=110, title_size=13)
@@ -78,7 +78,7 @@ def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
 
 
 def panel_png(panel: Panel, dark: bool) -> bytes:
-    """One panel as a picture of its own, for light or for dark pages; its title is the page's to write."""
+    """One panel as a PNG, for a light or a dark page; the page adds its title."""
     with _paper(dark):
         figure = new_figure("", (7.6, 4.4), dpi=110, title_size=11)
         axes = figure.subplots()
@@ -110,12 +110,12 @@ def _place(measurement: Measurement) -> tuple[int, str, int, int]:
 
 
 def _kind(measurement: Measurement) -> tuple[str, str, str]:
-    """What may be drawn into the same axes."""
+    """Key of measurements that may share axes."""
     return measurement.layout.model, measurement.source, measurement.layout.device_name
 
 
 def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
-    # A benchmark gives every device the same tokens, a training all backends the same sequences.
+    # A benchmark fixes the tokens per device, a training run the sequences.
     benchmark = measurements[0].source == "benchmark"
     length = "tokens a device" if benchmark else "tokens of a sequence"
     rates = [(m, m.rate) for m in measurements]
@@ -163,7 +163,7 @@ def _label(measurement: Measurement) -> str:
 def _lines(
     values: Sequence[tuple[Measurement, Spread]], x: Callable[[Measurement], int], kind: Callable[[Measurement], str]
 ) -> list[Line]:
-    """Backend, kind and points of each line; of two measurements at a place the later one counts."""
+    """(backend, kind, points) of each line; of two measurements with the same x the later one counts."""
     lines: dict[tuple[str, str], dict[int, Spread]] = {}
     for measurement, value in values:
         lines.setdefault((measurement.layout.backend, kind(measurement)), {})[x(measurement)] = value
@@ -178,9 +178,9 @@ def _draw_lines(
     kinds = list(dict.fromkeys(kind for _, kind, _ in lines))
     places = sorted({place for _, _, points in lines for place, _ in points})
     for index, (backend, kind, points) in enumerate(lines):
-        # Side by side, since backends are often as fast as each other.
+        # Offset horizontally, since backends are often equally fast.
         apart = 2 ** (min(0.05, 0.5 / len(lines)) * (index - (len(lines) - 1) / 2))
-        # A percentile of few values, or of a distribution with two humps, can lie on the median's other side.
+        # A percentile of few values, or of a bimodal distribution, can be on the other side of the median.
         below = [max(0.0, value.median - value.p10) for _, value in points]
         above = [max(0.0, value.p90 - value.median) for _, value in points]
         axes.errorbar(
@@ -211,7 +211,7 @@ def _color(backend: str, colors: Mapping[str, str]) -> str:
 
 
 def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
-    """Bars of what was measured, one for each measurement."""
+    """Bar charts, one bar per measurement."""
     columns: tuple[tuple[str, str, Callable[[Measurement], float | None]], ...] = (
         ("Exposed communication", "% of a step", lambda m: _share(m.exposed_seconds, m)),
         ("Waiting for data", "% of a step", lambda m: _share(m.data_seconds, m)),
@@ -273,6 +273,6 @@ def _draw_differences(family: Sequence[Run], axes: Axes, colors: Mapping[str, st
 
 
 def _finish(axes: Axes, title: str) -> None:
-    # Long lists of runs would run out of the picture.
+    # Long lists of runs would not fit.
     axes.set_title(plain(title if len(title) <= 80 else f"{title[:79]}…"), fontsize=10)
     finish_axes(axes, "x" if axes.patches else "both")

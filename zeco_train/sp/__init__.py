@@ -1,1 +1,1 @@
-"""Sequence parallelism, one sequence over several ranks: start at `zeco.py`; layers see `zeco_train/ops/seam.py`."""
+"""Sequence parallelism, one sequence over several ranks: start at `zeco.py`; layers use `zeco_train/ops/seam.py`."""

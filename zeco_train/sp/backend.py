@@ -1,5 +1,5 @@
-"""What the backends share: a scan is launched from one request, over the courier of its direction; and a descriptor,
-which is all that the rest of the project knows of a backend."""
+"""Base class of the backends, which launches scans over the courier of their direction, and the backend descriptor, the
+interface to the rest of the project."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from zeco_train.sp.exposed import ExposedMeter
 
 
 class ScanBackend(ABC):
-    """A `StateScan` whose way over the wire is left to `start`.
+    """A `StateScan` whose collective is implemented by `start`.
 
     Args:
-        couriers: of the SP group for forward scans and for reverse ones, each with a process group of its own, since
-            one group runs its messages in series. None where nothing crosses ranks.
+        couriers: of the SP group, one for forward scans and one for reverse scans, each with its own process group,
+            since one group serialises its messages. None if nothing is communicated.
 
     Attributes:
-        finish_waits: `finish` of its scans communicates, and does not leave that to a courier.
-        exposed: measures the communication of scans that no compute hides. Where nothing crosses ranks, there is
-            nothing to measure.
+        finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
+        exposed: measures communication that no compute hides. Not used if nothing is communicated.
     """
 
     finish_waits = False
@@ -47,20 +46,20 @@ class ScanBackend(ABC):
 
     @abstractmethod
     def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the scan, by the backend's collective."""
+        """Start the scan by the backend's collective."""
 
     def courier(self, request: ScanRequest) -> Courier:
         """The courier of the request's direction."""
         return self._couriers[request.reverse]
 
     def prepare(self, device: torch.device) -> None:
-        """Run a tiny scan of each direction, so that what is set up at first use (NCCL's communicators, memory that
-        ranks share) is set up here and not in a first step. Collective; returns when the scans are over.
+        """Warm up with a tiny scan in each direction, so that lazy initialisation (NCCL's communicators, symmetric
+        memory) happens here and not in a first step. Collective; returns when the scans have completed.
 
-        Groups have to be set up like this on CUDA: one that is set up as it is made runs its messages in series.
+        Required on CUDA: a group that is initialised eagerly at creation serialises its messages.
 
         Raises:
-            ConfigError: the ranks cannot do what was configured.
+            ConfigError: the ranks do not support the configuration.
             CommunicationError: a peer is gone.
         """
         state = torch.zeros(1, 1, 8, 8, device=device)
@@ -73,12 +72,12 @@ class ScanBackend(ABC):
         self.drain()
 
     def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
-        """`start` for each collective that it may take with states on a device. Collective."""
+        """`start` for each collective that it may choose for states on a device. Collective."""
         del device
         return [self.start]
 
     def drain(self) -> None:
-        """Return when everything launched is received *and* sent; to be called before the groups are destroyed.
+        """Wait until everything launched is received *and* sent; call before destroying the groups.
 
         Raises:
             CommunicationError: a scan failed.
@@ -88,7 +87,7 @@ class ScanBackend(ABC):
 
 
 class SpecScan(ScanBackend):
-    """A backend whose scans all are one algorithm's."""
+    """A backend with a single algorithm."""
 
     def __init__(self, couriers: tuple[Courier, ...], scan: ScanSpec) -> None:
         super().__init__(couriers)
@@ -100,15 +99,15 @@ class SpecScan(ScanBackend):
 
 @dataclass(frozen=True, eq=False)
 class BackendSpec:
-    """A backend, as settings, tables, plans and pictures know it.
+    """Descriptor of a backend, for settings, tables, plans and figures.
 
     Attributes:
-        name: as `sp=` has it.
-        description: for `--help`, a line.
-        color, dark_color: in pictures, on light and on dark paper.
-        build: (couriers, settings) → its scan; `settings` is the section of `sp` that it reads, or None.
-        scans: the algorithms that it may run, in the order of tables; none where nothing crosses ranks, and then it
-            refuses ranks that share a sequence.
+        name: as in `sp=`.
+        description: one line for `--help`.
+        color, dark_color: in figures, on a light and a dark background.
+        build: (couriers, settings) → its scan; `settings` is its section of `sp`, or None.
+        scans: the algorithms that it may run, in table order; none for a backend without communication, which then
+            rejects ranks that share a sequence.
         section: name of that section; None if there is none.
     """
 
@@ -121,7 +120,7 @@ class BackendSpec:
     section: str | None = None
 
     def size_problem(self, size: int) -> str | None:
-        """Why so many ranks cannot share a sequence; None if they can."""
+        """Why this many ranks cannot share a sequence; None if they can."""
         if self.scans or size == 1:
             return None
         return f"sp={self.name} keeps whole sequences on a rank and needs 1; or take sp=zeco"

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds whole sequences, nothing crosses ranks, and the scan is over one rank."""
+"""Data parallelism: every rank holds whole sequences, nothing is communicated, and the scan is over one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeco_train.sp.backend import BackendSpec, ScanBackend
 
 
 class LocalScan(ScanBackend):
-    """The exclusive scan over a single rank: `wait` gives back `carry_in`, or zeros. Needs no couriers."""
+    """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no couriers."""
 
     def start(self, request: ScanRequest) -> PendingScan:
         return scan_alone(request)

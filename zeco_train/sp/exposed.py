@@ -1,12 +1,12 @@
-"""Exposed communication: for how long compute has waited for scans.
+"""Exposed communication: how long compute waits for scans.
 
-A scan that ends before it is waited for costs nothing. What is measured is the rest: on CPUs the wall time for which
-`wait`, `finish` and `carry_out` keep their caller, on CUDA the time between two events on the caller's stream, right
-before and right after such a call. The waiting for a peer that is late is in it, whatever it was late for; and all of
+A scan that completes before its `wait` costs nothing. The rest is measured: on CPUs the wall time for which `wait`,
+`finish` and `carry_out` block their caller, on CUDA the time between two events on the caller's stream, right before
+and right after such a call. This includes waiting for a late peer, whatever the reason for its delay, and all of
 LASP-1's communication, since it receives in `wait` and folds and sends in `finish`.
 
-CUDA's events are read when the device has passed them, never waited for: a step is measured without being held up. Two
-events next to each other are 1 to 2 µs apart, so that much of a scan is seen even where nothing is exposed.
+CUDA events are read once the device has passed them, never waited for, so measuring does not delay a step. Two
+consecutive events are 1 to 2 µs apart, so a scan reads that much even if nothing is exposed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class ExposedMeter:
-    """Adds up how long scans have been waited for. Scans that are launched outside of `measuring` are not touched."""
+    """Accumulates the time that compute waits for scans. Scans launched outside of `measuring` are not measured."""
 
     def __init__(self) -> None:
         self._measuring = False
         self._seconds: float | None = None
         self._recorded: deque[Events] = deque()
-        # Making an event costs more than recording one.
+        # Reused: creating an event costs more than recording one.
         self._free: list[Events] = []
 
     @contextmanager
@@ -46,10 +46,10 @@ class ExposedMeter:
             self._measuring = False
 
     def take(self) -> float | None:
-        """Seconds for which scans were waited for since the last call; None if no wait was measured.
+        """Seconds of waiting for scans since the last call; None if no wait was measured.
 
-        Does not wait for the device: what that has not done yet counts next time. Waits in a CUDA graph are not
-        measured, neither when it is captured nor when it is replayed.
+        Does not synchronise with the device: pending events count next time. Waits in a CUDA graph are not measured,
+        neither at capture nor at replay.
         """
         while self._recorded and self._recorded[0][1].query():
             events = self._recorded.popleft()
@@ -59,12 +59,12 @@ class ExposedMeter:
         return seconds
 
     def metered(self, scan: LaunchedScan, device: torch.device, finish_waits: bool) -> LaunchedScan:
-        """The scan, with a note of how long its calls take on the current stream of `device`; `finish` among them
-        where it waits for communication."""
+        """Wrap a scan so that its calls are timed on the current stream of `device`; `finish` too if it waits for
+        communication."""
         return _MeteredScan(scan, device, self, finish_waits) if self._measuring else scan
 
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
-        """Make a call that waits for communication."""
+        """Run and time a call that waits for communication."""
         if device.type != "cuda":
             started = time.perf_counter()
             result = call()
@@ -85,7 +85,7 @@ class ExposedMeter:
 
 
 class _MeteredScan:
-    """A scan whose waits are timed (`zeco_train.ops.seam.LaunchedScan`)."""
+    """A scan with timed waits (`zeco_train.ops.seam.LaunchedScan`)."""
 
     def __init__(self, scan: LaunchedScan, device: torch.device, meter: ExposedMeter, finish_waits: bool) -> None:
         self._scan, self._device, self._meter, self._finish_waits = scan, device, meter, finish_waits

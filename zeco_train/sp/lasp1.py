@@ -1,8 +1,8 @@
 """LASP-1 (Sun et al., 2024, arXiv 2404.02882), Algorithms 2 and 3: one neighbour after the other.
 
-A rank computes what is its own (lines 7–10), then receives R_p from the rank before it (12), computes the outputs that
+A rank does its local compute (lines 7–10), then receives R_p from the rank before it (12), computes the outputs that
 use it (14–15), folds (16) and sends R_{p+1} on (17); the backward pass likewise, from the last rank to the first. The
-ranks' compute between receive and send lies in the chain, so its time grows with P(α + βS + compute). Nothing is
+compute between receive and send is serialised over the ranks, so time grows with P(α + βS + compute). Nothing is
 launched ahead: `wait` receives and `finish` folds and sends.
 """
 

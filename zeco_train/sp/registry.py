@@ -1,4 +1,4 @@
-"""The backends by name, and the settings that pick one. A new backend is its file and a line here."""
+"""The backends by name, and their settings. To add a backend, add its file and a line here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeco_train.sp.lasp1 import LASP1
 from zeco_train.sp.lasp2 import LASP2
 from zeco_train.sp.zeco import IN_BLOCKS, ZECO, AllScanConfig
 
-# In the order of tables and legends.
+# In table and legend order.
 _SPECS = (
     DP,
     LASP1,
@@ -27,12 +27,12 @@ _SPECS = (
     ZECO,
 )
 BACKENDS: dict[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
-# Those that spread a sequence over ranks.
+# Backends that spread a sequence over ranks.
 SHARING = tuple(name for name, spec in BACKENDS.items() if spec.scans)
 
 
 class Backend(Enum):
-    """The names of `BACKENDS`, as the type of a setting."""
+    """The names of `BACKENDS`, as a settings type."""
 
     _ignore_ = "name"
     for name in BACKENDS:
@@ -42,7 +42,7 @@ class Backend(Enum):
 @dataclass
 class SPConfig:
     """Attributes:
-    backend: what joins the shards.
+    backend: how the shards of a sequence exchange states.
     size: ranks that share a sequence; −1 is 1 for `dp`, else the whole world.
     all_scan: for `zeco`.
     """
@@ -58,7 +58,8 @@ class SPConfig:
         self.all_scan.validate()
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys (with all below them) that need another setting to be read, which one, and whether it is set."""
+        """Keys (with all below them) that take effect only with another setting, that setting, and whether it is
+        active."""
         for spec in BACKENDS.values():
             if spec.section:
                 yield spec.section, f"sp={spec.name}", self.spec is spec
@@ -71,12 +72,12 @@ class SPConfig:
 
     @property
     def scans(self) -> tuple[ScanSpec, ...]:
-        """The algorithms that the settings leave to choose from."""
+        """The algorithms that the settings allow."""
         return self.all_scan.scans if self.spec.section else self.spec.scans
 
 
 def describe_backends() -> str:
-    """For `--help`: the backends, and under them their algorithms where settings pick one, a line each."""
+    """For `--help`: the backends, each with its selectable algorithms, one per line."""
     lines = []
     for spec in BACKENDS.values():
         lines.append(f"  sp={spec.name:<14}{spec.description}")
@@ -92,13 +93,13 @@ def build_scan(
     timeout: timedelta,
     device: torch.device | None = None,
 ) -> ScanBackend:
-    """The scan of `config.backend` over an SP group, given once for each direction (forward, reverse).
+    """The scan of `config.backend` over an SP group, given as one group per direction (forward, reverse).
 
-    Each wait for a peer is bounded by `timeout`. With a `device` the groups are set up for scans of its tensors, which
-    is collective; else the first scans do that.
+    Each wait for a peer is bounded by `timeout`. With a `device` the groups are warmed up for its tensors, which is
+    collective; otherwise the first scans initialise them.
 
     Raises:
-        ConfigError: the ranks cannot do what was configured.
+        ConfigError: the ranks do not support the configuration.
     """
     settings = getattr(config, config.spec.section) if config.spec.section else None
     scan = config.spec.build(tuple(Courier(group, timeout) for group in groups), settings)

@@ -1,6 +1,6 @@
 """ZeCO (Chou et al., 2025, arXiv 2507.01004): sequence parallelism at nearly the price of data parallelism.
 
-What a rank's tokens need of all tokens before them is one state R_p, [B, H, K, V], whatever the sequence's length:
+A rank's tokens depend on all tokens before them only through one state R_p, [B, H, K, V], of fixed size:
 
     R_{p+1} = A_p R_p + S_p        S_p, A_p: state and transition (decays, or a matrix) of rank p's tokens
 
@@ -9,9 +9,9 @@ So each rank (1) computes (S_p, A_p), (2) starts the All-Scan, an exclusive scan
 copy to its own chunk states, and computes its outputs. The backward pass is the same with gradients of states, from the
 last rank to the first. Steps 1, 3 and 4 are `zeco_train/ops/mix.py`; step 2 is here.
 
-The algorithms are in `zeco_train/collectives` (`ALL_SCANS`), say there what they send, and differ in rounding only; an
-all-gather would take (P − 1) S. Between GPUs that map each other's memory those with a kernel run as one,
-`zeco_train/kernels/all_scan/`, with no host in between.
+The algorithms are in `zeco_train/collectives` (`ALL_SCANS`), with their communication volume, and differ only in
+rounding; an all-gather would take (P − 1) S. Between GPUs with peer access those with a kernel run as a single launch,
+`zeco_train/kernels/all_scan/`, without the host in between.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from zeco_train.sp.backend import BackendSpec, ScanBackend
 logger = logging.getLogger(__name__)
 
 _BY_NAME = {scan.name: scan for scan in ALL_SCANS}
-# Of them those whose states flow in blocks.
+# Those whose states are sent in blocks.
 IN_BLOCKS = " or ".join(scan.name for scan in ALL_SCANS if scan.best_blocks)
 _MAX_BLOCKS = 1 << 20
 
 
 class AllScanAlgorithm(Enum):
-    """The names of `ALL_SCANS`; `auto` is the fastest one by the cost model."""
+    """The names of `ALL_SCANS`; `auto` is the fastest by the cost model."""
 
     _ignore_ = "name"
     auto = "auto"
@@ -53,8 +53,8 @@ class AllScanAlgorithm(Enum):
 
 
 class AllScanTransport(Enum):
-    """`p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`: what the
-    ranks can."""
+    """`p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`:
+    `symmetric` if the ranks support it."""
 
     auto = "auto"
     p2p = "p2p"
@@ -64,12 +64,12 @@ class AllScanTransport(Enum):
 @dataclass
 class AllScanConfig:
     """Attributes:
-    algorithm: how the states are scanned; `auto` is the fastest one by a model.
+    algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
     transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
-        `torch.distributed`. `auto` is `symmetric` where the ranks can, else `p2p`.
-    blocks: the pieces of a state that flow through `chain` one after another: a number, which needs algorithm=chain
-        (under `auto` the model picks both), or `auto`, which over `p2p` is the model's best number and in one kernel
-        blocks of 16,384 elements.
+        `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
+    blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
+        `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in one
+        kernel means blocks of 16,384 elements.
     """
 
     algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
@@ -77,7 +77,7 @@ class AllScanConfig:
     blocks: str = "auto"
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range, or one without effect."""
+        """Raise `ConfigError` for a value that is out of range or has no effect."""
         if self.num_blocks is not None and self.algorithm is not AllScanAlgorithm.auto and not self.takes_blocks:
             allowed = f"would be ignored; it needs sp.all_scan.algorithm={IN_BLOCKS}"
             raise ConfigError("sp.all_scan.blocks", self.blocks, allowed)
@@ -94,7 +94,7 @@ class AllScanConfig:
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether `blocks` has a meaning: the one algorithm is known, and states flow through it in blocks."""
+        """Whether `blocks` applies: the algorithm is fixed, and its states are sent in blocks."""
         return self.algorithm is not AllScanAlgorithm.auto and self.scans[0].best_blocks is not None
 
     @property
@@ -117,7 +117,7 @@ class AllScan(ScanBackend):
 
     Args:
         couriers: see `ScanBackend`.
-        settings: which algorithms, and over what.
+        settings: allowed algorithms and transport.
     """
 
     def __init__(self, couriers: tuple[Courier, ...], settings: AllScanConfig) -> None:
@@ -130,15 +130,15 @@ class AllScan(ScanBackend):
         self._choices: dict[tuple[object, ...], Choice] = {}
 
     def start(self, request: ScanRequest) -> LaunchedScan:
-        """Start the All-Scan: it goes on while the caller computes its intra-chunk scores.
+        """Start the All-Scan: it runs while the caller computes its intra-chunk scores.
 
         Raises:
-            ConfigError: `transport=symmetric`, and the ranks cannot. On all of them.
+            ConfigError: `transport=symmetric`, and the ranks do not support it. On all of them.
         """
         return self._start(request, self._scans)
 
     def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
-        """`start` for each algorithm that may be chosen; each takes tens of MB of symmetric memory a direction."""
+        """`start` for each algorithm that may be chosen; each takes tens of MB of symmetric memory per direction."""
         if len(self._scans) == 1 or self._ranks == 1:
             return [self.start]
         found = eligible(self._scans, MEASURED[self._find_link(device)], self._ranks)
@@ -157,7 +157,7 @@ class AllScan(ScanBackend):
         return choice.scan.start(request, courier, choice.blocks)
 
     def _choose(self, courier: Courier, request: ScanRequest, scans: tuple[ScanSpec, ...]) -> Choice:
-        """How scans of a shape go over the wire: decided once, by what all ranks know alike, and logged."""
+        """Algorithm and transport for scans of a shape: decided once, from data that all ranks share, and logged."""
         state, link = request.state, self._find_link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
@@ -179,7 +179,7 @@ class AllScan(ScanBackend):
         return choice
 
     def _find_link(self, device: torch.device) -> Link:
-        """Which way the ranks have, the same in both directions. Collective on CUDA, the first time."""
+        """The transport that the ranks support, the same in both directions. Collective on CUDA, the first time."""
         if self._link is None:
             self._link = self._try_links(self._couriers[0], device)
         return self._link
@@ -198,7 +198,7 @@ class AllScan(ScanBackend):
         return Link.nccl if len(set(hosts_of(courier))) == 1 else Link.nccl_across_nodes
 
     def _fall_back(self, problem: str) -> None:
-        """Say why symmetric memory is not used, or refuse what was asked for."""
+        """Log why symmetric memory is not used, or raise if it was requested."""
         if self._transport is AllScanTransport.symmetric:
             allowed = f"needs GPUs of one NVLink domain ({problem}); or take auto or p2p"
             raise ConfigError("sp.all_scan.transport", self._transport.value, allowed)

@@ -1,4 +1,4 @@
-"""`python -m zeco_train.verify`."""
+"""Entry point of `python -m zeco_train.verify`."""
 
 from zeco_train.system.signals import run_command
 

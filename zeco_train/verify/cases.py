@@ -1,4 +1,4 @@
-"""The cases one after another, on all ranks together: sequences × dtypes × sizes of groups × backends."""
+"""Runs all cases on all ranks together: sequences × dtypes × group sizes × backends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from zeco_train.verify.sequences import Sequence
 
 
 class Verification:
-    """All that is verified, row by row. Collective throughout.
+    """The verification cases, row by row. Collective throughout.
 
     Args:
         config: resolved.
-        enter: told what this rank does now.
+        enter: called with a description of the current phase of this rank.
 
     Raises:
-        ZecoError: the ranks do not come together.
+        ZecoError: the ranks cannot connect.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Verification:
         self._skipped: set[tuple[int, str]] = set()
 
     def rows(self) -> Iterator[Row]:
-        """Compute one row after the other; the same on every rank."""
+        """Compute the rows one by one; the same on every rank."""
         config = self._config
         if config.huge:
             yield from self._huge()
@@ -57,7 +57,7 @@ class Verification:
             _free(self._device)
 
     def drain(self) -> None:
-        """Return when nothing is under way any more; before the groups are destroyed."""
+        """Wait until no communication is in flight; call before destroying the groups."""
         for scan in self._scans.values():
             scan.drain()
 
@@ -107,7 +107,7 @@ class Verification:
             yield replace(row, backend=backend, deviations=found)
 
     def _gather(self, own: dict[str, Deviation]) -> tuple[dict[str, Deviation], ...]:
-        """The deviations of all ranks. Nothing is under way after it."""
+        """All-gather the deviations of all ranks. Nothing is in flight after it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return tuple(gather(own, self._launch.world_size))
@@ -115,7 +115,7 @@ class Verification:
     def _run(
         self, backend: str, mesh: ProcessMesh, sequence: Sequence, part: dict[str, Tensor], place: Place
     ) -> tuple[dict[str, Tensor], str]:
-        """The results of a backend; or, where these ranks cannot run it, why: then on all of them."""
+        """The results of a backend, or the reason why these ranks cannot run it, in which case none of them does."""
         key = mesh.sp_size, backend
         results, reason = {}, ""
         try:
@@ -127,7 +127,7 @@ class Verification:
         return results, next((text for text in gather(reason, self._launch.world_size) if text), "")
 
     def _huge(self) -> Iterator[Row]:
-        """More than 2³¹ elements, each rank alone on its device."""
+        """More than 2³¹ elements, on each rank's device separately."""
         for dtype in self._config.dtypes:
             if dtype == "fp64":
                 continue
@@ -140,14 +140,14 @@ class Verification:
 
 
 def _applies(config: SPConfig, sp_size: int) -> bool:
-    """dp is for groups of one rank, in which there is no memory to share."""
+    """dp is for groups of one rank only, and symmetric memory needs more than one."""
     if sp_size > 1:
         return bool(config.scans)
     return config.all_scan.transport is not AllScanTransport.symmetric
 
 
 def _free(device: torch.device) -> None:
-    """Give memory back between cases: the next ones may need all of it, in other sizes."""
+    """Free cached memory between cases: the next ones may need all of it, in blocks of other sizes."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What `python -m zeco_train.verify` runs: settings in, table out."""
+"""The command `python -m zeco_train.verify`: settings in, table out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ADVICE = Advice(
 
 
 def main(arguments: list[str]) -> int:
-    """Verify; returns the process's exit code: 0, 1 where a result is off, others for errors."""
+    """Verify; returns the process's exit code: 0, 1 if a result is off, others for errors."""
     return run_job(partial(_verify, arguments), _ADVICE)
 
 
@@ -43,7 +43,7 @@ def _verify(arguments: list[str], job: Job) -> int:
     config = load_settings(VerifyConfig, arguments)
     device = find_device(config.device, launch)
     config = config.resolve(device, launch.world_size)
-    # What one device computes is a reference, too.
+    # The result on one device is a reference, too, so fp32 products must not use tf32.
     torch.set_float32_matmul_precision("highest")
     started = time.monotonic()
     job.enter("joining the other ranks")

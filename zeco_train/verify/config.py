@@ -1,4 +1,4 @@
-"""The settings of `zeco_train.verify`, and the list of what they ask for."""
+"""The settings of `zeco_train.verify`, and the resulting list of cases."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zeco_train.system.paths import check_output_file
 from zeco_train.system.ranges import check_least
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-# What may lie between a result and float64: norm of the difference over norm.
+# Tolerances against float64: norm of the difference over norm.
 LIMITS = {"bf16": 1e-2, "fp32": 1e-3, "fp64": 1e-12}
 
-# Every backend as it is by default, and before All-Scan's choice each of its algorithms over each transport it has.
+# Every backend with its defaults, and for All-Scan each algorithm over each transport that it supports.
 BACKENDS: dict[str, SPConfig] = {
     **{name: SPConfig(Backend[name]) for name, spec in SPECS.items() if not spec.section},
     **{
@@ -39,17 +39,17 @@ BACKENDS: dict[str, SPConfig] = {
 @dataclass
 class VerifyConfig:
     """Attributes:
-    backends: which ones, of `BACKENDS`.
+    backends: subset of `BACKENDS`.
     dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
-    tokens: of each rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
-    sp_sizes: ranks that share a sequence; empty is every divisor of the world's size.
+    tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
+    sp_sizes: ranks that share a sequence; empty is every divisor of the world size.
     batch, heads, key_dim, value_dim: B, H, K, V. Packed documents have a batch of 1.
     documents: packed documents that straddle ranks (true), one document (false), or both (null).
-    carry: the sequence has a state before it and one after it. null: where it is one document.
-    huge: instead, on each GPU alone, values and chunk states of more than 2³¹ elements.
+    carry: the sequence has an initial state and returns its final state. null: only without packed documents.
+    huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
     seed: of all inputs.
     device: auto takes CUDA devices if there are any.
-    timeout: seconds that a rank waits for another, the others' float64 included.
+    timeout: seconds that a rank waits for another, including the others' float64 reference.
     out: a JSON file for the results.
     """
 
@@ -93,10 +93,10 @@ class VerifyConfig:
             check_output_file("out", self.out)
 
     def resolve(self, device: torch.device, world_size: int) -> VerifyConfig:
-        """What is left to the machine and to the number of ranks.
+        """Fill in defaults that depend on the machine and the number of ranks.
 
         Raises:
-            ConfigError: what the machine or the number of ranks does not allow.
+            ConfigError: a setting that the machine or the number of ranks does not support.
         """
         on_gpu = device.type == "cuda"
         if self.huge and not on_gpu:
@@ -113,7 +113,7 @@ class VerifyConfig:
 
     @property
     def layouts(self) -> list[tuple[bool, bool]]:
-        """Whether there are documents, and a carry, of each kind of sequence."""
+        """(documents, carry) of each kind of sequence."""
         kinds = [False, True] if self.documents is None else [self.documents]
         return [(documents, not documents if self.carry is None else self.carry) for documents in kinds]
 

@@ -1,7 +1,7 @@
-"""Past 2³¹ elements in the values and in the chunk states, where 32-bit offsets end, on one device.
+"""More than 2³¹ elements in the values and in the chunk states, where 32-bit offsets overflow, on one device.
 
-Heads do not know of each other, so a few of them are compared with float64 over all tokens: the first, the middle and
-the last one, in whose last tokens the offsets are the largest.
+Heads are independent, so only a few of them are compared with float64 over all tokens: the first, the middle and the
+last one, whose last tokens have the largest offsets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ELEMENTS = 1 << 31
 
 
 def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Sequence:
-    """A sequence of one rank whose values, and states at the borders of chunks, have more than `elements` elements."""
+    """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
     key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
     heads = elements // (_TOKENS * value_dim) + 1
     return Sequence(name, _TOKENS, 1, 1, heads, key_dim, value_dim, dtype, documents=False, carry=True)
 
 
 def huge_deviations(sequence: Sequence, device: torch.device) -> dict[str, Deviation]:
-    """Forward and backward of all heads; how far some of them are off."""
+    """Forward and backward of all heads; deviations of some of them."""
     part = _part(sequence, device)
     results = run_backend(sequence, part, LocalScan(), Place(0, 1))
     heads = sorted({0, sequence.heads // 2, sequence.heads - 1})
@@ -44,7 +44,7 @@ _STATES = ("R", "D_in", "carry_out", "dcarry_in")
 
 
 def _part(sequence: Sequence, device: torch.device) -> dict[str, Tensor]:
-    """q, k, v, g, do as of `Sequence.part`, but made on the device, a few tokens at a time."""
+    """q, k, v, g, do as of `Sequence.part`, but created on the device, a few tokens at a time."""
     generator = torch.Generator(device).manual_seed(sum(sequence.name.encode()))
     shape = (1, sequence.tokens, sequence.heads)
     dims = {"q": sequence.key_dim, "k": sequence.key_dim, "v": sequence.value_dim, "do": sequence.value_dim}

@@ -1,9 +1,9 @@
-"""The exact results in float64 on the CPU: the chunked operator, handed from rank to rank like a baton.
+"""The exact results in float64 on the CPU: the chunked operator, with the state handed serially from rank to rank.
 
-Each rank computes its own tokens, in pieces, once it has the state before them; then from the last rank to the first
-the gradients. So memory is that of one rank's tokens, and a rank at a time may use all processors. Nothing of the
-backends, their scans or the autograd Function takes part. Where the sequence is short, the recurrence itself, token by
-token under autograd, is the judge of this.
+Each rank computes its own tokens, in pieces, once it has the state before them; then the gradients, from the last rank
+to the first. So peak memory is that of one rank's tokens, and the active rank may use all processors. No code of the
+backends, their scans or the autograd Function is involved. For short sequences this reference is itself checked against
+the recurrence, token by token under autograd.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.sequences import TOKENS, Sequence, pieces
 
-# Elements of the states at the borders of a piece's chunks: 256 MiB; a piece takes about ten times that.
+# Elements of the boundary states of a piece's chunks: 256 MiB; a piece takes about ten times that.
 _PIECE_STATES = 1 << 25
-# Elements of all tokens' states, which the recurrence under autograd keeps a few times over.
+# Elements of all tokens' states, of which the recurrence under autograd keeps several copies.
 NAIVE_STATES = 1 << 24
 
 
@@ -51,7 +51,7 @@ def exact(
     """This rank's results in fp64 on the CPU. Collective over the ranks of the sequence.
 
     Args:
-        sequence: what all ranks of `place` share.
+        sequence: shared by all ranks of `place`.
         part: `Sequence.part` of this rank; of `heads` only where those are given.
 
     Returns:
@@ -109,7 +109,7 @@ _LIKE = {"o": "v", "dq": "q", "dk": "k", "dv": "v", "dg": "g"}
 
 
 def is_short(sequence: Sequence) -> bool:
-    """Whether the recurrence under autograd is quick, and small enough, for the whole sequence."""
+    """Whether the recurrence under autograd is fast and small enough for the whole sequence."""
     per_token = sequence.batch * sequence.heads * sequence.key_dim * sequence.value_dim
     return sequence.seq_len <= 1024 and sequence.seq_len * per_token <= NAIVE_STATES
 
@@ -123,7 +123,7 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
     zero = torch.zeros(*leaves[0].shape[::2], leaves[0].shape[-1], do.shape[-1], dtype=torch.float64)
     carries = {name: state.double() for name, state in sequence.carries().items()}
     carry_in = carries.get("carry_in", zero).clone().requires_grad_()
-    # A state of its own at each rank's edge, whose gradient is D_in of the rank before it.
+    # A separate state tensor at each rank's boundary, whose gradient is D_in of the rank before it.
     states, outputs = [carry_in], []
     for start, stop in pieces(sequence.seq_len, sequence.tokens):
         shard = sequence.shard(LocalScan(), start, stop)
@@ -163,7 +163,7 @@ def _send(state: Tensor, place: Place, target: int) -> None:
 
 
 def _from(state: Tensor, place: Place, source: int) -> Tensor:
-    """That rank's state, on every rank."""
+    """Broadcast that rank's state to every rank."""
     state = state.clone()
     if place.size > 1:
         dist.broadcast(state, group=place.group, group_src=source)
@@ -172,7 +172,7 @@ def _from(state: Tensor, place: Place, source: int) -> Tensor:
 
 @contextlib.contextmanager
 def _processors(place: Place) -> Iterator[None]:
-    """All processors for the one rank of a sequence whose turn it is; torchrun gives each rank a single one."""
+    """Let the active rank of a sequence use all processors; torchrun limits each rank to one."""
     before = torch.get_num_threads()
     groups = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // place.size)
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""How far results lie apart, what passes, and the table of it."""
+"""Deviations of results, pass criteria, and the table."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from zeco_train.verify.config import LIMITS
 
 TENSORS = ("o", "dq", "dk", "dv", "dg", "R", "D_in", "carry_out", "dcarry_in")
 _TOKENS = TENSORS[:5]
-# Sequence parallelism regroups sums, as another chunking on one device does (into as many pieces): both are the same
-# kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses digits shows as more.
+# Sequence parallelism regroups sums, as another chunking on one device (into as many pieces) does: both are the same
+# kind of noise, whose norms fluctuate: 1.05 at most on 4 H200s, 1.07 on CPUs. A scan that loses precision exceeds it.
 LARGEST_RATIO = 1.25
 # Differences below this are rounding of the results themselves, relative to their norm: one unit in the last place of
-# bf16, a few of a dtype in which sums are accumulated.
+# bf16, a few ulps of an accumulation dtype.
 FLOORS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-21, torch.float64: 2.0**-50}
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one tensor of one rank is off.
+    """Deviation of one tensor on one rank.
 
     Attributes:
-        error: from float64: norm of the difference over norm; the largest of the heads, but for dg over all heads.
-        ratio: norm of the difference from one device, over that of another chunking there; None where that has no such
-            tensor.
+        error: from float64: norm of the difference over norm; the largest over heads, except dg, which is over all
+            heads.
+        ratio: norm of the difference from one device, relative to that of another chunking on it; None if one device
+            has no such tensor.
     """
 
     error: float
@@ -36,7 +37,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Row:
-    """One backend on one sequence; `deviations` by rank of the world and tensor. Skipped where there is a `reason`."""
+    """One backend on one sequence; `deviations` by world rank and tensor. Skipped if there is a `reason`."""
 
     dtype: str
     tokens: int
@@ -65,7 +66,7 @@ class Row:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong, a tensor each, the largest error first. A NaN is."""
+        """Failures, one per tensor, the largest error first. NaN is a failure."""
         wrong = []
         for tensor in TENSORS:
             worst = self.worst(tensor)
@@ -95,7 +96,7 @@ def deviations(
     expected: dict[str, Tensor],
     runs: tuple[dict[str, Tensor], ...] = (),
 ) -> dict[str, Deviation]:
-    """Compare a rank's results with float64, and, given one device's two runs, with those."""
+    """Compare a rank's results with float64, and, if given, with the two runs on one device."""
     found = {}
     for name in TENSORS:
         if name not in actual:
@@ -114,20 +115,20 @@ def deviations(
 
 
 def relative_error(name: str, actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖, the largest of the heads.
+    """‖actual − expected‖ / ‖expected‖, the largest over heads.
 
-    dg is taken over all heads: under strong decays it is a small difference of large sums, and rounding relative to
-    those is right (`zeco_train.ops.gla.chunked.input_grads`).
+    dg is taken over all heads: under strong decays it is a small difference of large sums, and errors are rounding
+    relative to those sums (`zeco_train.ops.gla.chunked.input_grads`).
     """
     difference, norm = _norms(name, actual, expected), _norms(name, expected)
     if name == "dg":
         difference, norm = difference.sum(), norm.sum()
-    # A gradient that is exactly zero has to be met exactly.
+    # An expected gradient of exactly zero must be matched exactly.
     return float(torch.where(difference == 0, 0.0, difference / norm).sqrt().max())
 
 
 def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
-    """Squared norms of the heads, [H], of x or of x − other, in fp64; in slices, which need little memory."""
+    """Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory."""
     dim = 2 if name in _TOKENS else 1
     sums = torch.zeros(x.shape[dim], dtype=torch.float64, device=x.device)
     axes = [d for d in range(4) if d != dim]
@@ -151,7 +152,7 @@ def header() -> str:
 
 
 def line(row: Row) -> str:
-    """A row of the table: errors from float64, the largest of the ranks."""
+    """A row of the table: errors from float64, the maximum over ranks."""
     first = _first(row.dtype, f"{row.sp_size} × {row.tokens:,}", row.layout, row.backend)
     if row.reason:
         return f"{first} skipped: {row.reason}"

@@ -1,4 +1,4 @@
-"""What is verified: a backend over the ranks of a sequence. And what it is compared with: one device, twice."""
+"""The runs to verify, a backend over the ranks of a sequence, and the runs to compare with, one device twice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.reference import Place
 from zeco_train.verify.sequences import TOKENS, Sequence
 
-# Where one device first cuts the sequence in its second run: no multiple of a chunk.
+# First cut of the sequence in the second run on one device: not a multiple of a chunk.
 ODD_PLACE = 37
 
 
 @dataclass(frozen=True)
 class _Received:
-    """A pending scan that keeps what `wait` gave, by name."""
+    """A pending scan that records the result of `wait`, by name."""
 
     pending: LaunchedScan
     name: str
@@ -40,7 +40,7 @@ class _Received:
 
 
 class RecordingScan:
-    """A scan whose incoming state `R` and incoming gradient `D_in` are kept in `received`."""
+    """Wrapper of a scan that records its incoming state `R` and incoming gradient `D_in` in `received`."""
 
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
@@ -54,7 +54,7 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, pl
     """Forward and backward of this rank's tokens by a backend. Collective over the ranks of the sequence.
 
     Returns:
-        All that `zeco_train.verify.reference.exact` returns, on the device of `part`.
+        The tensors of `zeco_train.verify.reference.exact`, on the device of `part`.
     """
     recording = RecordingScan(scan)
     start = place.rank * sequence.tokens
@@ -63,10 +63,11 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, pl
 
 
 def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> tuple[dict[str, Tensor], ...]:
-    """The whole sequence on this rank's device, in one go and then in as many pieces as there are ranks, and one more:
-    cut at odd places, where no chunk and no rank begins. So both chunks and the regrouping of sums are others.
+    """The whole sequence on this rank's device, first in one piece and then in one piece more than there are ranks, cut
+    at odd positions where neither a chunk nor a rank begins. So both the chunks and the grouping of sums differ.
 
-    Collective: the ranks' tokens are gathered. Results as of `run_backend`, of this rank's tokens, less R and D_in.
+    Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens, without R and
+    D_in.
     """
     whole = {name: _gather(part[name], place) for name in TOKENS}
     length, first = sequence.seq_len, min(ODD_PLACE, sequence.tokens // 2)
@@ -80,14 +81,14 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
 
 
 def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
-    """This rank's part of a result; a copy, so that the whole can be freed."""
+    """This rank's part of a result; a copy, so that the whole tensor can be freed."""
     if name in ("carry_out", "dcarry_in") or sequence.num_ranks == 1:
         return x
     return x[:, start : start + sequence.tokens].clone()
 
 
 def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: list[SequenceShard]) -> dict[str, Tensor]:
-    """One pass over tokens, cut into shards that hand their state on in autograd's graph."""
+    """One pass over tokens, cut into shards that pass their state on in autograd's graph."""
     device = tokens["q"].device
     carries = {name: state.to(device) for name, state in sequence.carries().items()}
     carry_in = carries["carry_in"].requires_grad_() if sequence.carry else None
@@ -117,12 +118,13 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
 
 
 def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    # One part is not copied: it may take half of the memory.
+    # A single part is not copied: it may take half of the memory.
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _gather(part: Tensor, place: Place) -> Tensor:
-    """The tokens of all ranks of the sequence, [B, T, H, D] → [B, P·T, H, D]; as bytes, which every backend takes."""
+    """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]; as bytes, which all process groups
+    support."""
     if place.size == 1:
         return part
     assert place.group is not None

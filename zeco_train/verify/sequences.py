@@ -1,4 +1,4 @@
-"""The sequences that everything is compared on: random, with decays from none to strong, some of packed documents."""
+"""The sequences of all comparisons: random, with decays from none to strong, some with packed documents."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Sequence:
     """One sequence over `num_ranks` ranks of `tokens` tokens each.
 
     Attributes:
-        name: the seed of its values; sequences of different names are different.
-        documents: packed documents, of which some straddle ranks and some start where a rank does.
-        carry: there is a state before the sequence, and a gradient of the one after it.
+        name: seeds the values; sequences of different names are different.
+        documents: packed documents, some of which straddle ranks and some of which start at a rank's first token.
+        carry: there is an initial state, and a gradient of the final state.
     """
 
     name: str
@@ -45,15 +45,15 @@ class Sequence:
 
     @property
     def borders(self) -> list[int]:
-        """Borders of the documents, from 0 to `seq_len`: one straddles as many as three ranks, and from the fourth
-        rank on they start at ranks' edges, too."""
+        """Document borders, from 0 to `seq_len`: one document straddles up to three ranks, and from the fourth rank on
+        documents also start at rank boundaries."""
         length, later = self.tokens, range(3, self.num_ranks)
         starts = {0, 3, length // 3, length // 2, min(2, self.num_ranks - 1) * length + length // 4}
         starts |= {rank * length + extra for rank in later for extra in (0, length // 2)}
         return [*sorted(starts), self.seq_len]
 
     def shard(self, scan: StateScan, start: int, stop: int) -> SequenceShard:
-        """Where the tokens [start, stop) lie. With a carry the first document continues one from before."""
+        """The shard of the tokens [start, stop). With a carry the first document is a continuation."""
         if not self.documents:
             return SequenceShard(scan, start, self.seq_len)
         inside = [border - start for border in self.borders if start < border < stop]
@@ -62,7 +62,7 @@ class Sequence:
         return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
 
     def part(self, rank: int) -> dict[str, Tensor]:
-        """q, k, v, g, do of one rank's tokens, on the CPU: the same whoever asks."""
+        """q, k, v, g, do of one rank's tokens, on the CPU: the same on every rank that asks."""
         tokens = (self.batch, self.tokens, self.heads)
         values = {
             name: self._random(f"{name} {rank}", *tokens, dim).to(self.dtype)
@@ -82,10 +82,10 @@ class Sequence:
 
 
 def decay_rates(heads: int, key_dim: int) -> Tensor:
-    """Factors of log-sigmoids, [H, K]: none for the first 16th of all channels, then from 1e-6 to 20 a token.
+    """Factors of log-sigmoids, [H, K]: none for the first 16th of all channels, then from 1e-6 to 20 per token.
 
-    Each head has a range of its own, so that an error in decays that matter to one head is not drowned by the large
-    states of another.
+    Each head has its own range, so that an error in decays that matter to one head is not hidden by the large states of
+    another.
     """
     count = heads * key_dim
     still = -(-count // 16)
@@ -95,5 +95,5 @@ def decay_rates(heads: int, key_dim: int) -> Tensor:
 
 
 def pieces(length: int, size: int) -> list[tuple[int, int]]:
-    """[0, length) in pieces of `size`, the last one shorter."""
+    """Split [0, length) into pieces of `size`, the last one shorter."""
     return list(itertools.pairwise([*range(0, length, size), length]))

@@ -1,1 +1,1 @@
-"""All-Scan in one launch over memory that GPUs of one NVLink domain share; what makes it right is in `protocol.py`."""
+"""All-Scan in one launch over memory shared by the GPUs of one NVLink domain; `protocol.py` has the protocol."""

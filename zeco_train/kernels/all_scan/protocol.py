@@ -3,16 +3,16 @@
     R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p
 
 A rank writes into its peers' memory with plain stores and then raises a flag there; it waits for flags in its own
-memory. What makes that right, for any delay of any rank and of any of its CTAs:
+memory. The protocol is correct for any delay of any rank and of any of its CTAs:
 
-- A flag holds the number of the scan that raised it last, its *epoch*, and a wait is for `flag >= epoch`.
-- The epoch lives in device memory and the kernel itself advances it, once all its CTAs have read it.
+- A flag holds the epoch, the number of the scan that raised it last, and a wait is for `flag >= epoch`.
+- The epoch is in device memory and is advanced by the kernel itself, once all its CTAs have read it.
 - Between the stores of a CTA's threads and the one thread that raises the flag (release, system scope) lies a barrier,
   and another one between the thread that saw a flag (acquire) and the loads of the others.
-- Where data and flags lie is fixed by the arena, whatever a call's shape or number of CTAs (collectives/symmetric.py).
+- The positions of data and flags are fixed by the arena, for any shape or number of CTAs (collectives/symmetric.py).
 - CTA c of a rank waits only for CTAs c of other ranks, all of which run or have run: few of them, launched in order.
-- Every wait ends: after `limit` nanoseconds the CTA writes what it waited for where the host reads it, sets the arena's
-  failure word, gives NaN, and raises no further flag. Later kernels of the arena find the word set and do the same.
+- Every wait is bounded: after `limit` nanoseconds the CTA reports the wait to the host, sets the arena's failure word,
+  outputs NaN, and raises no further flag. Later kernels of the arena find the word set and do the same.
 
 Offsets within a state are 32-bit: states have fewer than 2³¹ elements (checked by the caller), addresses are 64-bit.
 Ranks here are positions in scan order: 0 is where the scan starts. The peers' table is in that order too.

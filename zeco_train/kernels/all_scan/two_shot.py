@@ -1,4 +1,4 @@
-"""All-Scan by two all-to-alls in one launch: tiles go to their owners, are scanned there, and come back."""
+"""All-Scan by two all-to-alls in one launch: tiles are sent to their owners, scanned there, and sent back."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@
     dk_j = (the part inside the chunk) + exp(b_end − b_j) ⊙ dS v_j
     dg_t = Σ_{i >= t} (q_i ⊙ dq_i − k_i ⊙ (dk_i of inside)) + Σ_{j < t} k_j ⊙ (dk_j beyond) + Σ_V exp(b_end) S ⊙ dS
 
-Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The parts of
-dg are what passes token t on its way to a query of this chunk, from a key of this chunk to a later one, and from before
-the chunk to after it. That of a rank's last chunk holds the boundary term of docs/mathematics.md: the usual form, which
-is Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
+Sums over the chunk's tokens; S: true state before the chunk, dS: gradient with respect to that after it. The terms of
+dg are for the paths past token t: to a query of this chunk, from a key of this chunk to a later one, and from before
+the chunk to after it. In a rank's last chunk they include the boundary term of docs/mathematics.md: the usual form,
+Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but as a difference of larger ones.
 
-One program makes all three: dS, the largest of what they read, is then corrected once, and so are the keys' decays.
+One program computes all three, so that dS, the largest input, and the keys' decays are corrected only once.
 """
 
 from __future__ import annotations

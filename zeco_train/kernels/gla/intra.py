@@ -1,4 +1,4 @@
-"""What happens between the tokens of one chunk: scores and their gradients.
+"""Interactions between the tokens of one chunk: scores and their gradients.
 
 Two tokens of a chunk are split at exactly one size of blocks, 32, 16, …, 1 tokens, at the start of the later block. The
 decay between them is a product of two factors, each of one token alone and at most 1:
@@ -6,17 +6,17 @@ decay between them is a product of two factors, each of one token alone and at m
     exp(b_i − b_j) = exp(b_i − b_r) · exp(b_r − b_j),      r = last token of the earlier block,  j <= r < i
 
 At each size a token has one role: in the later block of its pair of blocks it is a query, in the earlier one a key. So
-one tile X [C, K] of queries and keys, by row, times their factors is all that a size needs:
+each size needs only one tile X [C, K] of queries and keys, by row, times their factors:
 
     X Xᵀ         scores of the pairs that the size splits, and of others, which a mask drops
     Y = G X      factors ⊙ Y: dq in the rows of queries, −dk in those of keys
     X ⊙ Y        q ⊙ dq − k ⊙ dk
 
-G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. A program has a
-whole chunk: a factor is made once, where queries and keys in tiles of their own would make it at both ends of a pair,
-and a size is one product of the largest shape in either pass. Half of what it multiplies is masked; tensor cores have
-time left. The backward pass reads the scores of the forward pass, which are small beside the tokens, where it needs
-them: not here.
+G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. A program handles
+a whole chunk: a factor is computed once, where separate tiles of queries and keys would compute it at both ends of a
+pair, and a size is one product of the largest shape in either pass. Half of the product is masked, but tensor cores are
+not the bottleneck. The backward pass reads the scores of the forward pass, which are small beside the tokens, where it
+needs them: not here.
 """
 
 from __future__ import annotations

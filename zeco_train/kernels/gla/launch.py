@@ -17,10 +17,10 @@ from zeco_train.kernels.gla.tuning import Tuning
 
 CHUNK = 64
 MOST_HEADS = 65_535
-# Tiles of the kernels of gradients, and of `scores_kernel` along K, are no narrower than those seen to be right, and
-# columns beyond K are zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients
-# (K 32) or illegal memory accesses (K 64), whether joined or not; scores_kernel was right with them where not joined,
-# and input_grads_kernel was not tried with them.
+# Tiles of the gradient kernels, and of `scores_kernel` along K, have a verified minimum width; columns beyond K are
+# zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or illegal
+# memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined, and
+# input_grads_kernel was not tried with them.
 NARROWEST_GRADS = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
@@ -28,15 +28,15 @@ NARROWEST_JOINED = 64
 
 @dataclass(frozen=True)
 class LocalStates:
-    """States at the chunks' borders, each from the zero start of its segment, and what joins them. In reverse: their
-    gradients after the chunks, from the zero end of the segment.
+    """States at chunk boundaries, each from the zero start of its segment, and the per-segment quantities that join
+    them. In reverse: gradients with respect to the states after the chunks, from the zero end of the segment.
 
     Attributes:
         states: [N, B, H, K, V] in the dtype of the inputs.
-        log_decays: [N, B, H, K] fp32, log of the factor by which the segment's start survives to each.
-        starts: [J, B, H, K, V] fp32, states that the segments start from: with a zero start of the rank, until
-            `Launcher.correct` makes them the true ones.
-        start_decays: [J, B, H, K] fp32, log of the factor by which the rank's start survives to each segment's.
+        log_decays: [N, B, H, K] fp32, log-decay from the segment's start to each boundary.
+        starts: [J, B, H, K, V] fp32, states at segment starts: from a zero start of the rank, until `Launcher.correct`
+            replaces them by the true ones.
+        start_decays: [J, B, H, K] fp32, log-decay from the rank's start to each segment's.
         state: [B, H, K, V] fp32, S_loc, or D_loc. log_decay: [B, H, K] fp32, G_tot.
     """
 
@@ -49,7 +49,7 @@ class LocalStates:
 
 
 class Launcher:
-    """The kernels for tokens like these; all tensors given to it are contiguous.
+    """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
 
     Args:
         k: [B, T, H, K]. v: [B, T, H, V].
@@ -67,7 +67,7 @@ class Launcher:
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         self.device, self.dtype, self.scale = k.device, k.dtype, scale
         self.tuning, self.pieces = tuning, pieces
-        # bf16 products are exact whatever is asked for; tf32 alone would lose 3e-4 of fp32 inputs
+        # bf16 products are exact in any mode; tf32 alone would lose 3e-4 of fp32 inputs
         self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": pieces is not None, "PRECISION": "tf32x3"}
         tiles = self._state_tiles(*self.tuning.local_states.tile(self.K, self.V))
         segments = max(1, min(self.num_chunks, triton.cdiv(self.tuning.programs, tiles * self.BH)))
@@ -81,11 +81,11 @@ class Launcher:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
-        """The walks over the segments from zero, joined over the segments.
+        """Walk each segment from zero, then join the segments.
 
         Args:
             x: k, or q in reverse. y: v, or do in reverse.
-            g: log-decays. b: where to put their sums inside chunks; None: g is those sums already.
+            g: log-decays. b: output for their cumulative sums inside chunks; None: g already holds those sums.
             reverse: from the last chunk to the first, for gradients.
         """
         heads = (self.B, self.H)
@@ -136,7 +136,7 @@ class Launcher:
         )  # fmt: skip
 
     def correct(self, local: LocalStates, incoming: Tensor) -> None:
-        """Make the states that segments start from the true ones, given the rank's incoming state, or D_in."""
+        """Update the states at segment starts to the true ones, given the rank's incoming state, or D_in."""
         options = self.tuning.join
         BK, BV = options.tile(self.K, self.V)
         correct_starts_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
@@ -158,7 +158,7 @@ class Launcher:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
 
     def scores(self, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-        """[N, B, H, C, C]; what lies above the diagonal is undefined."""
+        """[N, B, H, C, C]; undefined above the diagonal."""
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
@@ -180,7 +180,7 @@ class Launcher:
     def intra_grads(
         self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq; dk inside chunks; q ⊙ dq − k ⊙ dk of that dk."""
+        """dq; intra-chunk dk; q ⊙ dq − k ⊙ dk of that dk."""
         dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
         options = self.tuning.intra_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])

@@ -1,4 +1,4 @@
-"""The outputs: what a chunk's tokens take from the state before it and from each other.
+"""Outputs: contributions of the state before a chunk and of the chunk's own tokens.
 
 o_i = scale · (q_i ⊙ exp(b_i))ᵀ S + Σ_{j <= i} A_ij v_j          S: the true state before the chunk
 """

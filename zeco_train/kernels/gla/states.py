@@ -1,11 +1,11 @@
-"""States at the borders of chunks, segment by segment, and their join over the segments of a rank.
+"""States at chunk boundaries, segment by segment, and their join over the segments of a rank.
 
-A rank's chunks are cut into segments that are worked on in parallel, each from a zero start. It is the split over ranks
-once more, inside a GPU: without it one sequential loop over all chunks would leave most of the chip idle. Forward:
+A rank's chunks are cut into segments that are processed in parallel, each from a zero start. It is the split over ranks
+again, inside a GPU: without it, one sequential loop over all chunks would leave most of the chip idle. Forward:
 
     states[n] = S before chunk n from the segment's start,    log_decays[n] = summed g from there to chunk n
 
-In reverse the same kernel makes the gradients, from the segment's end, with queries for keys and do for v:
+In reverse the same kernel computes the gradients, from the segment's end, with queries for keys and do for v:
 
     states[n] = dS after chunk n from the segment's end,      log_decays[n] = summed g of the segment after chunk n
 """

@@ -1,13 +1,13 @@
-"""What the operator's kernels share: loads of a chunk's tiles, and which tokens of a chunk see past its borders.
+"""Helpers shared by the operator's kernels: loads of a chunk's tiles, and masks at document and chunk borders.
 
-A chunk is `C` tokens of one head. Tensors over tokens are [B, T, H, D], contiguous; a kernel is given a pointer to the
-first element of its (batch, head) and walks tokens with a stride of H·D. Offsets that grow with T are 64-bit.
+A chunk is `C` tokens of one head. Tensors over tokens are [B, T, H, D], contiguous; a kernel gets a pointer to the
+first element of its (batch, head) and steps over tokens with a stride of H·D. Offsets that grow with T are 64-bit.
 
 Decays inside a chunk come as `b`, the cumulative sum of g from the chunk's first token through each token: all
 exponents are differences b_i − b_j with i >= j, so no factor exceeds 1 and nothing is divided by a decay.
 
 Documents come as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a state
-at a border, if both are of the same piece. What lies before the rank's first token is piece 0.
+at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tiles and launch options of the operator's kernels, measured once and kept: nothing is tuned when a run starts.
+"""Tiles and launch options of the operator's kernels, measured once and stored: no autotuning at run time.
 
-An entry is found by architecture, dtype and key dim, and said in the log. What was never measured takes the nearest
-entry of its dtype: slower perhaps, but as right, for options change the order of sums and nothing else.
+Entries are keyed by architecture, dtype and key dim; the choice is logged. An unmeasured case takes the nearest entry
+of its dtype: possibly slower, but equally correct, since options change only the order of sums.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Options:
     """Attributes:
-    keys, values: most columns of a tile along K and V, powers of 2.
+    keys, values: maximum tile width along K and V, powers of 2.
     num_warps, num_stages: Triton's launch options.
-    max_registers: of a thread; fewer than the compiler would take let more programs share a multiprocessor. None: as
-        it likes.
+    max_registers: per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None: no
+        limit.
     """
 
     keys: int
@@ -32,7 +32,7 @@ class Options:
     max_registers: int | None = None
 
     def tile(self, K: int, V: int, narrowest: int = 16) -> tuple[int, int]:
-        """(BK, BV) for these head dims: no wider than they are, but at least `narrowest`, as a matrix product wants."""
+        """(BK, BV) for these head dims: no wider than they are, but at least `narrowest`, as a product needs."""
         most = (self.keys, K), (self.values, V)
         keys, values = (max(narrowest, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
         return keys, values
@@ -44,8 +44,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Options of each kernel; fused: whether `input_grads_kernel` is, where it can be; programs: how many keep the chip
-    busy in the walks over chunks."""
+    """Options of each kernel; fused: whether `input_grads_kernel` is fused if possible; programs: number of programs
+    that saturates the chip in the walks over chunks."""
 
     local_states: Options = Options(32, 128, 4, 3)
     true_states: Options = Options(32, 128, 4, 3)
@@ -65,18 +65,18 @@ _UP_TO_64 = Tuning(
     input_grads=Options(64, 64, 4, 1),
 )
 
-# By (architecture or None, dtype, most keys that the entry is for), in the order of keys. Measured on an H200 at 16k
-# tokens, by the kernel: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores also K32 V64 H32, and not K256. Of the
-# kernels of gradients as they are now, and of true_states up to K64, only K64 V128 H16: the rest by analogy, with as
-# many values a thread, and by what the compiler says of registers.
+# By (architecture or None, dtype, largest key dim of the entry), in the order of key dims. Measured per kernel on an
+# H200 at 16k tokens: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores also K32 V64 H32, and not K256. For the current
+# gradient kernels, and for true_states up to K64, only K64 V128 H16 was measured: the rest is by analogy, with as many
+# values per thread, and by the compiler's register counts.
 Key = tuple[tuple[int, int] | None, torch.dtype, int]
 KEPT: dict[Key, Tuning] = {
     ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=Options(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
     ((9, 0), torch.bfloat16, 128): Tuning(intra_grads=Options(128, 64, 8, 1), input_grads=Options(128, 64, 8, 1)),
     ((9, 0), torch.bfloat16, 256): Tuning(),
-    # GPUs that have no entry. Where products take their operands from registers (sm_8x, sm_12x) the fused loop needs
-    # three times as many as there are, by the compiler; this spills next to nothing. Never measured.
+    # GPUs without an entry. If products take their operands from registers (sm_8x, sm_12x), the fused loop needs three
+    # times the available registers, according to the compiler; this entry spills almost nothing. Never measured.
     (None, torch.bfloat16, 256): Tuning(input_grads=Options(64, 64, 8, 1), fused=False),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 256): Tuning(
@@ -97,7 +97,7 @@ def options_for(k: torch.Tensor, v: torch.Tensor) -> Tuning:
 
 @cache
 def _find_on(device: torch.device, dtype: torch.dtype, K: int, V: int) -> Tuning:
-    # under Triton's interpreter the device is a CPU, and options mean nothing but the sizes of tiles
+    # under Triton's interpreter the device is a CPU, and only the tile sizes matter
     architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     found = _nearest(architecture, dtype, K)
     exact = found[0] == architecture and found[2] >= K

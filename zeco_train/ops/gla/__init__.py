@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def _select(operands: Sequence[Tensor]) -> Passes:
-    """Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays; PyTorch for everything else, fp64 above
-    all."""
+    """Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays; PyTorch for everything else, fp64
+    included."""
     q, *_, g = operands
     if not q.is_cuda:
         return CHUNKED
     if g.dtype == torch.float32 and q.dtype in (torch.bfloat16, torch.float32):
-        from zeco_train.ops.gla.cuda import CUDA  # Triton is imported where it is used
+        from zeco_train.ops.gla.cuda import CUDA  # imports Triton
 
         return CUDA
     _say_without_kernels(q.dtype, g.dtype)

@@ -1,7 +1,7 @@
-"""What the phases of the chunked operator share: the layout by chunks, decays without division, checks of inputs.
+"""Shared by the phases of the chunked operator: chunk layout, decays without division, input checks.
 
-Tokens [B, T, H, D] are worked on as chunks [N, B, H, C, D]. The chunk comes first, so that one step of the state
-recurrence touches contiguous memory, and the C tokens of one head lie together, as matrix products want them.
+Tokens [B, T, H, D] are processed as chunks [N, B, H, C, D]. The chunk dimension comes first, so that one step of the
+state recurrence touches contiguous memory; the C tokens of one head are contiguous, as matrix products want them.
 
 Decays are products of `exp(g)`, all of them at most 1. Nothing is divided by a decay and no difference of cumulative
 sums is taken, so a decay of e^-50 a token is as exact as none at all. Blocks of 1, 2, 4, … tokens are merged in pairs,
@@ -10,7 +10,7 @@ and the decay between a token of the later block and one of the earlier block is
     (decay from the start of the later block through the later token) · (decay after the earlier token to that start)
 
 and both factors grow with the blocks by one multiplication. A restart is a decay of 0: every product across it is
-exactly 0, which is all that packed documents ask for inside a rank.
+exactly 0, which is sufficient for packed documents inside a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import find_restarts
 
-# Tokens of a chunk, at least.
+# Minimum tokens per chunk.
 _SMALLEST_CHUNK = 16
 
 
@@ -33,9 +33,10 @@ class ChunkDecays:
     """Decays inside the chunks, [N, B, H, C, K] each, in the dtype of the states.
 
     Attributes:
-        from_start: product of exp(g) from the chunk's first token through this one: what a token sees of the state
-            before the chunk.
-        to_end: product of exp(g) after this token through the chunk's last: what reaches the state after the chunk.
+        from_start: product of exp(g) from the chunk's first token through this one: decay of the state before the chunk
+            as seen by a token.
+        to_end: product of exp(g) after this token through the chunk's last: decay of a token's contribution to the
+            state after the chunk.
     """
 
     from_start: Tensor
@@ -48,12 +49,12 @@ class ChunkDecays:
 
 
 def chunk_size(num_tokens: int) -> int:
-    """Tokens of a chunk, a power of two: fewer than `CHUNK` only where there are not so many tokens to be padded."""
+    """Tokens per chunk, a power of two; less than `CHUNK` only for short inputs, to save padding."""
     return min(CHUNK, max(_SMALLEST_CHUNK, 1 << (num_tokens - 1).bit_length()))
 
 
 def block_sizes(chunk: int) -> list[int]:
-    """Tokens of the blocks that are merged in pairs, up to a whole chunk: 1, 2, 4, …"""
+    """Sizes of the blocks that are merged in pairs, up to a whole chunk: 1, 2, 4, …"""
     return [1 << power for power in range(chunk.bit_length() - 1)]
 
 
@@ -95,14 +96,15 @@ def token_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def merge_blocks(decays: ChunkDecays, block: int) -> None:
-    """Turn the decays inside blocks of `block` tokens, in place, into those inside blocks of twice as many."""
+    """Merge pairs of blocks: update decays inside blocks of `block` tokens, in place, to those inside blocks twice as
+    large."""
     # in this order: the last decay of the later block must be that block's own when the earlier block takes it
     halves(decays.to_end, block)[0].mul_(halves(decays.from_start, block)[1][..., -1:, :])
     merge_from_start(decays.from_start, block)
 
 
 def merge_from_start(from_start: Tensor, block: int) -> None:
-    """`merge_blocks` for one half of the decays."""
+    """`merge_blocks` for `from_start` only."""
     earlier, later = halves(from_start, block)
     later.mul_(earlier[..., -1:, :])
 
@@ -117,7 +119,7 @@ def chunk_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> ChunkD
 
 
 def chunk_decays_from_start(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The first half of `chunk_decays`, where the other is not needed."""
+    """`chunk_decays` for `from_start` only."""
     from_start = token_decays(g, pieces, dtype)
     for block in block_sizes(from_start.shape[-2]):
         merge_from_start(from_start, block)
@@ -125,7 +127,7 @@ def chunk_decays_from_start(g: Tensor, pieces: Tensor | None, dtype: torch.dtype
 
 
 def chunk_log_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[N, B, H, K], summed log-decay of each chunk; −inf where it holds a restart."""
+    """[N, B, H, K], summed log-decay of each chunk; −inf if it contains a restart."""
     log_decays = to_chunks(g, dtype).sum(-2)
     if pieces is not None:
         restarts = find_restarts(pieces)
@@ -138,7 +140,7 @@ def chunk_log_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Te
 def add_later_tokens(x: Tensor, pieces: Tensor | None) -> Tensor:
     """Reversed cumulative sum over the tokens of each chunk, [N, B, H, C, D], in place, not past a restart.
 
-    What would come from past a restart adds up to 0, but only within the rounding of another document's numbers.
+    Contributions from past a restart add up to 0, but only within the rounding of another document's numbers.
     """
     if pieces is not None:
         chunk = chunk_size(pieces.numel())

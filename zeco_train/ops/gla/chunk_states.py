@@ -31,10 +31,10 @@ class ChunkStates:
     Attributes:
         states: [N + 1, B, H, K, V], the state before each chunk, and the one after all of this rank's tokens.
         prefix: [N + 1, B, H, K], summed g of the chunks before each boundary, −inf after a restart; the last is G_tot.
-        state: [B, H, K, V], S_loc, what this rank's tokens add to the state after them: a copy of the last of `states`,
-            for a scan may read it after they are overwritten.
+        state: [B, H, K, V], S_loc, this rank's contribution to the state after its tokens: a copy of the last of
+            `states`, since a scan may read it after they are overwritten.
         log_decay: [B, H, K], G_tot, log of the factor by which the incoming state survives this rank's tokens: a copy
-            of the last of `prefix`, which need not be kept with it for the backward.
+            of the last of `prefix`, so the backward pass can drop `prefix`.
         decays: the decays inside each chunk. values: [N·B·H, C, V], v by chunks. Kept for outputs and gradients.
     """
 
@@ -64,7 +64,7 @@ class ChunkStateGrads:
         suffix: [N + 1, B, H, K], summed g of the chunks after each boundary, −inf before a restart; the last is 0.
             Summed from the end: a difference of prefixes would lose digits, and is NaN at a restart.
         state_grad: [B, H, K, V], D_loc, gradient with respect to the incoming state from this rank's outputs alone: a
-            copy of the first of `grads`, for a scan may read it after they are overwritten.
+            copy of the first of `grads`, since a scan may read it after they are overwritten.
         output_grads: [N·B·H, C, V], do by chunks, kept for the gradients.
     """
 

@@ -1,13 +1,13 @@
 """Chunked gated linear attention in PyTorch: the phases of one rank, forward and backward (docs/mathematics.md).
 
-Each phase is a plain function of tensors: no autograd, no ranks. The passes put them together. A forward is
+Each phase is a plain function of tensors: no autograd, no communication. The passes combine them. A forward is
 
     chunk_states = local_states(k, v, g, pieces)
     R = exclusive scan of (chunk_states.state, chunk_states.log_decay) over the ranks
     scores = intra_scores(q, k, g, pieces, scale)                       # while the scan is under way
     o = outputs(q, v, g, scores, chunk_states, R, pieces, scale)
 
-and a backward, with R saved and `chunk_states` made anew,
+and a backward, with R saved and `chunk_states` recomputed,
 
     chunk_grads = local_state_grads(q, do, g, pieces, scale)
     D_in = exclusive scan of (chunk_grads.state_grad, chunk_states.log_decay) from the last rank down
@@ -15,12 +15,12 @@ and a backward, with R saved and `chunk_states` made anew,
     dq, dk, dv, dg = input_grads(q, k, v, g, do, chunk_states, R, chunk_grads, D_in, intra, pieces, scale)
 
 Shapes: q, k, g [B, T, H, K]; v, o [B, T, H, V]; a state [B, H, K, V]; a log-decay [B, H, K]; T is any number of tokens.
-q, k, v, do share a dtype; g is fp32 or fp64. Arithmetic and states are fp64 where v is, else fp32.
-`pieces` says where the state restarts (`zeco_train.ops.documents`); None is nowhere. Misfits raise a ValueError that
-names the tensor.
+q, k, v, do share a dtype; g is fp32 or fp64. Arithmetic and states are fp64 if v is, else fp32. `pieces` marks where
+the state restarts (`zeco_train.ops.documents`); None means no restarts. Invalid shapes or dtypes raise a ValueError
+that names the tensor.
 
-The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks that
-of ZeCO. Time and memory are linear in T: a chunk holds a state, 64 × 64 scores at most, and a few copies of its tokens.
+The chunkwise form is that of Yang et al. 2024 (arXiv 2312.06635, section 4.2 and appendix C); its split over ranks is
+ZeCO's. Time and memory are linear in T: per chunk a state, at most 64 × 64 scores, and a few copies of its tokens.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ def input_grads(
 def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, pieces: Tensor | None) -> Tensor:
     """Compute dg: sums of the terms of a token and those after it, to its chunk's end, and of the term at that end.
 
-    The boundary term makes each chunk's dg independent of the tokens after it, on this rank and on the later ones: what
-    passes the chunk's end is in the true state there and in its true gradient. At the rank's end those are its final
-    state and D_in, without which dg is wrong on every rank but the last. With documents the sum ends before the next
-    restart, there without that term.
+    The boundary term makes each chunk's dg independent of the tokens after it, on this rank and on later ones: their
+    effect is contained in the true state at the chunk's end and its true gradient. At the rank's end those are its
+    final state and D_in; without them dg is wrong on every rank but the last. With documents the sum ends before the
+    next restart, and the boundary term is left out there.
 
     Args:
         token_terms: [N, B, H, C, K], q ⊙ dq − k ⊙ dk; overwritten.
@@ -158,7 +158,7 @@ def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, pieces: Tensor | N
         pieces: [T], see `zeco_train.ops.documents`.
 
     Returns:
-        [N, B, H, C, K], right but at a restart itself, where dg is 0.
+        [N, B, H, C, K], correct except at a restart itself, where dg is 0.
     """
     # the boundary term enters at the chunk's last token, and the sum over later tokens hands it to all of them
     token_terms[..., -1, :] += boundary_terms

@@ -5,10 +5,10 @@ Forward                                                        Backward
   | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ true states again, dq, part of dk
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
-States are kept at the chunks' borders in the dtype of the inputs, as operands of matrix products; what is summed,
-handed over between segments or ranks, and decayed on the way is fp32. Decays are natural logarithms; their sums inside
-chunks, b, are made once in the forward pass and kept for the backward pass in place of g. The scores
-are kept, too, in the dtype of the inputs: 64 numbers a token and head.
+States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
+passed between segments or ranks are fp32. Decays are natural logarithms. Their cumulative sums inside chunks, b, are
+computed once in the forward pass and saved for the backward pass in place of g. The scores are saved too, in the dtype
+of the inputs: 64 numbers per token and head.
 
 The kernels also run on a CPU under Triton's interpreter, in fp32.
 """
@@ -52,8 +52,8 @@ class CudaForward:
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """b, in the place of g, which is as large as q and k together in bf16; the true states that the kernels'
-        segments start from, in that of R; the scores."""
+        """b, saved in place of g (which is as large as q and k together in bf16); the true states at segment starts, in
+        place of R; the scores."""
         return self._b, self._local.starts, self._scores
 
 

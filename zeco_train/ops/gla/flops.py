@@ -1,6 +1,6 @@
-"""FLOPs of gated linear attention for one token, a multiply-add counting as two; the sequence's length does not enter.
+"""FLOPs of gated linear attention per token, a multiply-add counting as two; independent of the sequence length.
 
-Counted are matrix products, and of the pairs of tokens inside a chunk of C = 64 the causal half, (C+1)/2 a token,
+Matrix products only. Of the token pairs inside a chunk of C = 64 only the causal half counts, (C+1)/2 per token,
 although kernels compute the whole square.
 """
 
@@ -20,8 +20,8 @@ def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
 
 
 def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """H · 2·KV: the chunks' states, which the backward pass computes again rather than keep them.
+    """H · 2·KV: the chunk states, which the backward pass recomputes instead of keeping them.
 
-    That is on GPUs; in PyTorch it makes the scores, too, a second time.
+    That is on GPUs; the PyTorch implementation also recomputes the scores.
     """
     return float(heads * 2 * key_dim * value_dim)

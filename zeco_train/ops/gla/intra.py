@@ -1,10 +1,10 @@
-"""What happens between the tokens of one chunk: the phases that need no other rank and overlap the scans.
+"""Interactions between the tokens of one chunk: the phases that need no other rank and overlap the scans.
 
-Pairs of different tokens are taken by pairs of blocks, of 1, 2, 4, … tokens, up to half a chunk: two tokens of a chunk
-are split at exactly one size, at the start of the later block, and the decay between them is the product of a factor
-for the later token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products, and
-nothing larger than a few times the tokens themselves is ever held. Products of blocks below 16 tokens are taken 16 rows
-at a time, where one batched product costs less than many tiny ones, and only their diagonal blocks are used.
+Pairs of different tokens are grouped by pairs of blocks, of 1, 2, 4, … tokens, up to half a chunk: two tokens of a
+chunk are split at exactly one size, at the start of the later block, and the decay between them is the product of a
+factor for the later token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products,
+and peak memory is a few times that of the tokens. Products of blocks below 16 tokens are batched into products of 16
+rows, which is cheaper than many tiny ones; only their diagonal blocks are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeco_train.ops.gla.chunk_layout import (
     token_decays,
 )
 
-# Fewest rows of a matrix product, in a chunk that has as many in each half; a multiple of every smaller block.
+# Minimum rows of a matrix product, if each half of the chunk has that many; a multiple of every smaller block.
 _ROWS = 16
 
 
@@ -89,7 +89,7 @@ def intra_scores(q: Tensor, k: Tensor, g: Tensor, pieces: Tensor | None, scale: 
 def intra_grads(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, pieces: Tensor | None, scale: float
 ) -> IntraGrads:
-    """Compute the parts of dq, dk and dv that stay inside chunks: step 3 of the backward.
+    """Compute the intra-chunk parts of dq, dk and dv: step 3 of the backward.
 
         dA = scale · do vᵀ,    dq_i = Σ_j dA_ij k_j ⊙ decay_ij,    dk_j = Σ_i dA_ij q_i ⊙ decay_ij,    dv = Aᵀ do
 
@@ -108,7 +108,7 @@ def intra_grads(
 
     scores = _own_scores(queries, keys)
     own_grads = score_grads.diagonal(dim1=-2, dim2=-1).view(*queries.shape[:-1], 1)
-    # Each its own memory: of one chunk and one head they are returned as they are, and an op's outputs must not alias.
+    # Separate allocations: of one chunk and one head they are returned as is, and a custom op's outputs must not alias.
     dq, dk = (score_grads.new_empty(queries.shape) for _ in range(2))
     torch.mul(keys, own_grads, out=dq)
     torch.mul(queries, own_grads, out=dk)
@@ -125,7 +125,7 @@ def intra_grads(
 
 
 def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """[N, B, H, C, C], the scores of each token with itself on the diagonal, zero elsewhere, not yet scaled."""
+    """[N, B, H, C, C], unscaled scores of each token with itself on the diagonal, zero elsewhere."""
     own = (queries * keys).sum(-1)
     scores = own.new_zeros(*own.shape, own.shape[-1])
     scores.diagonal(dim1=-2, dim2=-1).copy_(own)
@@ -133,7 +133,7 @@ def _own_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None) -> Iterator[_BlockPairs]:
-    """Yield the block pairs from small to large. The decays of one are overwritten by the next."""
+    """Yield the block pairs from small to large. Each overwrites the decays of the previous one."""
     from_start = token_decays(g, pieces, queries.dtype)
     decays = ChunkDecays(from_start, torch.ones_like(from_start))
     *outer, chunk, key_dim = queries.shape
@@ -141,7 +141,7 @@ def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None
     for block in block_sizes(chunk):
         query_decay = halves(decays.from_start, block)[1]
         key_decay = halves(decays.to_end, block)[0]
-        # the decays first: the result takes their layout, that of chunks, and the reshape need not copy
+        # decays first: the result inherits their chunk layout, so the reshape need not copy
         later_queries = query_decay * halves(queries, block)[1]
         earlier_keys = key_decay * halves(keys, block)[0]
         yield _BlockPairs(block, later_queries.reshape(half), earlier_keys.reshape(half), query_decay, key_decay)
@@ -149,7 +149,7 @@ def _block_pairs(queries: Tensor, keys: Tensor, g: Tensor, pieces: Tensor | None
 
 
 def _num_rows(block: int, chunk: int) -> int:
-    """Of a product of blocks."""
+    """Rows of a product of blocks."""
     return max(block, min(_ROWS, chunk // 2))
 
 
@@ -159,7 +159,7 @@ def _rows(x: Tensor, block: int) -> Tensor:
 
 
 def _put_blocks(scores: Tensor, products: Tensor, block: int) -> None:
-    """Copy the diagonal blocks of the products [·, rows, rows] to where they belong in the scores [N, B, H, C, C]."""
+    """Copy the diagonal blocks of the products [·, rows, rows] to their positions in the scores [N, B, H, C, C]."""
     _score_blocks(scores, block).copy_(_diagonal_blocks(products, block, scores.shape[-1]))
 
 

@@ -1,4 +1,4 @@
-"""The recurrence itself, token by token under plain autograd: the oracle of everything else."""
+"""The recurrence, token by token under plain autograd: the oracle for all other implementations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def naive_gla(
 
         S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
 
-    Slow, and its graph holds T states under autograd: for tests, in fp64 at best.
+    Slow, and its autograd graph holds T states: for tests, preferably in fp64.
 
     Args:
         q: [B, T, H, K] queries.
@@ -52,7 +52,7 @@ def naive_gla(
     restarts = [False] * num_tokens if pieces is None else find_restarts(pieces).tolist()
     scale = key_dim**-0.5 if scale is None else scale
 
-    # unbind, for the gradient of an indexing `q[:, t]` is a zero tensor of T tokens, for every token
+    # unbind: the gradient of indexing `q[:, t]` would be a zero tensor of T tokens for every token
     tokens = [x.to(dtype).unbind(1) for x in (q, k, v, g.to(dtype).exp())]
     o = []
     for q_t, k_t, v_t, decay_t, restart in zip(*tokens, restarts, strict=True):

@@ -1,8 +1,8 @@
-"""One token of the recurrence, for generation: the state is moved on in place, so memory is that of one state.
+"""One token of the recurrence, for generation: the state is updated in place, so memory is that of one state.
 
     S ← exp(g) ⊙_K S + k vᵀ,    o = scale · qᵀ S
 
-On CUDA one kernel of flash-linear-attention does it, where that is installed; elsewhere three passes over the state in
+On CUDA, with flash-linear-attention installed, this is one of its kernels; otherwise three passes over the state in
 PyTorch. No gradients.
 """
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
-    """The next token of each sequence of a batch.
+    """Compute the next token of each sequence of a batch.
 
     Args:
         q, k: [B, 1, H, K]; bf16, fp32 or fp64.
         v: [B, 1, H, V], same dtype.
         g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
-        state: [B, H, K, V] in the dtype of g, contiguous, after the token before; overwritten by that after this one.
+        state: [B, H, K, V] in the dtype of g, contiguous, state after the previous token; updated in place.
         scale: factor of the output, K^-1/2 if None.
 
     Returns:
@@ -61,7 +61,7 @@ def _plain_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
 
 @cache
 def _fused_step() -> Callable[..., Any] | None:
-    """fla's kernel; None, which is said once, where there is no fla."""
+    """fla's kernel; None, with a single log message, if fla is not installed."""
     try:
         from fla.ops.gla import fused_recurrent_gla
     except ImportError:
