@@ -148,6 +148,9 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        if backend == "gloo":
+            # A rank that is connected could otherwise leave, and close connections that a slower peer still makes.
+            dist.barrier()
         result = fn(rank, world_size, *args)
     except BaseException:  # report every cause, SystemExit included
         trace = traceback.format_exc()
