@@ -287,7 +287,7 @@ def _worker_died() -> DataError:
 
 
 def _take(texts: Iterator[str], most: int) -> tuple[list[str], int]:
-    """The next documents, up to the one that reaches `most` characters, and their total size; empty at the end."""
+    """The next documents until they have `most` characters, and their total size; empty at the end."""
     taken: list[str] = []
     size = 0
     for text in texts:

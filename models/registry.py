@@ -13,5 +13,5 @@ DEFAULT_CONFIG: type[LanguageModelConfig] = MIXERS["gla"].config_class
 
 
 def mixer_of(config: LanguageModelConfig) -> type[Mixer]:
-    """The mixer class of a model; for a hybrid, the one that names the model."""
+    """The mixer class of a model; of a hybrid, the mixer after which the model is named."""
     return MIXERS[config.mixer]

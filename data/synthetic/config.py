@@ -89,7 +89,7 @@ class SyntheticConfig:
         return self.alphabet if self.keys is None else self.keys
 
     def validate(self, prefix: str = "data.synthetic") -> None:
-        """Raise `ConfigError` for a value out of range, or one that the task ignores."""
+        """Raise `ConfigError` for a value out of range or a setting that the task does not use."""
         defaults = SyntheticConfig()
         readers: dict[str, list[Task]] = {
             "facts": [task for task in Task if task is not Task.needle],

@@ -93,7 +93,7 @@ class Texts:
 
     def check(self, length: int, field: str) -> None:
         """See `ExampleMaker`."""
-        # At most one token per byte, plus one that a tokenizer may put before each piece.
+        # At most one token per byte, and a prefix token before each piece.
         script = self._script(_Longest("", 0, 0))
         pieces = (*script.told, *script.beside, *script.ending)
         shortest = sum(len(text) + 1 for text in (*pieces, max(SENTENCES, key=len)))

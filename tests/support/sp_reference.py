@@ -49,7 +49,7 @@ class Case:
         lengths: tokens of each rank, for each segment.
         carry: with `carry_in` and `carry_out`.
         loss: outputs that the loss depends on, `both`, `o` or `carry`.
-        poison: replicated values are NaN on all ranks except the one that may read them.
+        poison: replicated values are NaN on every rank that must not read them.
         strided: tensors and their gradients are not contiguous, gradients of outputs are expanded from one value.
         documents: borders of packed documents in the sequence, from 0 to its end; the batch is 1 then.
         doc_offsets: borders of the documents in the stream that contains the sequence; `documents` if empty.

@@ -58,10 +58,10 @@ class WholeMatrices:
             assert all(isinstance(p, DTensor) and p.placements == placements for p in parameters)
             self._rank, table = dist.get_rank(), _table(mesh.mesh, placements)
         # [replica][shard]: the rank that holds these rows.
-        self._ranks: list[list[int]] = table.tolist()
-        self._parts = {rank: part for row in self._ranks for part, rank in enumerate(row)}
+        ranks: list[list[int]] = table.tolist()
+        self._parts = {rank: part for row in ranks for part, rank in enumerate(row)}
         # The ranks of this rank's replica, which together hold each matrix once.
-        self._copy = next(row for row in self._ranks if self._rank in row)
+        self._copy = next(row for row in ranks if self._rank in row)
         owned = assign(costs, table.numel())
         self.rounds = [
             [indices[number] if number < len(indices) else None for indices in owned]
