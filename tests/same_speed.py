@@ -1,6 +1,7 @@
 """Speed comparison of two versions of this project in one session: their training steps, or one layer's operator.
 
     python -m tests.same_speed COMMIT|FOLDER [--case step|operator] [--turns 5] [--seconds 5] [KEY=VALUE of train.py …]
+    python -m tests.same_speed . --this optim=muon model=gla_340m     two configurations of one version
 
 The two versions run in separate processes, one at a time: the other one is stopped (SIGSTOP) and its device idle. They
 take turns, so that a slowdown of the machine affects both. Prints the median of each turn, the ratio of speeds with its
@@ -90,14 +91,14 @@ class Contender:
 
 
 @contextmanager
-def contenders(other: str, case: str, settings: Sequence[str]) -> Iterator[list[Contender]]:
-    """The other version and this one, both warmed up and stopped."""
+def contenders(other: str, case: str, settings: Sequence[str], own: Sequence[str]) -> Iterator[list[Contender]]:
+    """The other version with `settings`, and this one with `own` on top, both warmed up and stopped."""
     with ExitStack() as stack:
         tree = stack.enter_context(sources(other))
         both = []
-        for name, path in (("other", tree), ("this", REPOSITORY)):
+        for name, path, more in (("other", tree, ()), ("this", REPOSITORY, own)):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"zeco-{name}-")))
-            contender = Contender(path, case, settings, folder)
+            contender = Contender(path, case, [*settings, *more], folder)
             stack.callback(contender.close)
             contender.warm_up()
             both.append(contender)
@@ -111,9 +112,10 @@ def main() -> int:
     parser.add_argument("--case", choices=("step", "operator"), default="step")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a turn (default: 5)")
+    parser.add_argument("--this", action="append", default=[], metavar="KEY=VALUE", help="for this version only")
     options, settings = parser.parse_known_args()
     ratios = []
-    with contenders(options.other, options.case, settings) as both:
+    with contenders(options.other, options.case, settings, options.this) as both:
         for number in range(1, options.turns + 1):
             # Alternate which version goes first.
             order = both if number % 2 else both[::-1]

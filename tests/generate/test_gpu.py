@@ -1,4 +1,4 @@
-"""Generation on CUDA: fla's step kernel, the step as one graph, and memory that does not grow."""
+"""Generation on CUDA: the step's kernel, the step as one graph, and memory that does not grow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeco_train.generate.decode import Decoder
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import Prefill, whole_logits
 from zeco_train.generate.sampling import Sampling
-from zeco_train.ops.gla import step as recurrent_module
+from zeco_train.ops.gla import step as step_module
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.numbers import relative_error
@@ -52,14 +52,11 @@ def ids(count: int) -> Tensor:
 
 @pytest.mark.parametrize("heads", [(64, 128), (128, 128), (256, 512), (24, 40)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kernel", [True, False])
 def test_steps_equal_the_recurrence(
-    heads: tuple[int, int], dtype: torch.dtype, tolerance: float, fused: bool, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], dtype: torch.dtype, tolerance: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if fused:
-        pytest.importorskip("fla")
-    else:
-        monkeypatch.setattr(recurrent_module, "_fused_step", lambda: None)
+    monkeypatch.setattr(step_module, "_has_kernel", lambda q, g: kernel)
     generator = torch.Generator().manual_seed(0)
     shape = {"q": heads[0], "k": heads[0], "v": heads[1], "g": heads[0]}
     wide = {name: torch.randn(2, 40, 3, size, generator=generator).double() for name, size in shape.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from models.mixers.gla import FeatureMap
 from tests.models.test_model import SMALL, build, tokens_and_labels, whole
+from tests.support.distributed import run_distributed
+from zeco_train.ops.gla import step as step_module
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.gla.step import recurrent_step
 from zeco_train.ops.segments import LayerStates
@@ -48,12 +51,36 @@ def test_steps_equal_the_recurrence(dtype: torch.dtype, tolerance: float) -> Non
     assert (state - final_state).norm() <= min(tolerance, 1e-6) * final_state.norm()
 
 
+def _kernel_errors(rank: int, world_size: int) -> dict[str, float]:
+    """Errors of outputs and state after 30 steps of the kernel, by case."""
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, g, state = operands(dtype)
+        expected, final_state = naive_gla(*(x.double() for x in (q, k, v, g)), initial_state=state.double())
+        with mock.patch.object(step_module, "_has_kernel", return_value=True):
+            o = steps(q, k, v, g, state)
+        assert o.dtype == dtype
+        found[f"{dtype} o"] = float((o - expected).norm() / expected.norm())
+        found[f"{dtype} state"] = float((state - final_state).norm() / final_state.norm())
+    return found
+
+
+def test_the_kernel_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    errors = run_distributed(_kernel_errors, 1, fresh=True)[0]
+    assert errors.pop("torch.bfloat16 o") <= 4e-3
+    assert all(error <= 1e-6 for error in errors.values()), errors
+
+
 def test_misfits_are_named() -> None:
     q, k, v, g, state = operands(torch.float32, tokens=1)
     with pytest.raises(ValueError, match="state: expected shape"):
         recurrent_step(q, k, v, g, state[:1])
     with pytest.raises(ValueError, match="state: expected the dtype of g"):
         recurrent_step(q, k, v, g, state.double())
+    with pytest.raises(ValueError, match="state: expected a contiguous tensor"):
+        recurrent_step(q, k, v, g, state.mT.contiguous().mT)
     with pytest.raises(ValueError, match="one token"):
         recurrent_step(*operands(torch.float32))
 
