@@ -225,7 +225,7 @@ class LanguageModel(nn.Module):
         return hidden if states_only else self.lm_head(hidden, labels, scores)
 
     @torch.no_grad()
-    def step(self, input_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
+    def step(self, input_ids: Tensor, states: Sequence[Tensor], states_only: bool = False) -> Tensor:
         """Recurrent form: process one more token of each sequence, at a cost independent of the context length.
 
         Not for models sharded by FSDP2: their parameters are gathered around `forward` only.
@@ -234,14 +234,16 @@ class LanguageModel(nn.Module):
             input_ids: [B] int64.
             states: by layer, [B, H, K, V] after the previous tokens (`zero_states`, or `LayerStates.carry_out`);
                 updated in place.
+            states_only: skip the head.
 
         Returns:
-            Logits of the next tokens, [B, vocab].
+            Logits of the next tokens, [B, vocab]; with `states_only` the input of the head, [B, D].
         """
         x = self.model.embeddings(input_ids[:, None])
         for layer, state in zip(self.model.blocks(), states, strict=True):
             x = layer.step(x, state)
-        return self.lm_head(self.model.norm(x)).squeeze(1)
+        hidden = self.model.norm(x).squeeze(1)
+        return hidden if states_only else self.lm_head(hidden)
 
     def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
         """Initial states of a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""

@@ -1,6 +1,7 @@
 """Train with two versions of this project, and compare losses and gradient norms to the last bit.
 
     python -m tests.same_bits COMMIT|FOLDER [--dtypes fp32,fp64] [--device cpu] [--ranks 2] [--steps 20] [--only TEXT]
+        [KEY=VALUE of train.py …]
 
 COMMIT is checked out in a temporary folder; FOLDER is another copy of the sources, for machines without git. Each case
 of `cases` is trained by both, in separate processes. Prints one line per case; exits with 1 if one differs or fails.
@@ -136,14 +137,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
     failed = 0
     with sources(options.other) as tree:
         for case in cases(options.dtypes.split(",")):
             if options.only not in case.name:
                 continue
             began = time.monotonic()
-            settings = [*case.settings, f"train.steps={options.steps}", f"train.device={options.device}"]
+            settings = [*case.settings, f"train.steps={options.steps}", f"train.device={options.device}", *more]
             try:
                 others, rows = (train(folder, options.ranks, settings) for folder in (tree, REPOSITORY))
                 found = verdict(rows, others, options.steps)

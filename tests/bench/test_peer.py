@@ -97,7 +97,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
 def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dict[str, Tensor]]:
     """Loss and update of a step of plain PyTorch on a rank alone."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(parameter_rules(model), run.optim)
+    optimizer = build_optimizer(parameter_rules(model), run.optim, run.train.dtype.compute)
     shard = SequenceShard(LocalScan(), 0, ids.shape[1] - 1)
     logits = model(ids[:, :-1], shard)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

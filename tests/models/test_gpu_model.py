@@ -65,7 +65,7 @@ def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
     step = TrainingStep(
         model,
-        build_optimizer(parameter_rules(model), config.optim),
+        build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute),
         scan := LocalScan(),
         mesh,
         strategy=config.parallel.strategy,

@@ -105,7 +105,7 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
         case = make_case(*_overrides(*setting))
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
         model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, seed=0)
-        optimizer = build_optimizer(parameter_rules(model), OptimConfig())
+        optimizer = build_optimizer(parameter_rules(model), OptimConfig(), torch.float32)
         scan = _CountingScan(build_scan(SPConfig(), mesh.scan_groups, mesh.timeout))
         step = TrainingStep(
             model,
@@ -189,8 +189,13 @@ def test_muon_keeps_one_momentum_of_projections_and_spreads_its_products() -> No
         for shape, rule in muon.spec.parameters
         if rule.is_projection
     )
-    seconds = [plan_step(case).seconds["optimizer"] for case in (adamw, muon)]
-    assert seconds[1] - seconds[0] == pytest.approx(eight / muon.machine.flops[Dtype.fp32], rel=1e-6)
+    for dtype in (Dtype.fp32, Dtype.bf16):
+        cases = [
+            make_case("model=gla_1b", f"optim={name}", f"train.dtype={dtype.value}", "world_size=8")
+            for name in ("adamw", "muon")
+        ]
+        adamw_seconds, muon_seconds = (plan_step(case).seconds["optimizer"] for case in cases)
+        assert muon_seconds - adamw_seconds == pytest.approx(eight / muon.machine.flops[dtype], rel=1e-6)
 
 
 # --- scans on the wire ---

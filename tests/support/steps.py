@@ -120,7 +120,7 @@ def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) 
         model.compile_parts(backend=case.compiler)
     step = TrainingStep(
         model,
-        build_optimizer(parameter_rules(model), case.optim),
+        build_optimizer(parameter_rules(model), case.optim, torch.float64),
         scan,
         mesh,
         strategy=case.strategy,

@@ -86,7 +86,7 @@ def test_values_out_of_range(config: OptimConfig | ScheduleConfig, field: str) -
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = ModelSpec(GLAConfig(num_layers=1)).build()
-    optimizer = build_optimizer(parameter_rules(model), OptimConfig(weight_decay=0.3))
+    optimizer = build_optimizer(parameter_rules(model), OptimConfig(weight_decay=0.3), torch.float32)
     decay, rest = optimizer.param_groups
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {p.ndim for p in decay["params"]} == {2}

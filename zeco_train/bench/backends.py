@@ -88,7 +88,7 @@ class Backends:
     def __init__(self, run: Config, session: Session) -> None:
         self._run, self._session = run, session
         self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
-        self._optimizer = build_optimizer(parameter_rules(self.model), run.optim)
+        self._optimizer = build_optimizer(parameter_rules(self.model), run.optim, run.train.dtype.compute)
         set_learning_rate(self._optimizer, LEARNING_RATE)
         self._scan = SwitchedScan()
         self._alone = _alone(session.mesh)

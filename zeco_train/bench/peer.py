@@ -90,7 +90,7 @@ class Peer:
             self.model.to(run.train.dtype.compute)
         else:
             _shard(self.model, run, mesh)
-            self._optimizer = build_optimizer(_rules(self.model, run), run.optim)
+            self._optimizer = build_optimizer(_rules(self.model, run), run.optim, run.train.dtype.compute)
         self.model.train()
 
     def step(self, ids: Tensor) -> Tensor:

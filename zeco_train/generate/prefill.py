@@ -4,6 +4,9 @@ Prompts of a batch may differ in length: all are processed together up to the en
 end of the next, and so on. In between, tokens are processed in pieces of bounded size, like segments in training, each
 sharded over the ranks of the sequence: memory is that of one piece, whatever the prompt's length. Nothing is padded, so
 a prompt's result does not depend on the rest of the batch.
+
+Prompts of a few tokens go through the recurrent step instead: the operator's kernels take seconds to compile on a
+machine's first call, and the step is needed for decoding anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from zeco_train.ops import CHUNK
 from zeco_train.ops.seam import SequenceShard, StateScan
 from zeco_train.ops.segments import LayerStates
 from zeco_train.sp.dp import LocalScan
+
+# Prompts up to this many tokens go through the recurrent step.
+_STEPS = 16
 
 
 class Prefill:
@@ -57,13 +63,14 @@ class Prefill:
         states = self._model.zero_states(len(prompts), device) if states is None else [s.clone() for s in states]
         width, dtype = self._model.config.hidden_size, self._model.model.norm.weight.dtype
         last = torch.zeros(len(prompts), width, dtype=dtype, device=device)
+        process = self._steps if max(lengths) <= _STEPS else self._piece
         for start, stop in self._pieces(lengths):
             if not proceed():
                 return None
             rows = [row for row, length in enumerate(lengths) if length >= stop]
             index = torch.tensor(rows, device=device)
             tokens = torch.stack([prompts[row][start:stop] for row in rows])
-            carries, hidden = self._piece(tokens, start, [state[index] for state in states])
+            carries, hidden = process(tokens, start, [state[index] for state in states])
             for state, carry in zip(states, carries, strict=True):
                 state[index] = carry
             # Overwritten by later pieces, so the value of each prompt's last piece remains.
@@ -80,6 +87,13 @@ class Prefill:
                 stop = min(start + size, end)
                 yield start, stop
                 start = stop
+
+    def _steps(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """`_piece`, token by token on this rank alone."""
+        hidden = torch.empty(0)
+        for column in tokens.to(self._mesh.device).unbind(1):
+            hidden = self._model.step(column, carries, states_only=True)
+        return carries, hidden
 
     def _piece(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Process one piece, [B, T] on all ranks; returns the states after it and the last token's hidden [B, D]."""

@@ -125,7 +125,7 @@ def _compute_seconds(case: Case) -> dict[str, float]:
 
 def _optimizer_products(case: Case) -> float:
     """Seconds of the optimizer's matrix products on the rank that has most of them."""
-    optim = case.config.optim
+    optim = case.config.optim.resolved(case.config.train.dtype.compute)
     master = Dtype.fp64 if case.config.train.dtype is Dtype.fp64 else Dtype.fp32
     dtype = Dtype.bf16 if optim.ns_dtype is Precision.bf16 else master
     return optim.spec.products(case.spec.parameters, case.world_size, optim) / case.machine.flops[dtype]

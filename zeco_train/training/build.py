@@ -246,7 +246,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     latest = checkpointer.latest_sound()
 
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
-    optimizer = build_optimizer(parameter_rules(model), config.optim)
+    optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
 
     progress = Progress()
     if latest is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from models.parameters import ParameterRule
 from zeco_train.training.optim.adamw import ADAMW
 from zeco_train.training.optim.muon import MUON
-from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec
+from zeco_train.training.optim.spec import OptimizerSettings, OptimizerSpec, Precision
 
 _SPECS = (ADAMW, MUON)
 OPTIMIZERS: dict[str, OptimizerSpec] = {spec.name: spec for spec in _SPECS}
@@ -44,10 +44,22 @@ class OptimConfig(OptimizerSettings):
         """The optimizer."""
         return OPTIMIZERS[self.name.value]
 
+    def resolved(self, compute: torch.dtype) -> OptimConfig:
+        """These settings for a model that computes in this dtype, without `auto`."""
+        if self.ns_dtype is not Precision.auto:
+            return self
+        return replace(self, ns_dtype=Precision.bf16 if compute == torch.bfloat16 else Precision.master)
+
 
 def build_optimizer(
-    rules: Iterable[tuple[str, Parameter, ParameterRule]], config: OptimConfig
+    rules: Iterable[tuple[str, Parameter, ParameterRule]], config: OptimConfig, compute: torch.dtype
 ) -> torch.optim.Optimizer:
-    """The optimizer over a model's trainable parameters, as `models.parameters.parameter_rules` lists them."""
+    """The optimizer over a model's trainable parameters.
+
+    Args:
+        rules: as `models.parameters.parameter_rules` lists them.
+        config: settings.
+        compute: dtype that the model computes in.
+    """
     trainable = [(parameter, rule) for _, parameter, rule in rules if parameter.requires_grad]
-    return config.spec.build(trainable, config)
+    return config.spec.build(trainable, config.resolved(compute))

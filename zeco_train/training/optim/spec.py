@@ -32,8 +32,10 @@ class AdjustLR(Enum):
 
 
 class Precision(Enum):
-    """The dtype of Muon's orthogonalisation: that of the master weights, or bf16 as in `torch.optim.Muon`."""
+    """The dtype of Muon's orthogonalisation: that of the master weights, or bf16 as in `torch.optim.Muon`; `auto`: bf16
+    where the model computes in bf16, else that of the master weights."""
 
+    auto = "auto"
     master = "master"
     bf16 = "bf16"
 
@@ -60,7 +62,7 @@ class OptimizerSettings:
     nesterov: bool = True
     ns_steps: int = 5
     adjust_lr_fn: AdjustLR = AdjustLR.match_rms_adamw
-    ns_dtype: Precision = Precision.master
+    ns_dtype: Precision = Precision.auto
     adamw_lr: float | None = None
 
     def validate(self) -> None:
