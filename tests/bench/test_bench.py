@@ -197,6 +197,23 @@ def test_results_of_several_runs_are_drawn_together(tmp_path: Path) -> None:
         figures.plot_files([str(files[0])])
 
 
+def test_operator_figure_shows_each_time_relative_to_dp() -> None:
+    times = {"dp": 2.0, "zeco": 2.01, "fla": 3.5}
+    rows = [
+        {"variant": name, "mode": "eager", "pass": "forward_backward", "tokens": 16_384, "gpus": gpus}
+        | {"heads": 16, "key_dim": 64, "value_dim": 128}
+        | {"median_ms": gpus * ms, "p10_ms": gpus * ms - 0.1, "p90_ms": gpus * ms + 0.1}
+        for name, ms in times.items()
+        for gpus in (2, 1)
+    ]
+    figure = figures._operator(rows, "here")
+    assert figure is not None
+    lower = figure.axes[1]
+    assert [text.get_text() for text in lower.texts] == ["1.000", "1.005", "1.750"]
+    assert [label.get_text() for label in lower.get_yticklabels()] == list(times)
+    assert "2 GPUs" in lower.get_xlabel()
+
+
 def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
     """Both cases with a wrong lasp2: no runs of the size or shape are timed, and nothing is written."""
     found = []

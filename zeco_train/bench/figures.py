@@ -1,7 +1,7 @@
 """Plots of results, in the form of the ZeCO paper's Figures 3 and 4, next to the paper's own numbers.
 
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
-    operator.png         time of forward + backward by GPUs, as Figure 4, top; below it throughput of all GPUs
+    operator.png         time of forward + backward by GPUs, as Figure 4, top; below it relative to `dp`
     operator_tokens.png  time by tokens a GPU
     decode.png           tokens per second and memory by context length, for each number of concurrent sequences
     gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
@@ -130,17 +130,37 @@ def _operator(rows: list[Row], machine: str) -> Figure | None:
     for count, upper, lower in zip(tokens, *axes, strict=True):
         here = [row for row in rows if row["tokens"] == count]
         for variant in _variants(here):
-            points = _points(here, variant, "gpus")
-            _draw(upper, points, variant)
-            _draw(lower, _throughput(points, count), variant)
+            _draw(upper, _points(here, variant, "gpus"), variant)
         papers = [row for row in reference("zeco_operator_ms") if row["seq_len_per_gpu"] == count]
         for variant in _PAPER_BACKENDS if papers else ():
-            points = [(row["gpus"], row[variant]) for row in papers if variant in row]
-            _draw_paper(upper, points, variant, variant)
-            _draw_paper(lower, _throughput(points, count), variant, variant)
+            _draw_paper(upper, [(row["gpus"], row[variant]) for row in papers if variant in row], variant, variant)
         _label(upper, f"{count:,} tokens a GPU", "GPUs", "ms")
-        _label(lower, "", "GPUs", "tokens/s of all GPUs (from the times above)")
+        _draw_ratios(lower, here)
     return figure
+
+
+def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
+    """Each variant's time relative to `dp`, on the most GPUs: a line per variant, since times within a few per cent of
+    each other lie on one spot of an axis of milliseconds. Without `dp`, relative to the first variant."""
+    most = max(row["gpus"] for row in rows)
+    latest = {row["variant"]: row for row in rows if row["gpus"] == most}
+    base = "dp" if "dp" in latest else next(iter(latest))
+    scale = 1 / latest[base]["median_ms"]
+    right = 0.0
+    for place, (variant, row) in enumerate(latest.items()):
+        low, ratio, high = (scale * row.get(name, row["median_ms"]) for name in ("p10_ms", "median_ms", "p90_ms"))
+        colour = _COLOURS[variant.partition(":")[0]]
+        axes.plot([low, high], [place, place], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
+        axes.plot([ratio], [place], "o", color=colour, markersize=6)
+        axes.annotate(f"{ratio:.3f}", (high, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
+        right = max(right, high)
+    axes.axvline(1.0, color=_COLOURS["dp"], linewidth=0.8)
+    axes.set_yticks(range(len(latest)), list(latest))
+    axes.set_ylim(len(latest) - 0.4, -0.6)
+    # Room for the last number, right of its point.
+    axes.set_xlim(right=right + 0.12 * (right - axes.get_xlim()[0]))
+    axes.set_xlabel(f"time / that of {base}, {most} GPUs (median, p10 to p90)")
+    finish_axes(axes)
 
 
 def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
@@ -226,10 +246,6 @@ def _shape(row: Row) -> tuple[int, int, int]:
 
 def _named(shape: tuple[int, int, int]) -> str:
     return "H {}, K {}, V {}".format(*shape)
-
-
-def _throughput(points: Sequence[tuple[float, float]], tokens: int) -> list[tuple[float, float]]:
-    return [(gpus, 1e3 * gpus * tokens / ms) for gpus, ms in points]
 
 
 def _variants(rows: list[Row]) -> list[str]:
