@@ -14,7 +14,7 @@ from typing import Any
 from zeco_train.errors import DataError
 from zeco_train.report.comparison import COMPARED, describe, show_difference
 from zeco_train.report.measurements import Comparison, Measurement
-from zeco_train.report.panels import Panel, panel_png
+from zeco_train.report.panels import PANEL_DPI, PANEL_INCHES, Panel, panel_png
 from zeco_train.system.amounts import length_name
 from zeco_train.tracking.progress import compact
 
@@ -137,7 +137,7 @@ def _measurements(measurements: Sequence[Measurement]) -> str:
         values = [column.value(measurement) for column in columns]
         rows.append([(value, "" if value is None else c.show(value)) for value, c in zip(values, columns, strict=True)])
     headings = [(column.heading, column.hint) for column in columns]
-    return _table("Throughput of every run and layout. A heading sorts.", headings, rows)
+    return _table("Throughput of every run and layout. Click a column heading to sort.", headings, rows)
 
 
 def _losses(index: int, family: Sequence[Any]) -> str:
@@ -183,8 +183,9 @@ def _table(caption: str, headings: Sequence[tuple[str, str]], rows: Sequence[Seq
             cells.append(f"<td{sort}>{escape(text)}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     return (
+        f'<p class="caption">{escape(caption)}</p>'
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>\n"
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>\n"
     )
 
 
@@ -199,9 +200,10 @@ def _number(value: float) -> str:
 
 def _figure(panel: Panel) -> str:
     light, dark = (_data(panel_png(panel, dark)) for dark in (False, True))
+    width, height = (round(PANEL_DPI * inches) for inches in PANEL_INCHES)
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{escape(panel.text)}" width="836" height="484"></picture>'
+        f'<img src="{light}" alt="{escape(panel.text)}" width="{width}" height="{height}"></picture>'
         f"<figcaption>{escape(panel.title)}</figcaption></figure>\n"
     )
 

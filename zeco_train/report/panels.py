@@ -28,6 +28,9 @@ _RATE = "tokens/s of a device (p10, median, p90)"
 _MOST_BARS = 16
 # (backend, kind, points).
 Line = tuple[str, str, list[tuple[int, Spread]]]
+# Size of a panel on the page: small, so that its text can still be read on a phone, at 360 pixels.
+PANEL_INCHES = (5.4, 3.4)
+PANEL_DPI = 165
 _DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 
@@ -80,7 +83,7 @@ def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
 def panel_png(panel: Panel, dark: bool) -> bytes:
     """One panel as a PNG, for a light or a dark page; the page adds its title."""
     with _paper(dark):
-        figure = new_figure("", (7.6, 4.4), dpi=110, title_size=11)
+        figure = new_figure("", PANEL_INCHES, dpi=PANEL_DPI, title_size=11)
         axes = figure.subplots()
         panel.draw(axes, _DARK_COLORS if dark else _COLORS)
         _finish(axes, "")
@@ -240,7 +243,7 @@ def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes,
     drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
     axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
     axes.set_yticks(range(len(bars)), [plain(_label(m)) for m, _ in bars], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(bars), 3) - 0.5, -0.5)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
