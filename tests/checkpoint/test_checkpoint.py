@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from tests.support.commands import check_line, snapshot, torchrun, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
+from tests.support.waiting import ENOUGH
 from zeco_train.checkpoint import checkpointer as checkpoint
 from zeco_train.checkpoint import writer as checkpoint_writer
 from zeco_train.checkpoint.checkpointer import Checkpointer
@@ -50,7 +51,7 @@ def late(owner: type, method: str, event: threading.Event | None = None, seconds
     found: list[bool] = []
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
-        found.append(event is None or event.wait(60.0))
+        found.append(event is None or event.wait(ENOUGH))
         time.sleep(seconds)
         return whole(*args, **kwargs)
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from tests.support.commands import REPOSITORY, check_line, train_here
+from tests.support.waiting import ENOUGH
 from zeco_train.distributed.mesh import Launch, await_listener
 from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.lifecycle import job
@@ -116,7 +117,7 @@ def test_packages_that_are_not_installed(tmp_path: Path) -> None:
     assert len(commands) >= 14
     for command in commands:
         done = subprocess.run(
-            [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=ENOUGH
         )
         if command == ["-m", "zeco_train.compare"] and "argument" in done.stderr:
             # Pictures are drawn last.

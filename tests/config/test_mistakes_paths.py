@@ -18,6 +18,7 @@ from data import inspect, prepare
 from data.atomic import lock_path
 from tests.support.commands import REPOSITORY, Outcome, check_line, run_here, snapshot, train_here
 from tests.support.stores import write_store
+from tests.support.waiting import ENOUGH
 from zeco_train import compare, export
 from zeco_train.bench import __main__ as bench
 from zeco_train.errors import ConfigError
@@ -185,7 +186,7 @@ def test_an_export_after_a_killed_one(trained: Path, tmp_path: Path) -> None:
         "work._check_round_trip = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
-    killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=ENOUGH)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] != []
     # As the export of another process, which writes to the same place.

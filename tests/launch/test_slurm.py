@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY, SMALL, torchrun
 from tests.support.slurm_cluster import SlurmCluster, why_not
+from tests.support.waiting import ENOUGH
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
@@ -28,8 +29,6 @@ SCRIPT = REPOSITORY / "launch" / "slurm_256gpu.sh"
 STEPS = 32
 # A step a row, a checkpoint now and then; what is compared with an unbroken run is the whole curve.
 SETTINGS = [*SMALL, "train.device=cpu", f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=0"]
-# A start of four nodes on two busy cores: Python and torch come up twelve times.
-START = 120.0
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -72,7 +71,7 @@ class SlurmJob:
 
     def wait(self, condition: Any, what: str) -> None:
         try:
-            self.cluster.wait(condition, what, START)
+            self.cluster.wait(condition, what, ENOUGH)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
 
@@ -97,7 +96,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same run on the same split, without Slurm and without an interruption."""
     folder = tmp_path_factory.mktemp("unbroken")
     with torchrun(4, folder, *SETTINGS, "name=unbroken") as command:
-        assert command.wait(2 * START).code == 0
+        assert command.wait(2 * ENOUGH).code == 0
     return read_metrics(folder / "runs" / "unbroken" / METRICS_FILE)
 
 
@@ -184,7 +183,7 @@ def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Pat
     numbers = [re.fullmatch(r"submitted as job (\d+), from the start", state) for state in first]
     dp, lasp2 = (match[1] for match in numbers if match is not None)
     cluster.run("scontrol", "release", dp)
-    cluster.wait(lambda: cluster.job(dp)["JobState"] in ENDED, "end of the job", START)
+    cluster.wait(lambda: cluster.job(dp)["JobState"] in ENDED, "end of the job", ENOUGH)
     assert cluster.job(dp)["JobState"] == "COMPLETED", (tmp_path / "a sweep" / f"dp-1k-1n-{dp}.out").read_text()
     assert sweep(*held) == ["finished", f"pending as job {lasp2}"]
     cluster.run("scancel", lasp2)

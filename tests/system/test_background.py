@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.commands import REPOSITORY
+from tests.support.waiting import ENOUGH
 from zeco_train.collectives.courier import Courier
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.job import Advice, Job
@@ -29,7 +30,7 @@ def test_ends_while_a_thread_is_inside_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-m", "tests.ends"], cwd=REPOSITORY, env=environment, capture_output=True, timeout=120
+        [sys.executable, "-m", "tests.ends"], cwd=REPOSITORY, env=environment, capture_output=True, timeout=ENOUGH
     )
     assert result.returncode == 0, result.stderr.decode()
     assert time.monotonic() - began < 55, "a stuck thread was waited for"

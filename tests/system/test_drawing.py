@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
+from tests.support.waiting import ENOUGH
 
 # Each in a process without matplotlib, forked from one that has all else imported.
 _DRAW = """
@@ -59,7 +60,7 @@ def test_a_backend_that_is_not_there(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=ENOUGH,
     )
     drawn = [line for line in result.stdout.splitlines() if line.endswith(": agg")]
     assert drawn == [f"{name}: agg" for name in ("run", "compare", "heat map", "panel", "decode", "inspect")], result
