@@ -146,7 +146,7 @@ def tree(tmp_path: Path) -> Path:
         "`configs/experiment/` `configs/model/NAME.yaml` `zeco_train/bench/*.json` `-m zeco_train.…` +experiment=none",
     ],
 )
-def test_sound_pages_have_no_problems(text: str, tree: Path) -> None:
+def test_valid_pages_have_no_problems(text: str, tree: Path) -> None:
     page = tree / "page.md"
     page.write_text(text)
     assert not problems(page, tree)
@@ -171,7 +171,7 @@ def test_sound_pages_have_no_problems(text: str, tree: Path) -> None:
         ("```\npython x +experiment=none\n```", "page.md: +experiment=none: no such file"),
     ],
 )
-def test_broken_links_and_commands_are_named(text: str, problem: str, tree: Path) -> None:
+def test_broken_links_and_commands_are_reported(text: str, problem: str, tree: Path) -> None:
     page = tree / "page.md"
     page.write_text(text)
     assert problems(page, tree) == [problem]

@@ -37,7 +37,7 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def test_no_circle_between_files() -> None:
+def test_no_import_cycles() -> None:
     try:
         TopologicalSorter(imports()).prepare()
     except CycleError as error:
@@ -45,7 +45,7 @@ def test_no_circle_between_files() -> None:
 
 
 @pytest.mark.parametrize("package", ["models", "data"])
-def test_models_and_data_need_nothing_above_the_operators(package: str) -> None:
+def test_models_and_data_import_nothing_above_ops(package: str) -> None:
     above = {
         f"{module} → {name}"
         for module, names in imports().items()
@@ -56,7 +56,7 @@ def test_models_and_data_need_nothing_above_the_operators(package: str) -> None:
     assert not above
 
 
-def test_the_foundation_stands_alone() -> None:
+def test_foundation_imports_only_itself_and_kernels() -> None:
     own = {module: names for module, names in imports().items() if _is_of(module, FOUNDATION[1:])}
     below = (*FOUNDATION, "zeco_train.kernels")
     assert not {f"{module} → {name}" for module, names in own.items() for name in names if not _is_of(name, below)}

@@ -1,5 +1,4 @@
-"""An installed wheel, outside of the checkout: all commands, their configurations, and user folders of the same
-names."""
+"""An unpacked wheel outside of the checkout: all commands and configurations, beside user folders of the same names."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user's folder with packages of the same names."""
+    """A user's folder with packages of the same names, which fail at import."""
     for name in ("models", "data", "configs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")
@@ -51,7 +50,7 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_away_from_the_checkout(site: Path, home: Path) -> None:
+def test_wheel_trains_generates_and_exports(site: Path, home: Path) -> None:
     done = _run(home, site, "-m", "zeco_train", "train", *TINY, "sched=wsd")
     assert done.returncode == 0, done.stderr
     assert "results in runs/default" in done.stdout
@@ -65,30 +64,30 @@ def test_a_run_away_from_the_checkout(site: Path, home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_has_its_help(site: Path, home: Path) -> None:
+def test_every_command_of_wheel_prints_help(site: Path, home: Path) -> None:
     for name in COMMANDS:
         done = _run(home, site, "-m", "zeco_train", name, "--help")
         assert done.returncode == 0, (name, done.stderr)
         assert "usage" in done.stdout or "torchrun" in done.stdout, name
-    # The console scripts, too.
+    # A subcommand's module can be run directly, too.
     done = _run(home, site, "-m", "zeco_train.plan", "model=gla_1b")
     assert done.returncode == 0, done.stderr
     assert "1,159,766,528 parameters" in done.stdout
 
 
-def test_help_lists_every_command_with_a_line() -> None:
+def test_help_lists_every_command() -> None:
     done = _run(REPOSITORY, REPOSITORY, "-m", "zeco_train")
     assert (done.returncode, done.stdout, done.stderr) == (0, describe() + "\n", "")
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
 
 
-def test_an_unknown_command_is_one_line() -> None:
+def test_unknown_command_prints_one_error_line() -> None:
     done = _run(REPOSITORY, REPOSITORY, "-m", "zeco_train", "trian")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: command=trian: must be one of {', '.join(COMMANDS)}\n"
 
 
-def test_a_reader_that_leaves_ends_a_command_without_a_word() -> None:
+def test_closed_stdout_ends_command_silently() -> None:
     shell = f"{sys.executable} -m zeco_train.plan --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("141\n", "")

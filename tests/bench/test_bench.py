@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic on known samples, their messages, and two of their cases on two CPU ranks."""
+"""Benchmarks: statistics on known samples, error messages, and two cases on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL_STATES = [*QUICK, "sizes_mb=[0.03125]"]
 SMALL_STEPS = [*QUICK, "dtype=fp64", "heads=[2]", "dims=[[8,16]]", "tokens=[64]", "check_tokens=80"]
 
 
-def test_summary_takes_the_slowest_rank_of_each_run_first() -> None:
+def test_summary_uses_slowest_rank_of_each_run() -> None:
     by_rank = [[1.0, 9.0, 3.0, 4.0, 5.0], [2.0, 1.0, 1.0, 1.0, 7.0]]
     assert slowest_rank(by_rank) == [2.0, 9.0, 3.0, 4.0, 7.0]
     summary = Summary.of(by_rank)
@@ -69,13 +69,13 @@ def test_errors_are_relative_to_the_norm() -> None:
             check_results("zeco", 1, {"o": (expected, expected), "dq": (wrong, expected)}, 1e-3)
 
 
-def test_intervals() -> None:
+def test_interval_union_intersection_and_length() -> None:
     assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
     assert intersection([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
     assert length([(1, 2), (3, 4.5)]) == 2.5
 
 
-def test_overlap_counts_what_the_step_launched() -> None:
+def test_overlap_counts_only_kernels_launched_in_the_step() -> None:
     def kernel(name: str, start: float, duration: float, stream: int, correlation: int) -> dict[str, Any]:
         args = {"stream": stream, "correlation": correlation}
         return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": args}
@@ -90,7 +90,7 @@ def test_overlap_counts_what_the_step_launched() -> None:
         kernel("states", 100, 10, 7, 1),
         kernel("ncclDevKernel_SendRecv", 110, 20, 20, 2),
         kernel("intra", 112, 8, 7, 3),
-        kernel("fold", 115, 3, 21, 4),  # on the scan's own stream: neither
+        kernel("fold", 115, 3, 21, 4),  # on the scan's own stream: counts as neither
     ]
     overlap = overlap_of(events)
     assert (overlap.communication_us, overlap.hidden_us, overlap.compute_us) == (20, 8, 18)
@@ -105,7 +105,7 @@ def test_settings_are_yaml_values() -> None:
     )
     assert (config.heads, config.dims, config.graph, config.variants) == ([4], [[64, 128]], True, ["dp", "zeco:chain"])
     assert load_settings(CollectivesConfig, ["sizes_mb=[1, 0.5]"]).heads(0.5) == 16
-    # Text stays what it is, though Hydra reads a number.
+    # Text stays text even if Hydra parses it as a number.
     assert load_settings(CollectivesConfig, ["commit=1234e56"]).commit == "1234e56"
     paper = sp_config("zeco:chain:symmetric:paper", 32 * 64 * 128)
     assert (paper.backend, paper.all_scan.num_blocks) == (Backend.zeco, 16)
@@ -142,7 +142,9 @@ def test_settings_are_yaml_values() -> None:
         (["plot", "/nowhere.json"], "/nowhere.json: cannot be read"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_print_one_error_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(arguments) != 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -158,7 +160,7 @@ def test_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  dims=[[64,128],[128,128]]\n" in out
 
 
-def test_papers_figures_are_at_hand() -> None:
+def test_reference_figures_of_the_papers_load() -> None:
     operator = figures.reference("zeco_operator_ms")
     assert operator[0] == {
         "seq_len_per_gpu": 16384,
@@ -169,11 +171,11 @@ def test_papers_figures_are_at_hand() -> None:
         "dp": 6.39,
     }
     assert len(figures.reference("zeco_collectives_ms")) == 6
-    # A cell that the paper leaves open is no figure.
+    # Empty cells of the paper's tables have no entry.
     assert "lasp1" not in figures.reference("zeco_model_tokens_per_second_per_gpu")[5]
 
 
-def test_results_of_several_runs_are_drawn_together(tmp_path: Path) -> None:
+def test_plot_combines_results_of_several_runs(tmp_path: Path) -> None:
     files = []
     for gpus in (1, 2):
         rows = [
@@ -215,7 +217,7 @@ def test_operator_figure_shows_each_time_relative_to_dp() -> None:
 
 
 def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
-    """Both cases with a wrong lasp2: no runs of the size or shape are timed, and nothing is written."""
+    """Run both cases with a wrong lasp2: nothing is timed or written. Returns the error messages."""
     found = []
     for case, kind, arguments in (
         ("collectives", CollectivesConfig, SMALL_STATES),
@@ -238,10 +240,10 @@ def _wrong_backend_is_caught(rank: int, world_size: int, folder: str) -> list[st
     return found
 
 
-def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
+def test_backend_with_wrong_results_is_not_timed(tmp_path: Path) -> None:
     for found in run_distributed(_wrong_backend_is_caught, 2, str(tmp_path)):
         collectives, operator = found
-        # All ranks end with the error of the first one that has it.
+        # All ranks raise the error of the first failing rank.
         assert "lasp2 is wrong, nothing is timed: forward on rank 0" in collectives
         assert "lasp2 is wrong, nothing is timed: o on rank 0" in operator
     assert list(tmp_path.iterdir()) == []
@@ -268,7 +270,7 @@ def _bench(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_collectives_on_two_ranks(tmp_path: Path) -> None:
+def test_collectives_case_on_two_ranks(tmp_path: Path) -> None:
     table, results = _bench(tmp_path, "collectives", *SMALL_STATES)
     rows = {row["variant"]: row for row in results["rows"]}
     assert rows.keys() == {*load_settings(CollectivesConfig, []).variants}
@@ -283,7 +285,7 @@ def test_collectives_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_operator_on_two_ranks(tmp_path: Path) -> None:
+def test_operator_case_on_two_ranks(tmp_path: Path) -> None:
     table, results = _bench(tmp_path, "operator", *SMALL_STEPS, "trace=true", "variants=[dp,copy,lasp1,zeco:chain,fla]")
     rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
     assert len(rows) == len(results["rows"]) == 8
@@ -307,7 +309,7 @@ def _start_with_fault(fault: str, folder: Path) -> Command:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
+def test_out_of_memory_and_lost_rank_print_one_error_line(tmp_path: Path) -> None:
     """The survivor of a lost rank names it even if it is terminated by the launcher before it has noticed."""
     with contextlib.ExitStack() as stack:
         memory, lost, stopped = (
@@ -332,7 +334,7 @@ def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
             assert all(part in outcome.errors[0] for part in parts), outcome
             assert "zeco_train/" not in outcome.err, outcome
         assert "; the results so far stand" in outcome.errors[0]
-        # The launcher itself was told to end: no rank is at fault.
+        # The launcher itself received SIGTERM: no rank reports an error.
         outcome = stopped.wait(ENOUGH)
         assert (outcome.code, outcome.errors) == (1, []), outcome
 
@@ -347,8 +349,8 @@ def test_too_little_memory_and_a_lost_rank_are_one_line(tmp_path: Path) -> None:
         ["operator", "heads=[4]", "dims=[[64,128]]", "tokens=[2048]", "variants=[dp,copy,lasp1,lasp2,zeco]"],
     ],
 )
-def test_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
-    """Eager and in graphs, with traces: everything has figures, or says why not."""
+def test_cases_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
+    """Eager and in CUDA graphs, with traces: every row has a time or a note."""
     ranks = min(2, torch.cuda.device_count())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     case, *rest = [*arguments, "runs=3", "graph=true", f"out={tmp_path}"]
@@ -365,8 +367,8 @@ def test_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
         assert sum(note.startswith("trace of ") for note in results["notes"]) == 3
 
 
-def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # One configuration is measured; a second one of its length would not end in time.
+def test_exceeded_budget_skips_remaining_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The first size is measured; a second one would exceed the budget.
     arguments = [*SMALL_STATES, f"out={tmp_path}", "variants=[all_gather]", "sizes_mb=[0.03125,0.0625]"]
     with mock.patch.object(Session, "spent", lambda self, seconds: setattr(self, "_longest", 1e6)):
         try:
@@ -380,7 +382,7 @@ def test_a_budget_ends_the_measurement(tmp_path: Path, capsys: pytest.CaptureFix
     assert [row["size_mb"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]] == [0.03125]
 
 
-def test_what_is_logged_is_kept_once() -> None:
+def test_repeated_log_lines_are_reported_once() -> None:
     session = mock.Mock(spec=Session, log=[])
     logger = logging.getLogger("zeco_train.sp.zeco")
     with LogLines(session) as lines:
@@ -393,7 +395,7 @@ def test_what_is_logged_is_kept_once() -> None:
     session.say.assert_called_once_with("all-scan of 1 MB: two_shot")
 
 
-def test_what_is_found_wrong_is_said_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_printed_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = mock.Mock(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
     session = Session(mesh, 60)
     with mock.patch.object(session, "agree", lambda action: action()):
@@ -405,7 +407,7 @@ def test_what_is_found_wrong_is_said_on_stderr(tmp_path: Path, capsys: pytest.Ca
     assert (report.failures, report.notes) == ([wrong.removeprefix("FAILED: ")], ["two ranks", wrong])
 
 
-def test_the_local_copy_communicates_nothing() -> None:
+def test_local_copy_scan_returns_copy_of_own_state() -> None:
     state = torch.randn(1, 2, 3, 4)
     pending = LocalCopyScan().launch(ScanRequest(state, torch.zeros(1, 2, 3), want_carry=True))
     received: Tensor = pending.wait()

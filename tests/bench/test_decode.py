@@ -1,4 +1,4 @@
-"""The benchmark of generation, small and on a CPU: what it leaves, what it refuses, and that it times nothing wrong."""
+"""The decode benchmark on a CPU: results, error messages, and no timing of wrong results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "dtype=f
 QUICK = [*TINY, "contexts=[70,200]", "batches=[1,3]", "steps=4", "warmup=1", "prefill_tokens=64"]
 
 
-def test_rows_and_picture(tmp_path: Path) -> None:
+def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
     outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
     assert outcome.code == 0, outcome
     assert "graph is not measured" in outcome.out
@@ -40,7 +40,7 @@ def test_rows_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
-def test_a_budget_ends_the_measurement(tmp_path: Path) -> None:
+def test_exceeded_budget_skips_remaining_contexts(tmp_path: Path) -> None:
     outcome = run_here(command.main, "decode", *QUICK, "budget_seconds=0.001", f"out={tmp_path}")
     assert outcome.code == 0, outcome
     result = json.loads((tmp_path / "results.json").read_text())
@@ -48,7 +48,7 @@ def test_a_budget_ends_the_measurement(tmp_path: Path) -> None:
     assert "contexts from 70 on are not measured: budget_seconds is over" in result["notes"]
 
 
-def test_wrong_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_with_wrong_logits_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Decoder.step
 
     def forgetful(self: Decoder, tokens: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def test_wrong_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "results.json").exists()
 
 
-def test_every_turn_begins_at_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_starts_from_the_states_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun = Decoder.__init__, []
 
     def remember(self: Decoder, model: LanguageModel, states: list[Tensor], cuda_graph: bool) -> None:
@@ -73,7 +73,7 @@ def test_every_turn_begins_at_the_context(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Decoder, "__init__", remember)
     outcome = run_here(command.main, "decode", *QUICK, "contexts=[70]", "batches=[1]", f"out={tmp_path}")
     assert outcome.code == 0, outcome
-    # The first decoder is that of the check.
+    # The first decoder belongs to the correctness check.
     _, first, *others = begun
     assert len(others) == 3
     assert all(torch.equal(states, first) for states in others)
@@ -89,7 +89,7 @@ def test_every_turn_begins_at_the_context(tmp_path: Path, monkeypatch: pytest.Mo
         (["variants=[graph]"], ["CUDA"]),
     ],
 )
-def test_mistakes(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
+def test_invalid_arguments_print_one_error_line(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
     if torch.cuda.is_available() and "CUDA" in parts:
         pytest.skip("there is a CUDA device")
     check_line(run_here(command.main, "decode", *TINY, *arguments, f"out={tmp_path}"), 2, *parts)

@@ -1,4 +1,4 @@
-"""Case `model` of the benchmarks: what it compares, what it checks first, and the case itself on two CPU ranks."""
+"""Benchmark case `model`: its comparisons and checks, and the whole case on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ pytestmark = pytest.mark.numeric
         (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_print_one_error_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with mock.patch("os._exit", side_effect=SystemExit):
         try:
             code = command.main(["model", *arguments])
@@ -71,7 +73,7 @@ def test_mistakes_are_one_line(arguments: list[str], says: str, capsys: pytest.C
     assert says in err
 
 
-def test_settings_become_a_run() -> None:
+def test_settings_convert_to_run_config() -> None:
     arguments = ["model=gla_125m", "model.num_layers=3", "heads=[6,3]", "segments=2", "recompute=full", "dtype=fp32"]
     config = ModelConfig.load([*arguments, "variants=[dp,zeco:chain:p2p,fla:no_optimizer:compile]", "seed=5"])
     assert config.overrides == ["model.num_layers=3"]
@@ -82,7 +84,7 @@ def test_settings_become_a_run() -> None:
     assert ModelConfig().variants == ["dp", "products", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"]
 
 
-def test_all_variants_have_the_same_tokens() -> None:
+def test_all_variants_get_the_same_tokens() -> None:
     ranks, count, segments = 2, 12, 3
     for rank in range(ranks):
         session = mock.Mock(spec=Session, rank=rank, world_size=ranks, device=torch.device("cpu"))
@@ -121,11 +123,11 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     session.drain()
 
 
-def test_what_backends_are_checked_against_is_right() -> None:
+def test_gathered_scan_equals_lasp1() -> None:
     run_distributed(_gathered_scan_is_right, 3)
 
 
-def test_a_switched_scan_is_the_current_one() -> None:
+def test_switched_scan_delegates_to_current_scan() -> None:
     scan, state = SwitchedScan(), torch.randn(1, 2, 3, 4)
     log_decay, carry_in = torch.zeros(1, 2, 3), torch.randn(1, 2, 3, 4)
     assert torch.equal(scan.launch(ScanRequest(state, log_decay, carry_in=carry_in)).wait(), carry_in)
@@ -133,7 +135,7 @@ def test_a_switched_scan_is_the_current_one() -> None:
     assert torch.equal(scan.launch(ScanRequest(state, log_decay, want_carry=True)).carry_out(), state)
 
 
-def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
+def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
     assert [list(steps.in_rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
     session = mock.Mock(spec=Session, on_cuda=False, world_size=1)
     session.within_budget.side_effect = [True, True, False]
@@ -145,7 +147,7 @@ def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
     both = [contender("a"), contender("b")]
     with mock.patch.object(steps.dist, "barrier"):
         assert time_in_turns(both, 2, 7, session) == 6  # of rounds of 2, 2, 2 and 1
-    # The first step after a turn is not timed, and each step has tokens of its own.
+    # The first step of each turn is not timed, and every step has different tokens.
     assert "".join(name for name, _ in issued) == "aabb" + "aaabbb" + "bbbaaa" + "aaabbb"
     assert [step for _, step in issued] == [*range(len(issued))]
     for each in both:
@@ -157,7 +159,7 @@ def test_contenders_take_turns_and_a_budget_ends_them_between_rounds() -> None:
     assert len(issued) == 1 + 5
 
 
-def test_a_last_loss_that_is_not_finite_is_reported() -> None:
+def test_nonfinite_last_loss_raises() -> None:
     session = mock.Mock(spec=Session, rank=0, world_size=2, gather=lambda value: [value, value])
     contender = Contender("zeco", mock.Mock(), samples=[1.0, 3.0], seconds=[0.0025], loss=torch.tensor(2.0))
     row = contender.as_row(session)
@@ -167,7 +169,7 @@ def test_a_last_loss_that_is_not_finite_is_reported() -> None:
         contender.as_row(session)
 
 
-def test_results_are_drawn_by_model(tmp_path: Path) -> None:
+def test_plot_writes_one_figure_per_model_and_heads(tmp_path: Path) -> None:
     files = []
     for gpus in (1, 4):
         rows = [
@@ -190,8 +192,8 @@ def test_results_are_drawn_by_model(tmp_path: Path) -> None:
 
 
 def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list[tuple[str, int, int]]:
-    """(variant, tokens, steps) that are timed if a step of `dp` and of the peers takes so many seconds, by a clock of
-    its own; what comes before the first is done takes 60 seconds, compiling for a number of tokens 20."""
+    """(variant, tokens, steps) timed within the budget, for steps of the given seconds on a simulated clock; setup
+    takes 60 seconds, compiling for a number of tokens 20."""
     clock, timed = [0.0], []
     fake = mock.Mock(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
 
@@ -232,23 +234,23 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
     return timed
 
 
-def test_a_budget_is_enough_for_the_peers_too() -> None:
-    # 60 s before, 20 of compiling, 4 × 45 steps of 0.2 s: the backends end at 116 s, and a peer takes 8.
+def test_budget_reserves_time_for_peers() -> None:
+    # 60 s of setup, 20 of compiling, 4 × 45 steps of 0.2 s: the backends end at 116 s, and a peer takes 8.
     seconds = dict.fromkeys(["dp", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"], 0.2)
     all_of_them = [(name, 32, 40) for name in seconds]
     assert _within(240, seconds, [32]) == all_of_them
     assert _within(140, seconds, [32]) == all_of_them
-    # Ten times as slow: fewer steps for the backends, so that there is time for the peers.
+    # Ten times slower: the backends get fewer steps, to leave time for the peers.
     timed = _within(400, dict.fromkeys(seconds, 2.0), [32, 64])
     assert [name for name, *_ in timed] == [*seconds]
     assert {count for _, count, _ in timed} == {32}
     assert all(number < 40 for name, _, number in timed if not name.startswith("fla"))
-    # More tokens are for all of them, or for none.
+    # The larger token count is measured for all variants or for none.
     assert [name for name, count, _ in _within(1000, seconds, [32, 64]) if count == 64] == [*seconds]
 
 
 def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
-    """The case with scans that give another state, and with none, in both precisions that it is run in."""
+    """Run the case with scans that return a wrong state or none, in both precisions. Returns the error messages."""
     found = []
     for dtype, wrong in (("fp32", LocalCopyScan()), ("bf16", LocalCopyScan()), ("bf16", LocalScan())):
         config = ModelConfig.load([*QUICK, f"dtype={dtype}", f"out={folder}/{dtype}", "variants=[dp,lasp1,lasp2]"])
@@ -268,14 +270,14 @@ def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
     return found
 
 
-def test_a_wrong_backend_is_not_timed(tmp_path: Path) -> None:
+def test_backend_with_wrong_gradients_is_not_timed(tmp_path: Path) -> None:
     for found in run_distributed(_wrong_scan_is_caught, 2, str(tmp_path)):
         assert len(found) == 3
         assert all("lasp2 is wrong, nothing is timed: gradient on rank" in line for line in found)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_first_losses_are_compared() -> None:
+def test_wrong_first_loss_raises() -> None:
     config = ModelConfig.load([*QUICK, "dtype=fp32"])
     session = mock.Mock(spec=Session, rank=0)
     measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
@@ -293,7 +295,7 @@ def test_first_losses_are_compared() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["segments=2", "recompute=full", "strategy=zero3", "dtype=fp64"]])
-def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
+def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     variants = "variants=[dp,products,lasp1,lasp2,zeco:chain,fla]"
     arguments = [*QUICK, "dtype=fp32", *more, variants, f"out={tmp_path}"]
@@ -318,7 +320,7 @@ def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
         assert rows[name]["exposed_ms"] > 0
     assert rows["dp"]["exposed_ms"] is None
     assert rows["products"]["exposed_ms"] is None
-    # A small part of a step on CPUs, whose operator is slow and whose ranks talk by gloo.
+    # Products are a small part of a step on CPUs, where the operator is slow and communication uses gloo.
     assert rows["products"]["ratio"] > 2
     assert rows["zeco:chain"]["choice"] == "chain of 1 blocks by gloo"
     table = (tmp_path / "table.txt").read_text()
@@ -331,7 +333,7 @@ def test_model_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
 @pytest.mark.processes
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_on_gpus(tmp_path: Path) -> None:
+def test_model_case_on_gpus(tmp_path: Path) -> None:
     ranks = min(2, torch.cuda.device_count())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     arguments = ["model=gla_125m", "model.num_layers=2", "heads=[6]", "tokens=[2048,4096]", "steps=4"]

@@ -1,4 +1,4 @@
-"""fla's model as the peer in case `model`: it trains as ours does."""
+"""fla's model as the peer of benchmark case `model`: same logits, loss and update as ours."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _plain_kernels() -> Any:
 
 
 def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
-    """One step of the peer and of our model on a rank alone: same logits, loss and update, and none of other ranks."""
+    """One step of the peer and of our model: same logits, loss and update, with no contribution of other ranks."""
     for kernel in _plain_kernels():
         kernel.start()
     for tied in (False, True):
@@ -95,7 +95,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
 
 
 def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and update of a step of plain PyTorch on a rank alone."""
+    """Loss and update of one step in plain PyTorch, without other ranks."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(parameter_rules(model), run.optim, run.train.dtype.compute)
     shard = SequenceShard(LocalScan(), 0, ids.shape[1] - 1)
@@ -108,5 +108,5 @@ def _step_alone(model: LanguageModel, ids: Tensor, run: Any) -> tuple[float, dic
 
 
 @pytest.mark.slow
-def test_the_peer_trains_as_we_do() -> None:
+def test_fla_peer_matches_our_logits_loss_and_update() -> None:
     run_distributed(_peer_trains_as_we_do, 2)

@@ -1,4 +1,4 @@
-"""The matrix products of a step, which case `model` times by themselves."""
+"""The matrix products of a step, which benchmark case `model` times separately."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ UNGATED = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=3, use_output_gat
 
 
 @pytest.mark.parametrize(("tokens", "config"), [(7, SMALL), (30, SMALL), (45, SMALL), (30, UNGATED)])
-def test_products_are_those_of_a_step(tokens: int, config: GLAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_match_those_of_a_training_step(
+    tokens: int, config: GLAConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "CHUNK_TOKENS", 15)
     monkeypatch.setitem(loss_module._CHUNK_TOKENS, "cpu", 15)
-    # Nothing sees into custom ops; these are the same products.
+    # A dispatch mode cannot see into custom ops; these plain products have the same shapes.
     plain_products(monkeypatch)
     model = ModelSpec(config).build()
     model.init_weights(0)
@@ -71,7 +73,7 @@ def test_products_are_those_of_a_step(tokens: int, config: GLAConfig, monkeypatc
     assert products.product_flops(config).total == flops.linear + flops.head
 
 
-def test_products_are_of_random_numbers_and_take_little_memory() -> None:
+def test_products_use_random_operands_and_little_memory() -> None:
     assert loss_module._CHUNK_TOKENS["cuda"] == products.CHUNK_TOKENS
     alone = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
     again = Products(SMALL, 64, torch.float64, torch.device("cpu"), 0)
@@ -79,7 +81,7 @@ def test_products_are_of_random_numbers_and_take_little_memory() -> None:
     for a, b, result in [*alone._forward["gla"], *alone._head, *alone._backward["gla"]]:
         assert a.std() > 0.01
         assert b.std() > 0.01
-        # No product reads what it writes.
+        # No product overwrites its own operands.
         read = {tensor.untyped_storage().data_ptr() for tensor in (a, b)}
         assert result.untyped_storage().data_ptr() not in read
     large = ModelConfig().run_config(16).model
@@ -88,7 +90,7 @@ def test_products_are_of_random_numbers_and_take_little_memory() -> None:
     assert 1 < contender.held_gb < 1.5
 
 
-def test_memory_of_the_products_is_not_that_of_others() -> None:
+def test_products_memory_is_subtracted_from_other_rows() -> None:
     config = ModelConfig.load(QUICK)
     session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
     measurement = _Measurement(config.run_config(2), config, session, mock.Mock())

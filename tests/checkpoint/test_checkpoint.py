@@ -1,4 +1,4 @@
-"""Saving beside the training: what is saved, when, what becomes of a storage that fails, and of a signal meanwhile."""
+"""Asynchronous saves: contents, schedule, failing storage, and signals during a save."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
             third.set()
         return due(self, progress)
 
-    # The state of step 2 is copied once its save has returned, and written once step 3 is done. A copy that comes late
-    # takes what the next step has made of the weights, unless that waits for it.
+    # The state of step 2 is copied after its save has returned, and written after step 3. The late copy would hold the
+    # weights of step 3 if that step did not wait for it.
     with (
         late(StateDictStager, "stage", returned, seconds=0.3) as copied,
         late(CheckpointWriter, "write_data", third) as written,
@@ -87,7 +87,7 @@ def _train_in_both_modes(rank: int, world_size: int, folder: str) -> list[bool]:
 
 
 def _save_and_leave(rank: int, world_size: int, folder: str) -> None:
-    """Join, save twice and leave at once, time and again."""
+    """Repeatedly join, save twice and leave at once."""
     dist.destroy_process_group()
     for attempt in range(10):
         store = dist.FileStore(f"{folder}/store{attempt}", world_size)
@@ -112,7 +112,7 @@ def _train_by_two_clocks(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_an_asynchronous_save_is_that_of_its_step(tmp_path: Path) -> None:
+def test_async_save_holds_state_of_its_step(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     found = run_distributed(_train_in_both_modes, 2, str(folder))[0]
     # Copies and writes of steps 2 and 4, and of the last.
@@ -136,16 +136,16 @@ def test_an_asynchronous_save_is_that_of_its_step(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_groups_end_after_asynchronous_saves(tmp_path: Path) -> None:
+def test_process_groups_end_cleanly_after_async_saves(tmp_path: Path) -> None:
     run_distributed(_save_and_leave, 2, str(tmp_path))
     assert len(list(tmp_path.glob("run*/checkpoints/step_00000002"))) == 10
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_minutes_are_of_one_clock(tmp_path: Path) -> None:
+def test_save_interval_uses_clock_of_rank_0(tmp_path: Path) -> None:
     run_distributed(_train_by_two_clocks, 2, str(tmp_path / "clocks"))
-    # 75 s and 150 s by rank 0's clock; the other rank's would have one after each step.
+    # At 75 s and 150 s by rank 0's clock; by rank 1's it would be every step.
     log = (tmp_path / "clocks" / "logs" / "rank_1.log").read_text()
     assert [step for step in range(8) if f"checkpoint of step {step} complete" in log] == [3, 6, 7]
     assert names(tmp_path / "clocks") == ["step_00000006", "step_00000007"]
@@ -153,7 +153,7 @@ def test_minutes_are_of_one_clock(tmp_path: Path) -> None:
 
 @contextmanager
 def failing(refuse: Callable[[str], bool]) -> Iterator[None]:
-    """A storage that refuses to open files for writing, by their path."""
+    """Make opening files for writing fail with ENOSPC where `refuse(path)`."""
     create = checkpoint_writer._HashingFileSystem.create_stream
 
     @contextmanager
@@ -170,7 +170,7 @@ def failing(refuse: Callable[[str], bool]) -> Iterator[None]:
         yield
 
 
-def test_a_storage_that_fails_for_a_moment(tmp_path: Path) -> None:
+def test_transient_write_errors_are_retried(tmp_path: Path) -> None:
     left = {".distcp": 2, ".metadata": 1}
 
     def refuse(path: str) -> bool:
@@ -187,8 +187,8 @@ def test_a_storage_that_fails_for_a_moment(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["step_00000001", "step_00000002"]
 
 
-def test_stagers_that_torch_empties_after_use(tmp_path: Path) -> None:
-    """As torch 2.11 does: the second asynchronous save of each run ended it with a KeyError."""
+def test_stagers_closed_by_torch_after_use_are_replaced(tmp_path: Path) -> None:
+    """torch 2.11 closes them: the second asynchronous save of a run raised KeyError."""
     stage = DefaultStager._stage
 
     def once(stager: DefaultStager, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def test_stagers_that_torch_empties_after_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
-def test_a_storage_that_fails_for_long(mode: str, file: str, tmp_path: Path) -> None:
+def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = [f"run_dir={run}", "checkpoint.every=1", f"checkpoint.mode={mode}", "checkpoint.keep=0"]
     with failing(lambda path: path.endswith((f"step_00000002.tmp/{file}", f"step_00000003.tmp/{file}"))):
@@ -229,7 +229,7 @@ def test_a_storage_that_fails_for_long(mode: str, file: str, tmp_path: Path) -> 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("at", "expected"), [(2, [2]), (3, [2, 3])], ids=["of its step", "of an earlier step"])
-def test_a_signal_while_a_save_is_under_way(at: int, expected: list[int], tmp_path: Path) -> None:
+def test_signal_during_save_keeps_it_and_saves_last_step(at: int, expected: list[int], tmp_path: Path) -> None:
     due, done = Checkpointer.due, threading.Event()
 
     def told(self: Checkpointer, progress: Any) -> bool:
@@ -248,8 +248,8 @@ def test_a_signal_while_a_save_is_under_way(at: int, expected: list[int], tmp_pa
 
 
 @pytest.mark.processes
-def test_a_mistake_ends_a_save_under_way(tmp_path: Path) -> None:
-    """What is not finite, in the step after a save has begun, does not take that save along."""
+def test_nonfinite_step_waits_for_save_in_progress(tmp_path: Path) -> None:
+    """A non-finite loss ends the run only after the save in progress is complete."""
     settings = ["optim.lr=1e30", "optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
     with late(CheckpointWriter, "write_data", seconds=1.0):
         outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=9", *settings)
@@ -260,7 +260,7 @@ def test_a_mistake_ends_a_save_under_way(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MB, which only root can make."""
+    """A 4 MB tmpfs; only root can mount it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
@@ -271,14 +271,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def _fill(path: Path, leave: int) -> None:
-    """Take all the space of a disk, but for some bytes."""
+    """Fill the disk except for `leave` bytes."""
     disk = os.statvfs(path.parent)
     path.write_bytes(bytes(disk.f_bavail * disk.f_frsize - leave))
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+def test_full_disk_skips_saves_until_space_is_free(small_disk: Path, tmp_path: Path) -> None:
     run, filler = small_disk / "run", small_disk / "filler"
     settings = [f"run_dir={run}", "checkpoint.every=3"]
     assert train_here(*settings, "train.steps=3").code == 0
@@ -310,8 +310,8 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, last + 3))
 
 
-def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """Damaged ones, however often, and what a user has made; `latest` stands for the one that it names now."""
+def test_damaged_and_foreign_folders_are_not_checkpoints(tmp_path: Path) -> None:
+    """Checkpoints set aside as damaged, repeatedly, and user folders; `latest` resolves to the checkpoint it names."""
     folder = tmp_path / "checkpoints"
     sound, damaged = folder / "step_00000002", folder / "step_00000004"
     for name in ("step_00000004.damaged", "step_00000004.damaged.2"):
@@ -325,7 +325,7 @@ def test_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert find_weights(str(folder / "latest")) == sound
 
 
-def test_settings(tmp_path: Path) -> None:
+def test_checkpoint_settings_out_of_range(tmp_path: Path) -> None:
     for setting, part in (
         ("checkpoint.minutes=-1", "checkpoint.minutes=-1.0: must be ≥ 0"),
         ("checkpoint.mode=fast", "checkpoint.mode=fast: must be one of async, sync"),

@@ -1,7 +1,7 @@
-"""A checkpoint and an export that commit 4117173 has written still load, and go on as they did there.
+"""A checkpoint and an export written by commit 4117173 still load and continue with the same losses.
 
 `fixtures/commit_4117173.tar.gz` holds a run of four steps (fp64, two ranks, zeco as a chain, zero3, two segments), its
-export, and what that commit got: losses and gradient norms of steps 5 to 7, and of a new run from the export.
+export, and that commit's losses and gradient norms: of steps 5 to 7, and of a new run from the export.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def check(outcome: Outcome, run: Path, expected: dict[str, list[float]]) -> None
     assert outcome.code == 0, outcome.err
     rows = {row["step"]: row for row in read_metrics(run / "metrics.jsonl")}
     for step, (loss, norm) in expected.items():
-        # On one rank, of another machine: what splits of a run promise. On two ranks of one machine it is every bit.
+        # One rank and another machine: the tolerance between splits. On two ranks of one machine it is bit-identical.
         assert rows[int(step)]["loss"] == pytest.approx(loss, rel=1e-9)
         assert rows[int(step)]["grad_norm"] == pytest.approx(norm, rel=1e-9)
 
 
-def test_a_run_goes_on(earlier: Path) -> None:
+def test_run_of_earlier_version_resumes(earlier: Path) -> None:
     run, expected = earlier / "run", json.loads((earlier / "expected.json").read_text())["resumed"]
     outcome = run_here(cli.main, *SETTINGS, f"run_dir={run}", "name=run", "train.steps=7", "train.segments=2")
     check(outcome, run, expected)
     assert "from step 4" in outcome.out + outcome.err + (run / "logs" / "rank_0.log").read_text()
 
 
-def test_an_export_begins_a_new_run(earlier: Path) -> None:
+def test_export_of_earlier_version_starts_new_run(earlier: Path) -> None:
     run, expected = earlier / "new", json.loads((earlier / "expected.json").read_text())["continued"]
     load = [f"run_dir={run}", "name=on", "train.steps=3", f"checkpoint.load=hf:{earlier / 'export'}"]
     check(run_here(cli.main, *SETTINGS, *load), run, expected)

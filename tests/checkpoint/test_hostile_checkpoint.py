@@ -1,6 +1,6 @@
-"""Checkpoints of strangers run nothing and agree in all parts; a run that cannot see its own ends.
+"""Untrusted checkpoints run no code and must be consistent; a run whose own checkpoints are unreachable stops.
 
-The folders are made consistent again after each change, as an attacker would: checksums are no protection from one.
+Checksums are recomputed after each change, as an attacker would: they do not protect against one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Command = Callable[[Path, Path], Outcome]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, with checkpoints of the second and the last."""
+    """A run of four steps with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     outcome = train_here(*DATA, f"run_dir={folder}", "train.steps=4", "checkpoint.every=2")
     assert outcome.code == 0, outcome.err
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the run, its last checkpoint the only one."""
+    """A copy of the run with only its last checkpoint."""
     folder = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     shutil.rmtree(folder / "checkpoints" / "step_00000002")
     return folder
@@ -80,7 +80,7 @@ COMMANDS: list[Command] = [_resume, _load, _evaluate, _generate, _export]
 
 
 class Boom:
-    """Unpickled, it makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,13 +94,13 @@ def checkpoint_of(run: Path) -> Path:
 
 
 def metadata_of(checkpoint: Path) -> Metadata:
-    """As torch reads it; this one is our own."""
+    """Unpickled, as torch does; safe here, since the tests wrote it."""
     metadata: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     return metadata
 
 
 def rewrite(checkpoint: Path, metadata: Metadata | bytes | None = None) -> None:
-    """Write `.metadata`, and checksums of the files as they are."""
+    """Write `.metadata` if given, and new checksums of all files."""
     if metadata is not None:
         content = metadata if isinstance(metadata, bytes) else pickle.dumps(metadata)
         (checkpoint / ".metadata").write_bytes(content)
@@ -119,7 +119,7 @@ def _in_metadata(checkpoint: Path, trap: Path) -> None:
 
 
 def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
-    """Store an entry as a pickle of something else than a tensor."""
+    """Store an entry as a pickled object that is not a tensor."""
     metadata, file = metadata_of(checkpoint), checkpoint / "__0_0.distcp"
     stored = io.BytesIO()
     torch.save(Boom(trap), stored)
@@ -136,7 +136,7 @@ def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("attack", [_in_metadata, _in_an_entry])
-def test_no_command_runs_what_a_checkpoint_holds(
+def test_commands_refuse_pickled_code_in_checkpoint(
     attack: Callable[[Path, Path], None], command: Command, run: Path, tmp_path: Path
 ) -> None:
     trap = tmp_path / "trap"
@@ -147,7 +147,7 @@ def test_no_command_runs_what_a_checkpoint_holds(
     assert snapshot(run / "checkpoints") == before
 
 
-def test_settings_of_the_optimizer_run_nothing(run: Path, tmp_path: Path) -> None:
+def test_resume_refuses_pickled_code_in_optimizer_settings(run: Path, tmp_path: Path) -> None:
     """Only a resume reads them."""
     name = next(n for n in metadata_of(checkpoint_of(run)).state_dict_metadata if n.endswith("weight.lr"))
     _in_an_entry(checkpoint_of(run), tmp_path / "trap", name)
@@ -156,7 +156,7 @@ def test_settings_of_the_optimizer_run_nothing(run: Path, tmp_path: Path) -> Non
 
 
 def _field(path: str, value: object) -> Callable[[Metadata], None]:
-    """Set a field of the first tensor's description, or of its first place."""
+    """Set a field of the first tensor's metadata or storage entry."""
 
     def change(metadata: Metadata) -> None:
         entry: Any = metadata.state_dict_metadata[EMBEDDING]
@@ -204,7 +204,7 @@ def _nothing_stored(metadata: Metadata) -> None:
         (_twice, "its chunks do not cover"),
     ],
 )
-def test_a_description_that_cannot_be(change: Callable[[Metadata], None], problem: str, run: Path) -> None:
+def test_inconsistent_metadata_is_refused(change: Callable[[Metadata], None], problem: str, run: Path) -> None:
     metadata = metadata_of(checkpoint_of(run))
     change(metadata)
     rewrite(checkpoint_of(run), metadata)
@@ -225,12 +225,12 @@ def test_a_description_that_cannot_be(change: Callable[[Metadata], None], proble
         (b"(" * 100_000 + b".", ""),
     ],
 )
-def test_a_file_that_is_no_description(content: bytes, problem: str, run: Path) -> None:
+def test_malformed_metadata_file_is_refused(content: bytes, problem: str, run: Path) -> None:
     rewrite(checkpoint_of(run), content)
     check_line(_export(run, run / "out"), CHECKPOINT, ".metadata", problem)
 
 
-def test_a_description_of_ours_reads_as_torch_reads_it(finished: Path) -> None:
+def test_read_metadata_equals_unpickled_metadata(finished: Path) -> None:
     ours, theirs = read_metadata(checkpoint_of(finished)), metadata_of(checkpoint_of(finished))
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
@@ -279,13 +279,13 @@ def _link(name: str, target: str) -> Callable[[Path], None]:
         (_edit("run.json", step=3), "run.json is that of step 3"),
     ],
 )
-def test_files_that_do_not_agree(change: Callable[[Path], None], problem: str, run: Path) -> None:
+def test_inconsistent_checkpoint_files_are_refused(change: Callable[[Path], None], problem: str, run: Path) -> None:
     change(checkpoint_of(run))
     check_line(_resume(run, run), CHECKPOINT, str(checkpoint_of(run)), problem)
 
 
-def test_a_copy_under_a_higher_number_deletes_nothing(finished: Path, tmp_path: Path) -> None:
-    """With checkpoint.keep=1, each new checkpoint was deleted as an old one, by its number."""
+def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, tmp_path: Path) -> None:
+    """With checkpoint.keep=1, each new checkpoint was deleted as older than the copy."""
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     folder = run / "checkpoints"
     keep = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=1"]
@@ -295,7 +295,7 @@ def test_a_copy_under_a_higher_number_deletes_nothing(finished: Path, tmp_path: 
     assert "damaged: run.json is that of step 2; it is step_00000099.damaged now" in outcome.err
     names = {path.name for path in folder.iterdir()}
     assert names == {"step_00000006", "step_00000099.damaged", "latest"}
-    # And one that comes while a run goes on: its steps are below that number.
+    # Likewise a copy that appears during a run at lower steps.
     shutil.copytree(folder / "step_00000006", folder / "step_00000098")
     with mock.patch(
         "zeco_train.checkpoint.checkpointer.damage_of", lambda path, mesh: None if path.name[-1] == "6" else "copy"
@@ -304,8 +304,8 @@ def test_a_copy_under_a_higher_number_deletes_nothing(finished: Path, tmp_path: 
     assert [path.name for path in complete_checkpoints(run)] == ["step_00000007"]
 
 
-def test_what_was_just_written_stays(run: Path) -> None:
-    """A checkpoint of a higher step appears beside a run that goes on."""
+def test_new_checkpoint_is_kept_beside_a_higher_step(run: Path) -> None:
+    """A checkpoint with a higher step appears during the run."""
     drop = CheckpointWriter._drop_old
 
     def appear(writer: CheckpointWriter) -> None:
@@ -320,7 +320,7 @@ def test_what_was_just_written_stays(run: Path) -> None:
     assert [path.name for path in complete_checkpoints(run)] == ["step_00000005", "step_00000500"]
 
 
-def test_a_link_to_a_disk_that_is_not_mounted(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_link_to_unmounted_disk_is_reported(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints").rename(tmp_path / "disk")
     (run / "checkpoints").symlink_to(tmp_path / "disk")
     assert _resume(run, tmp_path).code == 0
@@ -331,8 +331,8 @@ def test_a_link_to_a_disk_that_is_not_mounted(run: Path, tmp_path: Path) -> None
     assert (run / "metrics.jsonl").read_text() == rows
 
 
-def test_a_checkpoint_on_a_disk_that_is_not_mounted(finished: Path, tmp_path: Path) -> None:
-    """The older one beside it is not taken for the newest."""
+def test_newest_checkpoint_linked_to_unmounted_disk_is_reported(finished: Path, tmp_path: Path) -> None:
+    """Resume does not fall back to the older checkpoint."""
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     shutil.rmtree(checkpoint_of(run))
     checkpoint_of(run).symlink_to(tmp_path / "disk")
@@ -340,7 +340,7 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted(finished: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
-def test_a_folder_that_cannot_be_listed(number: int, run: Path) -> None:
+def test_unlistable_checkpoints_folder_is_reported(number: int, run: Path) -> None:
     real, before = os.scandir, snapshot(run / "checkpoints")
 
     def refuse(path: Any = ".") -> Any:
@@ -354,14 +354,14 @@ def test_a_folder_that_cannot_be_listed(number: int, run: Path) -> None:
     assert snapshot(run / "checkpoints") == before
 
 
-def test_rows_without_a_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_metrics_without_checkpoint_need_start_anew(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
     rows = (run / "metrics.jsonl").read_text()
     check_line(
         _resume(run, tmp_path), CHECKPOINT, "holds no checkpoint, but that of step 4 was saved", "checkpoint.missing="
     )
-    # A run of an earlier version has no record.
+    # Runs of earlier versions have no record file.
     (run / RECORD_FILE).unlink()
     check_line(_resume(run, tmp_path), CHECKPOINT, "metrics.jsonl has rows of earlier steps")
     assert (run / "metrics.jsonl").read_text() == rows
@@ -371,7 +371,7 @@ def test_rows_without_a_checkpoint(run: Path, tmp_path: Path) -> None:
     assert (run / "metrics.jsonl").read_text().startswith(rows)
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
     settings = [*DATA, f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]
     with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
         assert train_here(*settings).code == 130
@@ -381,7 +381,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Pat
     assert outcome.code == 0, outcome.err
 
 
-def test_newer_checkpoints_that_have_gone_are_missed(finished: Path, tmp_path: Path) -> None:
+def test_resume_warns_about_deleted_newer_checkpoint(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     shutil.rmtree(checkpoint_of(run))
     outcome = _resume(run, tmp_path)
@@ -389,8 +389,8 @@ def test_newer_checkpoints_that_have_gone_are_missed(finished: Path, tmp_path: P
     assert "step_00000004 is not there any more; the run goes on from step_00000002" in outcome.err
 
 
-def test_all_commands_take_a_sound_checkpoint(run: Path, tmp_path: Path) -> None:
-    """Else the tests above would pass for any reason."""
+def test_all_commands_accept_intact_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Control: otherwise the refusals above could have any cause."""
     for command in COMMANDS:
         outcome = command(run, tmp_path / command.__name__)
         assert outcome.code == 0, (command, outcome.err)

@@ -1,6 +1,6 @@
-"""A run that is killed with SIGKILL at random moments, saves included, ends as one that never was.
+"""A run killed with SIGKILL at random moments, including saves, has the results of an uninterrupted run.
 
-`python -m tests.kill_many 50` kills as often as the project promises (a quarter of an hour); this is quicker.
+This is the short version of `python -m tests.kill_many 50`, which takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.kill_many import OTHERS, SAME, Campaign, run_campaign
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("campaign", "kills"), [(SAME, 1), (OTHERS, 2)], ids=["same", "others"])
-def test_killed_at_random_moments(campaign: Campaign, kills: int, tmp_path: Path) -> None:
+def test_run_killed_at_random_equals_uninterrupted_run(campaign: Campaign, kills: int, tmp_path: Path) -> None:
     seed = time.time_ns() % 10**6
     print(f"seed {seed}")
     print(run_campaign(campaign, kills, tmp_path / "campaign", random.Random(seed)))

@@ -1,4 +1,4 @@
-"""Resuming: bit-identical on the same split, within 1e-9 (fp64) on another; the weights of another run; `keep`."""
+"""Resume: bit-identical on the same split, within 1e-9 (fp64) on another; `checkpoint.load`; `checkpoint.keep`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _forget(run_dir: Path, step: int) -> None:
 def _resume_on_the_same_split(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     overrides = ["sp=zeco", "sp.size=2", "parallel=zero3", *SIX_STEPS]
     results = {"unbroken": train(rank, world_size, f"{folder}/same", *overrides)}
-    # From step 4, then once more from step 2: nothing of an earlier resume may be left.
+    # From step 4, then again from step 2: an earlier resume must leave no trace.
     for name, step in (("once", 4), ("twice", 2)):
         torch.distributed.barrier()
         if rank == 0:
             _forget(Path(folder, "same"), step)
         torch.distributed.barrier()
-        torch.manual_seed(1234)  # whatever this process did before must not matter
+        torch.manual_seed(1234)  # the RNG state before a resume must not matter
         results[name] = train(rank, world_size, f"{folder}/same", *overrides)
     return results
 
 
 def _train_half_way(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """A run in fp64 on this split, to be continued on others from step 2."""
+    """Train in fp64; other splits resume this run from step 2."""
     return train(
         rank, world_size, f"{folder}/fp64", "train.dtype=fp64", "sp=lasp2", "sp.size=4", "parallel=zero2", *SIX_STEPS
     )
@@ -63,13 +63,13 @@ def half_way(folder: Path) -> dict[str, Any]:
     return run_distributed(_train_half_way, 4, str(folder))[0]
 
 
-def test_a_run_to_go_on_with(half_way: dict[str, Any]) -> None:
+def test_uninterrupted_run_logs_all_steps(half_way: dict[str, Any]) -> None:
     assert [row["step"] for row in half_way["rows"]] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
-    """Two ranks of one group that shares sequences, and four of two; rows of all starts are appended."""
+    """One sequence-parallel group of two ranks, or two groups; every start appends its metrics rows."""
     runs = run_distributed(_resume_on_the_same_split, world_size, str(tmp_path))[0]
     unbroken = runs["unbroken"]
     for name, steps in (("once", 2), ("twice", 4)):
@@ -93,7 +93,7 @@ def test_resume_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     ],
     ids=["1 rank", "2 ranks, 2 segments", "other groups of 4"],
 )
-def test_resume_on_another_split(
+def test_resume_on_another_split_equals_uninterrupted_run(
     half_way: dict[str, Any], folder: Path, tmp_path: Path, world_size: int, overrides: list[str]
 ) -> None:
     run_dir = tmp_path / "run"
@@ -102,7 +102,7 @@ def test_resume_on_another_split(
     resumed = run_distributed(_resume_on_another_split, world_size, str(run_dir), overrides)[0]
     assert len(resumed["sequence_ids"]) == 4
     for key in ("loss", "grad_norm", "val_loss"):
-        # The contract.
+        # The guaranteed tolerance between splits in fp64.
         assert largest_difference(resumed["rows"], half_way["rows"], key) <= 1e-9, key
 
 
@@ -111,7 +111,7 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     checkpoints = Path(folder, "checkpoints")
     first = train(rank, world_size, folder, *short)
     if rank == 0:
-        # One byte of the newest, as a disk changes it: the size is right, and no reader of tensors would notice.
+        # Flip one bit of the newest checkpoint: its size is unchanged, and loading it would raise no error.
         with (checkpoints / "step_00000004" / "__1_0.distcp").open("r+b") as file:
             file.seek(2000)
             byte = file.read(1)
@@ -128,7 +128,7 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
         (checkpoints / "step_00000002" / "__0_0.distcp").unlink()
         before = snapshot(checkpoints)
     torch.distributed.barrier()
-    # Not from the start again: that would be to throw the run away without a word.
+    # It must not restart from scratch: that would silently discard the run.
     with pytest.raises(CheckpointError, match=r"step_00000004: damaged: run.json is missing; there is no sound one"):
         train(rank, world_size, folder, *short, "train.steps=6")
     if rank == 0:
@@ -140,7 +140,7 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     return [{key.rpartition(".")[2]: value} for key, value in state.items()]
 
 
-def test_damaged_checkpoints_stay_and_settings_are_the_configurations(tmp_path: Path) -> None:
+def test_resume_sets_damaged_aside_and_uses_new_settings(tmp_path: Path) -> None:
     settings = run_distributed(_meddle, 2, str(tmp_path / "run"))[0]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000002", "step_00000004", "step_00000004.damaged"]
@@ -164,13 +164,13 @@ def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return results
 
 
-def test_keep_and_load_weights(tmp_path: Path) -> None:
+def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
     runs = run_distributed(_keep_and_load, 2, str(tmp_path))[0]
     names = [path.name for path in complete_checkpoints(tmp_path / "first")]
     assert names == ["step_00000005", "step_00000006"]
     assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["latest", *names]
     assert (tmp_path / "first" / "checkpoints" / "latest").readlink() == Path(names[-1])
     for parameter, value in runs["first"]["parameters"].items():
-        # The one step with a negligible learning rate changes nothing that fp32 can hold.
+        # One step with a negligible learning rate changes no fp32 value.
         assert torch.equal(runs["loaded"]["parameters"][parameter], value), parameter
     assert [row["step"] for row in runs["loaded"]["rows"]] == [1]

@@ -1,4 +1,4 @@
-"""All-Scan in one kernel, in Triton's interpreter: ranks are processes of a CPU that map one file."""
+"""All-Scan in one kernel, in Triton's interpreter: ranks are CPU processes that share a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeco_train.ops.seam import ScanRequest
 pytestmark = pytest.mark.numeric
 
 ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)
-# [B, H, K, V]: odd, of several tiles a rank, and fewer tiles than ranks.
+# [B, H, K, V]: odd sizes, several tiles a rank, and fewer tiles than ranks.
 SHAPES = ((2, 3, 5, 7), (1, 4, 8, 16), (1, 1, 3, 1))
 SMALLEST = SHAPES[-1:]
 
@@ -47,14 +47,14 @@ class Lane:
 
 
 def start_interpreter() -> None:
-    """Before anything imports Triton: a decorated function is for the interpreter or not from then on."""
+    """Must precede any import of Triton, which decides at decoration whether a function is interpreted."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime.interpreter import InterpreterBuilder
 
     load = InterpreterBuilder.create_masked_load
 
     def give_way(builder: Any, pointers: Any, *rest: Any) -> Any:
-        # Only flags are integers. A rank that looks for one all the time takes the core that its peer needs.
+        # Only flags are integers. A rank that polls one without a pause takes CPU time that its peer needs.
         if pointers.get_element_ty().is_int():
             time.sleep(0.001)
         return load(builder, pointers, *rest)
@@ -72,7 +72,7 @@ def suite(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int], .
             arena.ChainCapacity: arena.ChainCapacity(1, 1),
         }
     flags = (False, True)
-    # The quick suite has one carry in and out in place of each of the four cases.
+    # The quick suite has only the case with both carries, not all four.
     carries = (True,) if shapes == SMALLEST else flags
     for reverse in flags:
         lane = Lane(reverse)
@@ -96,11 +96,11 @@ def suite(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int], .
 
 
 def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
-    """Scans in a row, of changing shapes, algorithms and capacities, while ranks sleep at random."""
+    """Consecutive scans of changing shapes, algorithms and capacities, with random delays on the ranks."""
     common, own = random.Random(0), random.Random(rank)
     pending: list[tuple[Pairs, PendingScan, bool, str]] = []
     for number in range(60):
-        # First the small shapes: later ones are beyond the first arenas' capacity.
+        # Small shapes first: later ones exceed the capacity of the first arenas.
         shape, algorithm = common.choice(SHAPES[::-1][: 1 + number // 15]), common.choice(ALGORITHMS)
         pairs = Pairs.make(number, world_size, shape, torch.float32, False, number % 2 == 0)
         if own.random() < 0.2:
@@ -117,7 +117,7 @@ def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
 
 
 def refused_capture(algorithm: str) -> None:
-    """A scan unlike all that have run is not captured, and the refusal stands in no other scan's way."""
+    """A scan that has not run before cannot be captured; the refusal does not affect other scans."""
     from zeco_train.collectives import symmetric
 
     lane = Lane(reverse=False)
@@ -137,9 +137,9 @@ def refused_capture(algorithm: str) -> None:
 
 
 def missing_peer(rank: int, algorithm: str) -> None:
-    """Rank 0 leaves out a scan: rank 1 gets NaN, names it, and takes no further scan.
+    """Rank 0 skips a scan: rank 1 gets NaN, names rank 0, and refuses further scans.
 
-    The bound of a wait leaves room for the scan before, which the interpreter computes.
+    The timeout leaves room for the previous scan, which is slow in the interpreter.
     """
     lane = Lane(reverse=False, timeout=timedelta(seconds=5))
     state, log_decay = torch.ones(1, 2, 5, 7), torch.zeros(1, 2, 5)
@@ -163,7 +163,7 @@ def missing_peer(rank: int, algorithm: str) -> None:
     [(2, SMALLEST), *(pytest.param(n, SHAPES, marks=pytest.mark.slow) for n in (2, 3, 4))],
     ids=["2, smallest", "2", "3", "4"],
 )
-def test_kernels_in_the_interpreter(world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
+def test_one_kernel_scans_in_triton_interpreter(world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
     run_distributed(suite, world_size, shapes, fresh=True)
 
 
@@ -183,7 +183,7 @@ def fallbacks(rank: int, world_size: int) -> None:
 
 
 def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
-    """One rank has no memory left: the other does not wait for it, and says why."""
+    """Rank 1 is out of memory: rank 0 does not wait for it, and raises its error."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     from zeco_train.collectives.arena import allocate_symmetric
@@ -202,7 +202,7 @@ def memory_of_one_rank(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def fallbacks_are_said_once(rank: int, world_size: int) -> None:
-    """Not once a direction; and nothing is said of a scan over one rank."""
+    """Not once per direction; nothing is logged for a scan over one rank."""
     from zeco_train.collectives.cost_model import Link
     from zeco_train.collectives.spec import ScanSpec
     from zeco_train.sp import registry, zeco
@@ -224,20 +224,20 @@ def fallbacks_are_said_once(rank: int, world_size: int) -> None:
     assert len(said) == (0 if rank > 0 else 3), said
     assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)
     assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)
-    dist.barrier()  # nobody leaves while a peer is still joining the groups
+    dist.barrier()  # no rank may leave while a peer is still joining the groups
 
 
 @pytest.mark.processes
-def test_fallbacks_are_said_once() -> None:
+def test_transport_fallback_is_logged_once() -> None:
     run_distributed(fallbacks_are_said_once, 2)
 
 
 @pytest.mark.processes
-def test_transport_that_the_ranks_cannot_use() -> None:
+def test_unusable_transport_is_refused_or_falls_back() -> None:
     run_distributed(fallbacks, 2)
 
 
-def test_blocks_that_nothing_reads() -> None:
+def test_blocks_without_chain_algorithm_are_refused() -> None:
     from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
     expected = r"^sp.all_scan.blocks=2: would be ignored; it needs sp.all_scan.algorithm=chain$"

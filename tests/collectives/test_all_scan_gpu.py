@@ -1,6 +1,6 @@
-"""All-Scan in one kernel, on GPUs that reach each other's memory: right, whatever the ranks' pace.
+"""All-Scan in one kernel, on GPUs with peer access: correct at any relative pace of the ranks.
 
-One spawn a world size does it all, since a rank's kernels take most of a minute to compile.
+All cases of a world size share one spawn, since a rank's kernels take most of a minute to compile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeco_train.ops.seam import ScanRequest
 
 pytestmark = pytest.mark.gpu
 
-TIMEOUT = timedelta(seconds=60)  # of a wait; ranks compile meanwhile
+TIMEOUT = timedelta(seconds=60)  # of a wait, which includes compilation on other ranks
 ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)
 ODD, EVEN, LARGE = (2, 3, 5, 7), (2, 4, 64, 128), (1, 512, 64, 128)
 # |R| < 4 terms below 6; fp32 rounds each of 4 steps by 2^-24, and the kernels' exp by a few of those.
@@ -35,7 +35,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
 class Lane:
-    """One direction over symmetric memory, with data whose scans are known."""
+    """One direction over symmetric memory, with inputs and their expected results."""
 
     def __init__(self, rank: int, world_size: int, reverse: bool, timeout: timedelta = TIMEOUT) -> None:
         self.rank, self.world_size, self.reverse = rank, world_size, reverse
@@ -47,7 +47,7 @@ class Lane:
     def known(
         self, seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, with_carry: bool = False
     ) -> tuple[Pairs, Tensor, Tensor]:
-        """This rank's pairs on its device, what precedes it, and the carry."""
+        """All pairs on this rank's device, its expected incoming state, and the expected carry."""
         key = seed, shape, dtype, with_carry
         if key not in self._known:
             pairs = Pairs.make(seed, self.world_size, shape, dtype, with_carry, restarts=seed % 2 == 1)
@@ -62,11 +62,11 @@ class Lane:
         return self.scans.launch(request, SCANS[algorithm], blocks)
 
     def compare(self, name: str, actual: Tensor, expected: Tensor) -> None:
-        """Note the error, without waiting for it."""
+        """Record the error without synchronising."""
         self.errors.append((name, (actual.double() - expected).abs().max(), actual.dtype))
 
     def settle(self) -> None:
-        """Wait for all errors, and judge them."""
+        """Wait for all errors and compare them with the tolerance."""
         self.courier.drain()
         found = torch.stack([error for _, error, _ in self.errors]).cpu().tolist()
         for (name, _, dtype), error in zip(self.errors, found, strict=True):
@@ -108,10 +108,10 @@ def every_case(lanes: list[Lane]) -> None:
 
 
 def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
-    """Scans in a row, of changing shapes and algorithms, two under way at a time, while ranks sleep at random."""
+    """Consecutive scans of changing shapes and algorithms, two in flight, with random delays on the ranks."""
     rank = lanes[0].rank
     common, own = random.Random(0), random.Random(rank)
-    # Kernels are compiled before, lest the bound be one of the compiler.
+    # Compile all kernels first, so that the time limit excludes compilation.
     kinds = itertools.product(lanes, ALGORITHMS, (ODD, EVEN), (None, 2, 5), (False, True))
     for lane, algorithm, shape, blocks, want_carry in kinds:
         lane.launch(algorithm, lane.known(0, shape)[0], want_carry, blocks).wait()
@@ -150,7 +150,7 @@ def compare_results(lane: Lane, name: str, scan: PendingScan, incoming: Tensor, 
 
 
 def far_ahead(lane: Lane) -> None:
-    """One rank is 50 ms late, again and again; the first one waits for nobody and runs ahead."""
+    """One rank is repeatedly 50 ms late; the first rank waits for none and runs ahead."""
     for late in range(lane.world_size):
         for number in range(20):
             if number % 5 == 0 and lane.rank == late:
@@ -164,7 +164,7 @@ def far_ahead(lane: Lane) -> None:
 
 
 def beyond_capacity(lane: Lane) -> None:
-    """A state that no arena holds yet, between two that the first one does."""
+    """States larger than the current arena, between smaller ones."""
     for algorithm in ALGORITHMS:
         for number, shape in enumerate((EVEN, LARGE, EVEN, LARGE, ODD)):
             pairs, incoming, _ = lane.known(2 * (number // 2), shape)
@@ -173,7 +173,7 @@ def beyond_capacity(lane: Lane) -> None:
 
 
 def in_graphs(lanes: list[Lane], replays: int) -> None:
-    """Both directions and algorithms captured; the inputs change between replays, and eager scans run between them."""
+    """Capture both directions and algorithms; inputs change between replays, and eager scans run in between."""
     static = [
         [x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].transitions)] for lane in lanes
     ]
@@ -208,14 +208,14 @@ def in_graphs(lanes: list[Lane], replays: int) -> None:
         if number % 50 == 0:
             pairs, incoming, _ = lanes[0].known(1, ODD)
             lanes[0].compare(f"eager scan after replay {number}", lanes[0].launch("chain", pairs).wait(), incoming)
-            # The first rank's wait is for nothing, and a replay knows nothing of the courier's stream.
+            # The first rank's wait returns at once, and a replay does not synchronise with the courier's stream.
             lanes[0].courier.drain()
     for lane in lanes:
         lane.settle()
 
 
 def refused_capture(lane: Lane) -> None:
-    """A scan unlike all that have run, here in its blocks, is not captured, and the lane goes on as before."""
+    """A scan that has not run before, here with other blocks, cannot be captured; the lane stays usable."""
     pairs, incoming, _ = lane.known(0, EVEN)
     with pytest.raises(RuntimeError, match="has to run once before it is captured"), torch.cuda.graph(CUDAGraph()):
         lane.launch("chain", pairs, blocks=11)
@@ -225,7 +225,7 @@ def refused_capture(lane: Lane) -> None:
 
 
 def missing_peer(rank: int, world_size: int, algorithm: str) -> None:
-    """Rank 0 leaves out a scan: rank 1 says so, gives NaN, and takes no further scan."""
+    """Rank 0 skips a scan: rank 1 reports it, returns NaN, and refuses further scans."""
     lane = Lane(rank, world_size, reverse=False, timeout=timedelta(seconds=2))
     pairs, incoming, _ = lane.known(0, EVEN)
     torch.cuda.synchronize()
@@ -276,7 +276,7 @@ def suite(rank: int, world_size: int) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 4, 3])
-def test_one_kernel_scans(world_size: int) -> None:
+def test_one_kernel_scans_on_gpus(world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     problem = run_distributed(suite, world_size, backend="cpu:gloo,cuda:nccl")[0]

@@ -1,4 +1,4 @@
-"""The protocol of All-Scan over symmetric memory, in a model: right in any order of steps, wrong without its rules."""
+"""A model of the All-Scan protocol over symmetric memory: correct in any step order, incorrect without its rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(seed: int, algorithms: tuple[str, ...], *mutations: str) -> None:
 
 
 @pytest.mark.parametrize("algorithms", [("chain",), ("two_shot",), ("chain", "two_shot")], ids=str)
-def test_every_order_of_steps_is_right(algorithms: tuple[str, ...]) -> None:
+def test_protocol_is_correct_in_random_step_orders(algorithms: tuple[str, ...]) -> None:
     for seed in range(150):
         run(seed, algorithms)
 
@@ -42,13 +42,13 @@ def test_every_order_of_steps_is_right(algorithms: tuple[str, ...]) -> None:
         ("chain", ("the first CTA advances the epoch",)),
         ("two_shot", ("wait for needed inputs only",)),
         ("two_shot", ("the first CTA advances the epoch",)),
-        # Two buffers by parity make up for either of these.
+        # With two buffers, chosen by parity, neither of these alone is an error.
         ("two_shot", ("one buffer", "results before the loads")),
         ("two_shot", ("one buffer", "the first rank waits for nobody")),
     ],
     ids=str,
 )
-def test_a_rule_left_out_is_noticed(algorithm: str, mutations: tuple[str, ...]) -> None:
+def test_protocol_without_a_rule_fails(algorithm: str, mutations: tuple[str, ...]) -> None:
     def runs() -> None:
         for seed in range(300):
             run(seed, (algorithm,), *mutations)

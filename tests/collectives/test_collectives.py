@@ -1,4 +1,4 @@
-"""Scans over ranks against an explicit sum of products, and what happens when a peer does not play along."""
+"""Scans over ranks against an explicit sum of products, and errors when a peer is missing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.numeric
 
 TIMEOUT = timedelta(seconds=60)
 BLOCKS = (1, 2, 3, 7, 100)
-# Whatever is registered: with several numbers of blocks where states flow in blocks.
+# All registered scans; those that send states in blocks, with several numbers of blocks.
 VARIANTS = tuple(
     variant
     for name, scan in SCANS.items()
     for variant in ([f"{name}/{blocks}" for blocks in BLOCKS] if scan.best_blocks else [name])
 )
 FAMILIES = tuple(f"{name}/2" if scan.best_blocks else name for name, scan in SCANS.items())
-# Those that go on by themselves, so that several can be under way.
+# Asynchronous ones, of which several can be in flight.
 LAUNCHED = tuple(variant for variant in FAMILIES if not SCANS[variant.partition("/")[0]].in_series)
 # H·V = 6, 12 and 1: not a multiple of 4 ranks, a multiple, and fewer columns than ranks. [B, H, K, V]
 SHAPES = ((1, 2, 5, 3), (2, 3, 8, 4), (1, 1, 64, 1), (2, 3, 64, 5))
@@ -55,7 +55,7 @@ class Lane:
         request = ScanRequest(state, log_decay, self.reverse, **options)
         name, _, blocks = variant.partition("/")
         if SCANS[name].in_series:
-            # It runs in its caller: what the courier's thread still has to do on the group comes first, on every rank.
+            # It runs in the caller's thread: on every rank, pending work of the courier's thread must finish first.
             self.courier.drain()
         return SCANS[name].launch(request, self.courier, **({"blocks": int(blocks)} if blocks else {}))
 
@@ -67,7 +67,7 @@ def new_lanes(world_size: int) -> tuple[Lane, Lane]:
 
 @dataclass
 class Pairs:
-    """What all ranks of a group contribute, by rank; every rank can make them all."""
+    """Inputs of all ranks of a group, by rank; every rank can generate all of them."""
 
     states: Tensor  # [P, B, H, K, V]
     transitions: Tensor  # [P, B, H, K], or [P, B, H, K, K]
@@ -122,7 +122,7 @@ class Pairs:
         first = len(self.states) - 1 if lane.reverse else 0
         carry_in = self.carry_in
         if carry_in is not None and rank != first:
-            carry_in = torch.full_like(carry_in, torch.nan)  # read nowhere but on the first rank
+            carry_in = torch.full_like(carry_in, torch.nan)  # only the first rank may read it
         return lane.launch(
             variant,
             self.states[rank].to(device),
@@ -184,7 +184,7 @@ def scans_in_flight(rank: int, world_size: int, lanes: tuple[Lane, Lane], varian
         with torch.inference_mode(inference):
             pairs = [Pairs.make(i, world_size, SHAPES[1], torch.float64, True, False) for i in range(4)]
             order = [forward, reverse, reverse, forward]
-            if variant not in LAUNCHED:  # has one scan at a time under way in a group
+            if variant not in LAUNCHED:  # allows one scan in flight in a group
                 del order[2:]
             scans = [p.launch(lane, variant, rank, device, True) for p, lane in zip(pairs, order, strict=False)]
             for i, (scan, lane) in enumerate(zip(scans, order, strict=True)):
@@ -231,7 +231,7 @@ def subgroup_suite(rank: int, world_size: int) -> None:
         groups = [dist.new_group(list(ranks)) for ranks in layout]
         mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
         member = layout[mine].index(rank)
-        # Each group has data of its own, so a message gone astray shows.
+        # Each group has different data, so that misdirected messages are detected.
         pairs = Pairs.make(mine, len(layout[mine]), SHAPES[0], torch.float64, True, False)
         for reverse, variant in itertools.product((False, True), FAMILIES):
             lane = Lane(groups[mine], reverse)
@@ -247,12 +247,12 @@ def pace_suite(rank: int, world_size: int) -> None:
     lanes = [Lane(dist.new_group(list(range(world_size)))) for _ in LAUNCHED]
     pairs = Pairs.make(0, world_size, SHAPES[1], torch.float64, False, False)
     store = dist.distributed_c10d._get_default_store()
-    # Rank 0 launches once the others have: launches must not wait for it, or there is no overlap.
+    # Rank 0 launches after the others have: a launch that waits for it would prevent overlap.
     if rank == 0:
         store.wait([f"launched by {other}" for other in range(1, world_size)], TIMEOUT)
     scans = [pairs.launch(lane, variant, rank, "cpu") for lane, variant in zip(lanes, LAUNCHED, strict=True)]
     store.set(f"launched by {rank}", "")
-    # Rank 1 waits for its own states once the others have theirs: what passes through it must not be held up.
+    # Rank 1 waits for its results after the others have theirs: it must forward states without being waited for.
     if rank == 1:
         store.wait([f"finished by {other}" for other in range(world_size) if other != 1], TIMEOUT)
     for lane, variant, scan in zip(lanes, LAUNCHED, scans, strict=True):
@@ -268,7 +268,7 @@ def pace_suite(rank: int, world_size: int) -> None:
         if sleeps.random() < 0.2:
             time.sleep(0.02 * sleeps.random())
         finish(pairs, scan, lane, rank, want_carry, f"scan {seed} of 200, {variant}")
-    # A rank that has its own states may still have to send others theirs.
+    # A rank that has its results may still have sends pending.
     for lane in lanes:
         lane.courier.drain()
 
@@ -276,12 +276,12 @@ def pace_suite(rank: int, world_size: int) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
 def test_every_scan_equals_the_reference(world_size: int) -> None:
-    """Also two at a time, and misused."""
+    """Also two scans in flight, and invalid calls."""
     run_distributed(reference_suite, world_size, "cpu")
 
 
 @pytest.mark.processes
-def test_scans_of_ranks_at_an_uneven_pace() -> None:
+def test_scans_with_ranks_at_uneven_pace() -> None:
     run_distributed(pace_suite, 3)
 
 
@@ -290,7 +290,7 @@ def test_scans_in_subgroups() -> None:
     run_distributed(subgroup_suite, 4)
 
 
-# What rank 2 of 3 waits for when rank 1 is missing: peer and operation. A scan that is not here names some.
+# Peer and operation that rank 2 of 3 reports when rank 1 is missing. Other scans may report any.
 EXPECTED = {
     "chain/2": (1, "all_scan_chain forward: receive of block 0"),
     "two_shot": (None, "all_scan_two_shot forward: all-to-all of slices"),
@@ -306,7 +306,7 @@ def failure(lane: Lane, variant: str) -> tuple[CommunicationError, float]:
     with pytest.raises(CommunicationError) as caught:
         lane.launch(variant, state, log_decay, want_carry=True).wait()
     seconds = time.monotonic() - start
-    if variant in LAUNCHED:  # nothing can follow on a group whose messages are half delivered
+    if variant in LAUNCHED:  # a group with half-delivered messages accepts no further scans
         with pytest.raises(CommunicationError) as later:
             lane.launch(variant, state, log_decay)
         assert later.value is caught.value, f"{variant}: {later.value}"
@@ -316,13 +316,13 @@ def failure(lane: Lane, variant: str) -> tuple[CommunicationError, float]:
 
 
 def missing_peer(rank: int, world_size: int) -> None:
-    """Rank 1 joins no scan, and later dies. Each kind of scan has a group of its own, for failures spoil it."""
+    """Rank 1 joins no scan, and later dies. Each kind of scan has its own group, since a failure makes it unusable."""
     timeout = timedelta(seconds=2)
     ranks = list(range(world_size))
     absent = {variant: Lane(dist.new_group(ranks, timeout=timeout), timeout=timeout) for variant in FAMILIES}
     dying = {variant: Lane(dist.new_group(ranks)) for variant in FAMILIES}
     dist.barrier()
-    if rank == 0:  # has its incoming state at once; that nobody takes what it sends shows later
+    if rank == 0:  # has its incoming state at once; its failed send is reported later
         chain = absent["chain/2"]
         chain.launch("chain/2", torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5)).wait()
         with pytest.raises(CommunicationError, match="send of block 0 with rank 1: no answer within 2 s"):
@@ -335,7 +335,7 @@ def missing_peer(rank: int, world_size: int) -> None:
             assert 1.9 < seconds < 40, f"{variant}: {seconds:.1f} s"
     dist.barrier()
     if rank == 1:
-        time.sleep(0.5)  # rank 2 is in its first wait by now
+        time.sleep(0.5)  # until rank 2 is in its first wait
         os._exit(9)
     if rank == 2:
         for variant, lane in dying.items():
@@ -345,7 +345,7 @@ def missing_peer(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.processes
-def test_missing_peer_is_named_in_bounded_time() -> None:
+def test_missing_peer_is_named_within_timeout() -> None:
     run_distributed(missing_peer, 3, may_die=(1,))
 
 

@@ -1,4 +1,4 @@
-"""The model that picks All-Scan's algorithm and blocks: the formulas of docs/mathematics.md, and their consequences."""
+"""Cost model that chooses All-Scan's algorithm and blocks: formulas of docs/mathematics.md and resulting choices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AUTO = tuple(scan for scan in ALL_SCANS if scan.automatic)
 
 
 def load(ranks: int, state_bytes: int, heads: int = 2, value_dim: int = 128) -> Load:
-    """A scan of so many bytes; K is what is left of them."""
+    """A scan of this many state bytes; K follows from them."""
     return Load(ranks, (1, heads, 1, value_dim), -(-state_bytes // (heads * value_dim)))
 
 
-def test_best_number_of_blocks_is_best() -> None:
+def test_best_blocks_minimise_chain_time() -> None:
     for link, ranks, size in itertools.product((Link.gloo, Link.nccl), (2, 3, 4, 64, 256), (MB // 64, MB, 64 * MB)):
         costs, sized = MEASURED[link], load(ranks, size)
         blocks = best_blocks(costs, sized)
@@ -33,7 +33,7 @@ def test_best_number_of_blocks_is_best() -> None:
         assert ranks > 2 or blocks == 1
 
 
-def test_design_figures() -> None:
+def test_costs_match_hand_calculation() -> None:
     """The formulas of docs/mathematics.md by hand, for P = 256, S = 1 MB, 10 µs and 50 GB/s."""
     costs = Costs(Link.nccl, 1e-5, 2e-11, 1e-5, 0.0, 2e-11)
     sized = Load(256, (1, 8, 1, 125), 1000)
@@ -45,15 +45,15 @@ def test_design_figures() -> None:
     assert TWO_SHOT.seconds(costs, sized, None) == pytest.approx(2 * (1e-5 + 2e-5 * 255 / 256))
 
 
-def test_sizes_of_a_scan() -> None:
+def test_load_gives_state_and_transition_bytes() -> None:
     diagonal, matrices = Load(4, (2, 3, 5, 7), 4), Load(4, (2, 3, 5, 7), 4, matrices=True)
     assert (diagonal.state_bytes, diagonal.columns) == (4 * 2 * 3 * 5 * 7, 21)
     assert (diagonal.transition_bytes, matrices.transition_bytes) == (4 * 2 * 3 * 5, 4 * 2 * 3 * 5 * 5)
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_every_descriptor_is_whole(name: str) -> None:
-    """Times and bytes for any size, growing with it, on every link that there is a form for."""
+def test_every_descriptor_gives_bytes_and_times(name: str) -> None:
+    """Bytes and times increase with the size, on every link that the scan supports."""
     scan = SCANS[name]
     assert scan.name == name
     assert scan.description
@@ -70,7 +70,7 @@ def test_every_descriptor_is_whole(name: str) -> None:
                 choose((scan,), MEASURED[link], small)
 
 
-def test_choice() -> None:
+def test_choose_picks_fastest_scan() -> None:
     for link, ranks, size in itertools.product(Link, (2, 3, 4, 8, 64), (1 << 10, MB, 64 * MB)):
         costs, sized = MEASURED[link], load(ranks, size)
         choice = choose(AUTO, costs, sized)
@@ -88,8 +88,8 @@ def test_choice() -> None:
     assert choose(AUTO, MEASURED[Link.gloo], load(2, MB)).scan is CHAIN
 
 
-def test_eligible_algorithms() -> None:
-    """All that is ever chosen, and in one kernel, where each takes memory, nothing else."""
+def test_eligible_returns_scans_that_can_be_chosen() -> None:
+    """Includes every scan chosen for some size; for one-kernel scans, which take memory, no others."""
     sizes = [1 << n for n in range(40)]
     both, costs = [CHAIN, TWO_SHOT], MEASURED[Link.symmetric]
     slow = dataclasses.replace(costs, exchange=1e-3)
@@ -100,8 +100,8 @@ def test_eligible_algorithms() -> None:
     assert eligible(both, MEASURED[Link.nccl], 4) == eligible(both, MEASURED[Link.gloo], 4) == both
 
 
-def test_measured_times_of_one_kernel() -> None:
-    """What 2 and 4 H200s took, launched one by one, in µs, is what the model says, and leads to the faster one."""
+def test_model_matches_measured_one_kernel_times() -> None:
+    """Times in µs measured on 2 and 4 H200s, launched one by one: the model is within 20% and picks the faster scan."""
     costs = MEASURED[Link.symmetric]
     chain = {(2, 0.5): 14.8, (2, 1): 16.8, (2, 4): 27.1, (2, 8): 41.8}
     chain |= {(4, 0.5): 26.9, (4, 1): 27.7, (4, 2): 35.4, (4, 4): 44.6, (4, 8): 61.6}
@@ -117,7 +117,7 @@ def test_measured_times_of_one_kernel() -> None:
     assert {choose(AUTO, costs, load(2, int(size * MB))).scan for size in (0.5, 1, 2, 4, 8)} == {CHAIN}
 
 
-def test_assumed_costs_change_nothing_that_was_measured() -> None:
+def test_assumed_costs_leave_measured_table_unchanged() -> None:
     before = dict(MEASURED)
     assumed = assumed_costs(1e-3, None)
     assert assumed.keys() == MEASURED.keys()

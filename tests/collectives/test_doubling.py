@@ -1,4 +1,4 @@
-"""The `doubling` scan for any number of ranks, in one process: messages only go up, so ranks can run one by one."""
+"""The `doubling` scan on any number of ranks, in one process: ranks only send to higher ranks, so they run in order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHAPE = (1, 2, 5, 3)
 
 
 class Message:
-    """A transfer that is over as soon as its counterpart was posted."""
+    """A transfer that completes when waited for: its counterpart was posted earlier."""
 
     def __init__(self, wait: Any = lambda: None) -> None:
         self.wait = wait
 
 
 class Mail:
-    """What a rank sees of the others (`zeco_train.collectives.wire.Wire`), with all that was ever sent in `sent`."""
+    """Stand-in for `zeco_train.collectives.wire.Wire`; undelivered messages of all ranks are in `sent`."""
 
     def __init__(self, position: int, size: int, sent: dict[tuple[int, int, int], Tensor]) -> None:
         self.position, self.size, self.sent = position, size, sent
@@ -42,7 +42,7 @@ class Mail:
 
     def receive(self, into: Tensor, position: int, tag: int, what: str) -> Message:
         self.receives += 1
-        # A length that is not the sender's would be an error of the wire.
+        # Raises if the length differs from the sender's.
         return Message(lambda: into.view(-1).copy_(self.sent.pop((position, self.position, tag)).view(-1)))
 
     def broadcast(self, tensor: Tensor, position: int, what: str) -> Message:
@@ -51,7 +51,7 @@ class Mail:
 
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 16, 17])
-def test_any_number_of_ranks(size: int, matrices: bool) -> None:
+def test_doubling_equals_reference_on_any_rank_count(size: int, matrices: bool) -> None:
     rounds = (size - 1).bit_length()
     for seed, (with_carry, restarts) in enumerate(((False, False), (True, False), (True, True))):
         pairs = Pairs.make(seed, size, SHAPE, torch.float64, with_carry, restarts, matrices)
@@ -64,7 +64,7 @@ def test_any_number_of_ranks(size: int, matrices: bool) -> None:
             job.wire = wire = Mail(rank, size, sent)  # type: ignore[assignment]
             job.scan = scan = PendingScan(want_carry=True)
             job.post()
-            # All that will ever come is asked for at the launch.
+            # All receives are posted at launch.
             assert wire.receives == rank.bit_length()
             job.run()
             assert wire.receives == rank.bit_length()
@@ -78,7 +78,7 @@ def test_any_number_of_ranks(size: int, matrices: bool) -> None:
         assert max(sent_bytes.values()) == DOUBLING.bytes_sent(Load(size, SHAPE, 8, matrices), True)
 
 
-def test_it_goes_by_messages_only() -> None:
+def test_doubling_rejects_symmetric_transport_and_blocks() -> None:
     from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
     config = AllScanConfig(AllScanAlgorithm["doubling"])

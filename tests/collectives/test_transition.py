@@ -1,4 +1,4 @@
-"""What shards make of a state, without ranks: composition and adjoint of both kinds of transition."""
+"""State transitions of shards, without ranks: composition and adjoint of both kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_two_shards_compose_to_one(matrices: bool) -> None:
     (incoming, s1, s2), (_, t1, t2) = pairs.states, pairs.transitions
     one_by_one = fold(s2, t2, fold(s1, t1, incoming))
     torch.testing.assert_close(fold(*compose((s2, t2), (s1, t1)), incoming), one_by_one, rtol=0, atol=1e-14)
-    # No tokens change nothing, a zero start leaves the shard's own state, and a decay of 0 cuts the incoming state off.
+    # An empty shard is the identity, a zero incoming state gives the shard's own, and a decay of 0 drops the incoming.
     zero, nothing = torch.zeros_like(incoming), torch.zeros_like(t1)
     if matrices:
         nothing.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -26,7 +26,7 @@ def test_two_shards_compose_to_one(matrices: bool) -> None:
 
 
 @pytest.mark.parametrize("matrices", [False, True])
-def test_the_adjoint_is_that_of_fold(matrices: bool) -> None:
+def test_adjoint_equals_autograd_of_fold(matrices: bool) -> None:
     pairs = Pairs.make(1, 2, (1, 2, 5, 3), torch.float64, False, True, matrices)
     state, transition, incoming, grad = pairs.states[0], pairs.transitions[1], pairs.states[1].requires_grad_(), 0.5
     out = fold(state, transition, incoming)

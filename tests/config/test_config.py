@@ -1,4 +1,4 @@
-"""Every YAML composes, and what it sets is what is asked for."""
+"""Every YAML file composes, and its values reach the config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_option_composes(group: str, option: str) -> None:
     if group == "sp":  # a registered backend has no file
         assert config["sp"] == to_plain(SPConfig(Backend[option]))
         return
-    # Every value of the file arrives, so no key of it is lost on the way.
+    # Every value of the file reaches the config.
     written = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / group / f"{option}.yaml"))
     assert isinstance(written, dict)
     arrived = config[group]
@@ -37,13 +37,13 @@ def test_every_option_composes(group: str, option: str) -> None:
 
 def test_all_yaml_files_are_options() -> None:
     found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
-    # `data.prepare` reads the recipes; as a group of a run they would be offered where nothing takes them.
+    # Recipes are read by `data.prepare` and are not a config group of a run.
     found -= {Path("recipes", f"{name}.yaml") for name in recipe_names()}
     files = {Path(group, f"{option}.yaml") for group, option in OPTIONS if group != "sp"}
     assert found == {Path("train.yaml"), *files}
 
 
-def test_the_command_lines_contract() -> None:
+def test_command_line_overrides_set_config_fields() -> None:
     run = ["name=n", "seed=3", "sp=lasp2", "sp.size=2", "parallel.strategy=hsdp", "checkpoint.every=9", "logger=wandb"]
     data = ["data=tokens", "data.path=p", "data.seq_len=128", "data.global_batch=6", "data.micro_batch=2"]
     train = ["model=gla_1b", "train.steps=7", "train.dtype=bf16", "train.log_every=2", "train.segments=1"]
@@ -58,7 +58,7 @@ def test_the_command_lines_contract() -> None:
     assert config.logger.mode.value == "offline"
 
 
-def test_dtypes() -> None:
+def test_compute_and_master_dtypes() -> None:
     assert [(d.compute, d.master) for d in Dtype] == [
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
@@ -66,7 +66,7 @@ def test_dtypes() -> None:
     ]
 
 
-def test_help_shows_groups_and_what_overrides_make() -> None:
+def test_help_shows_groups_and_overridden_values() -> None:
     text = describe(["train.steps=77"])
     assert "sp=dp|lasp1|lasp2|zeco" in text
     assert "steps: 77" in text
@@ -100,7 +100,7 @@ def test_identity_does_not_depend_on_the_split() -> None:
         (["logger.tags=[a]"], "it needs logger=wandb"),
     ],
 )
-def test_settings_without_effect(overrides: list[str], expected: str) -> None:
+def test_settings_without_effect_are_refused(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides)
     assert str(caught.value).endswith(f": would be ignored; {expected}")
@@ -108,7 +108,7 @@ def test_settings_without_effect(overrides: list[str], expected: str) -> None:
     assert caught.value.field == ("sp.all_scan.blocks" if given == "sp" else given)
 
 
-def test_settings_with_effect() -> None:
+def test_settings_with_effect_are_accepted() -> None:
     for overrides in (
         ["data.validation_fraction=0.1", "data.cache_dir=y"],
         ["sp.all_scan.algorithm=chain", "sp.all_scan.blocks=2"],

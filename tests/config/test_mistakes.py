@@ -1,4 +1,4 @@
-"""Every mistake in a configuration ends with one line that names it, an exit code ≠ 0 and no folder."""
+"""Every configuration error gives one line that names it, an exit code ≠ 0 and no run folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONFIG = ConfigError.exit_code
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),
         ("sp@model=dp", ["argument=sp@model=dp: ", "write sp=dp"]),
         ("train=3", ["train=3: is a section; set its keys, such as train.steps"]),
-        # Form.
+        # Syntax.
         ("train.steps", ["argument=train.steps: must be KEY=VALUE"]),
         ("--steps=3", ["argument=--steps=3: must be KEY=VALUE"]),
         ("", ["must be KEY=VALUE"]),
@@ -132,7 +132,7 @@ CONFIG = ConfigError.exit_code
         ("data.micro_batch=3", ["data.global_batch=4: ", "1 × 3 = 3; nearest legal values: 3, 6"]),
         ("data.validation_fraction=2", ["data.validation_fraction=2.0: allowed: 0 (none) to 0.5"]),
         ("train.profile=2:1001", ["train.profile=2:1001: STOP must be ≤ train.steps=1000"]),
-        # What does not go together.
+        # Conflicting settings.
         ("data=tokens", ["data.path=", "needs the folder of a token store"]),
         ("data=mixture", ["data.stores=[]: data=mixture needs token stores, as in 'data.stores=[{path:STORE,"]),
         ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
@@ -141,7 +141,9 @@ CONFIG = ConfigError.exit_code
         ("train.device=cuda", ["train.device=cuda: 1 ranks on this machine, 0 CUDA devices"]),
     ],
 )
-def test_configuration(override: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_override_prints_one_error_line(
+    override: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-compiler")
     if override == "train.device=cuda":
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -165,20 +167,20 @@ def test_configuration(override: str, parts: list[str], tmp_path: Path, monkeypa
         ("[]", "data.stores=[]: data=mixture needs token stores"),
     ],
 )
-def test_mixtures(stores: str, expected: str) -> None:
+def test_invalid_mixture_stores_are_refused(stores: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["data=mixture", f"data.stores={stores}"])
     assert str(caught.value).startswith(expected)
 
 
-def test_a_store_of_a_mixture_by_its_number() -> None:
+def test_mixture_store_is_overridden_by_index() -> None:
     stores = load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.1.weight=3"]).data.stores
     assert [store.weight for store in stores] == [1.0, 3.0]
     with pytest.raises(ConfigError, match=r"data\.stores\.2\.weight"):
         load_config(["data=mixture", "data.stores=[{path:a},{path:b}]", "data.stores.2.weight=3"])
 
 
-def test_micro_batch_with_documents(tmp_path: Path) -> None:
+def test_micro_batch_with_document_resets_is_refused(tmp_path: Path) -> None:
     overrides = ["data.reset_state_at_document=true", "data.micro_batch=2"]
     check_line(train_here(f"run_dir={tmp_path / 'run'}", *overrides), CONFIG, "data.micro_batch=2: must be 1 with")
 
@@ -197,7 +199,7 @@ def test_micro_batch_with_documents(tmp_path: Path) -> None:
         ("# @package _global_\nname: ${nope}\n", r"'nope' not found"),
     ],
 )
-def test_mistakes_in_a_file_of_configs(
+def test_invalid_experiment_file_is_reported(
     text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = shutil.copytree(config.CONFIG_DIR, tmp_path / "configs")
@@ -223,16 +225,16 @@ def test_mistakes_in_a_file_of_configs(
         (4, ["sp.size=2", "data.global_batch=1"], ["data.global_batch=1: must be a multiple of", "legal values: 2"]),
     ],
 )
-def test_splits(world_size: int, overrides: list[str], parts: list[str]) -> None:
+def test_invalid_split_is_refused_on_every_rank(world_size: int, overrides: list[str], parts: list[str]) -> None:
     for rank in range(world_size):
-        # Found before any rank waits for another.
+        # Raised before any rank waits for another.
         with pytest.raises(ConfigError) as caught:
             build.init(load_config([*SMALL, *overrides]), Launch(rank, world_size, rank))
         for part in parts:
             assert part in str(caught.value)
 
 
-def test_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_prints_usage_and_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments in (["--help"], ["-h", "sp=lasp2", "data=tokens"]):
         outcome = train_here(*arguments)
@@ -244,7 +246,7 @@ def test_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_errors_keep_their_words_between_ranks() -> None:
+def test_errors_survive_pickling() -> None:
     errors: list[ZecoError] = [
         ConfigError("field", 1, "allowed"),
         DataError("subject", "problem", "remedy"),

@@ -1,4 +1,4 @@
-"""What a launcher, or whoever stands in for one, sets wrongly; and packages that are not installed: one line each."""
+"""Errors in the launcher's environment variables, and missing packages: one line each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNT = "must be a whole number ≥ 1 of at most 7 digits; start with torchrun"
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rank 1 of two; the test's process is not to end with its launcher."""
+    """The environment of rank 1 of two; the test process must not end with its launcher."""
     for name, value in TWO_RANKS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(job, "die_with_launcher", mock.Mock())
@@ -49,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"RANK": "2"}, "variable RANK=2: must be < WORLD_SIZE=2; start with torchrun"),
         ({"RANK": "-1"}, "variable RANK=-1: must be a whole number ≥ 0"),
         ({"LOCAL_WORLD_SIZE": "0"}, f"variable LOCAL_WORLD_SIZE=0: {COUNT}"),
-        # A mistake of this rank alone, which the node's first one would not tell of.
+        # An error on this rank only, which the node's first rank would not report.
         ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "variable LOCAL_RANK=3: must be < LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_RANK": "2", "RANK": "2"}, "variable RANK=2: must be < WORLD_SIZE=2; start with torchrun"),
         ({"MASTER_ADDR": "no host"}, "variable MASTER_ADDR=no host: cannot be resolved on "),
@@ -58,22 +58,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"MASTER_ADDR": "x" * 300}, "cannot be resolved on "),
     ],
 )
-def test_variables(variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_launch_variable_is_reported(
+    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     started = time.monotonic()
     check_line(train_here("parallel.timeout_seconds=300"), CONFIG, line)
-    # Far below the timeout; a resolver without a network takes its time.
+    # Far below the timeout; a resolver without a network is slow.
     assert time.monotonic() - started < 60
 
 
-def test_launchers_that_do_not_count_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_without_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert Launch.from_environment() == Launch(1, 2, 1)
 
 
-def test_a_rank_0_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for as long as the user has set, and then each says which machine and port it waited for."""
+def test_missing_rank_0_is_reported_after_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait until the timeout, then each reports the address and port it waited for."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -83,7 +85,7 @@ def test_a_rank_0_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not any(tmp_path.iterdir())
 
 
-def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_rank_0_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         host, port = server.getsockname()
@@ -93,7 +95,7 @@ def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def _commands() -> list[list[str]]:
-    """Every module that is a command, and train.py."""
+    """train.py and every module with a `__main__` block."""
     found = [["train.py"]]
     for path in sorted([*REPOSITORY.glob("zeco_train/**/*.py"), *REPOSITORY.glob("data/**/*.py")]):
         if re.search(r'^if __name__ == "__main__":', path.read_text(encoding="utf-8"), re.M):
@@ -102,8 +104,8 @@ def _commands() -> list[list[str]]:
     return found
 
 
-def test_packages_that_are_not_installed(tmp_path: Path) -> None:
-    """As with a Python that nothing was installed for: what is missing, and the command that installs it."""
+def test_missing_packages_are_reported_by_every_command(tmp_path: Path) -> None:
+    """In a Python without them: the error names the package and the command that installs it."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Finder:\n"
@@ -120,10 +122,10 @@ def test_packages_that_are_not_installed(tmp_path: Path) -> None:
             [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=ENOUGH
         )
         if command == ["-m", "zeco_train.compare"] and "argument" in done.stderr:
-            # Pictures are drawn last.
+            # matplotlib is imported last.
             continue
         if command in (["-m", "zeco_train.system.code_cache"], ["-m", "zeco_train"]):
-            # Need none of them: a batch script asks for a folder's name, a user for the commands.
+            # They need no packages: the first prints a folder's name for batch scripts, the second the commands.
             assert done.returncode == 0, done.stderr
             continue
         assert done.returncode == CONFIG, (command, done.stderr)

@@ -1,4 +1,4 @@
-"""Paths that no file can have, and results that could not be written: one line before the work, and nothing left."""
+"""Impossible paths and unwritable results: one error line before the work, and no files left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zeco_train.verify import command as verify
 CONFIG = ConfigError.exit_code
 LOAD = "checkpoint.load"
 TOO_LONG, LOOP = "cannot be looked up (File name too long)", "cannot be looked up (Too many levels of symbolic links)"
-# Path.exists() and its like answer False for some of them, and raise for others.
+# Path.exists() and similar return False for some of them and raise for others.
 IMPOSSIBLE = {
     "x" * 300: TOO_LONG,
     "x/" * 2500 + "x": "is too long for a path (",
@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """`trained` as the current folder; a test leaves it as it was."""
+    """`trained` as the current folder; tests must leave it unchanged."""
     monkeypatch.chdir(trained)
     monkeypatch.setattr(sys, "argv", ["command"])
     before = snapshot(trained)
@@ -95,7 +95,7 @@ READERS: dict[str, Callable[[str], Outcome]] = {
     "PATH": lambda path: run_here(report.main, path, "--out", "new"),
     "--prompt-file": lambda path: run_here(generate.main, "run", "--prompt-file", path),
 }
-# What takes a file or a folder for results.
+# Arguments that name a file or folder for results.
 WRITERS: dict[str, Callable[[str], Outcome]] = {
     "OUT": lambda path: run_here(export.main, "run", path),
     "--out of prepare": lambda path: run_here(prepare.main, "text.txt", "--out", path),
@@ -111,7 +111,7 @@ WRITERS: dict[str, Callable[[str], Outcome]] = {
 
 
 @pytest.mark.parametrize("name", [*READERS, *WRITERS])
-def test_paths_that_no_file_can_have(name: str, here: Path) -> None:
+def test_impossible_paths_are_reported(name: str, here: Path) -> None:
     for path, problem in IMPOSSIBLE.items():
         outcome = (READERS | WRITERS)[name](path)
         check_line(outcome, CONFIG, name.partition(" of ")[0], problem)
@@ -119,9 +119,7 @@ def test_paths_that_no_file_can_have(name: str, here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["--json", "out", "json"])
-def test_a_file_that_cannot_be_written_is_found_before_the_work(
-    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_file_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", _no_work)
     cases = {
         "run": "is a folder; name a file",
@@ -137,9 +135,7 @@ def _no_work(*arguments: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["OUT", "--out of evaluate", "--out of compare", "--out of report", "out of bench"])
-def test_a_folder_that_cannot_be_written_is_found_before_the_work(
-    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_folder_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeco_train.hf.export._fill", _no_work)
     monkeypatch.setattr(compare, "describe", _no_work)
     monkeypatch.setattr(report, "read", _no_work)
@@ -149,8 +145,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(
         check_line(WRITERS[name](path), CONFIG, name.partition(" of ")[0], "text.txt is a file)")
 
 
-def test_a_place_without_the_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another user's folder is; whoever runs the tests may be allowed everything."""
+def test_output_without_write_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission is mocked, since the tests may run as root."""
     monkeypatch.setattr("zeco_train.system.paths.os.access", lambda path, mode: Path(path) != tmp_path)
     for main, argument in (
         (plan.main, f"json={tmp_path / 'plan.json'}"),
@@ -159,8 +155,8 @@ def test_a_place_without_the_right_to_write(tmp_path: Path, monkeypatch: pytest.
         check_line(run_here(main, argument), CONFIG, f"cannot be written ({tmp_path}: Permission denied)")
 
 
-def test_results_that_are_replaced_are_named(trained: Path, tmp_path: Path) -> None:
-    """A command writes over what an earlier one has left only after a line about it."""
+def test_replaced_results_are_warned_about(trained: Path, tmp_path: Path) -> None:
+    """A command that replaces results of an earlier one prints one warning first."""
     run = shutil.copytree(trained / "run", tmp_path / "run")
     commands = {
         "plan.json": lambda: run_here(plan.main, f"json={tmp_path / 'plan.json'}"),
@@ -178,8 +174,8 @@ def test_results_that_are_replaced_are_named(trained: Path, tmp_path: Path) -> N
         assert warnings[0].endswith("replaced in the end")
 
 
-def test_an_export_after_a_killed_one(trained: Path, tmp_path: Path) -> None:
-    """Whatever a kill has left: nothing blocks the next export, which removes it; one that goes on is left alone."""
+def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path) -> None:
+    """The next export succeeds and removes leftovers of a killed one, but not those of a running one."""
     run, out = str(trained / "run"), tmp_path / "out"
     script = (
         "import os, signal, sys\nfrom zeco_train import export\nfrom zeco_train.hf import export as work\n"
@@ -189,7 +185,7 @@ def test_an_export_after_a_killed_one(trained: Path, tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", script, run, str(out)], cwd=REPOSITORY, timeout=ENOUGH)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] != []
-    # As the export of another process, which writes to the same place.
+    # As another process's running export to the same folder.
     other = tmp_path / ".out.tmp-1-other"
     other.mkdir()
     with lock_path(other).open("w") as lock:
@@ -201,7 +197,7 @@ def test_an_export_after_a_killed_one(trained: Path, tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial", other.name, lock_path(other).name}
 
 
-def test_a_failed_export_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, os.strerror(28))
 
@@ -217,7 +213,7 @@ def test_a_failed_export_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+def test_path_in_inaccessible_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "private" / "store").mkdir(parents=True)
     (tmp_path / "private").chmod(0o700)
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""Mistakes in what a run is given, its data, its folder and its checkpoints: one line each, and nothing overwritten."""
+"""Errors in a run's data, folder and checkpoints: one line each, and nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.commands import REPOSITORY, SMALL, Command, check_line, snaps
 from tests.support.stores import write_store
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 
-# Exit codes, by kind of mistake.
+# Exit codes by kind of error.
 CONFIG, DATA, CHECKPOINT = ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code
 
 
@@ -89,7 +89,7 @@ def _half(store: Path) -> None:
         (_keep, ["data.validation_path=/nope", "train.eval_sequences=1"], DATA, ["/nope: no such token store"]),
     ],
 )
-def test_token_stores(
+def test_unusable_token_store_is_reported(
     damage: Callable[[Path], None], overrides: list[str], code: int, parts: list[str], store: Path, tmp_path: Path
 ) -> None:
     copy = shutil.copytree(store, tmp_path / "store")
@@ -114,7 +114,9 @@ def test_token_stores(
         ("data.path=OTHER_TOKENIZER", "data.tokenizer={'kind': 'huggingface'}: the run in RUN has {'kind': 'bytes'}"),
     ],
 )
-def test_a_changed_run_is_refused(override: str, part: str, run: Path, store: Path, tmp_path: Path) -> None:
+def test_resume_with_changed_identity_is_refused(
+    override: str, part: str, run: Path, store: Path, tmp_path: Path
+) -> None:
     if "OTHER_TOKENS" in override:
         override = override.replace("OTHER_TOKENS", str(write_store(tmp_path / "other", seed=1)))
     elif "OTHER_TOKENIZER" in override:
@@ -125,16 +127,16 @@ def test_a_changed_run_is_refused(override: str, part: str, run: Path, store: Pa
     assert snapshot(run) == before
 
 
-def test_what_a_run_may_change(run: Path, store: Path) -> None:
+def test_resume_accepts_changed_split_and_steps(run: Path, store: Path) -> None:
     changes = ["train.steps=3", "parallel.strategy=ddp", "sp=lasp2", "data.micro_batch=2", "checkpoint.every=1"]
     outcome = train_here(*on(store), f"run_dir={run}", *changes)
     assert outcome.code == 0, outcome.err
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_finished_run_says_so(run: Path, store: Path) -> None:
+def test_finished_run_has_nothing_to_do(run: Path, store: Path) -> None:
     again = [*on(store), f"run_dir={run}", "train.steps=2"]
-    # The first start sees a folder that has moved, which is a change of run_dir in config.yaml.
+    # The first start updates run_dir in config.yaml, since the folder was copied.
     train_here(*again)
     before = snapshot(run)
     outcome = train_here(*again)
@@ -145,7 +147,7 @@ def test_a_finished_run_says_so(run: Path, store: Path) -> None:
     assert [path for path in before if before[path] != after[path]] == ["logs/rank_0.log", "overrides.txt"]
 
 
-def test_run_folders_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
+def test_unusable_run_folders_are_reported(store: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
@@ -162,7 +164,7 @@ def test_run_folders_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_a_run_that_goes_on_elsewhere(run: Path, store: Path) -> None:
+def test_run_locked_by_another_process_is_refused(run: Path, store: Path) -> None:
     before = snapshot(run)
     with (run / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -172,7 +174,7 @@ def test_a_run_that_goes_on_elsewhere(run: Path, store: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
-def test_a_damaged_identity(text: str, run: Path, store: Path) -> None:
+def test_damaged_identity_file_is_reported(text: str, run: Path, store: Path) -> None:
     (run / "identity.json").write_bytes(text.encode("latin-1"))
     before = snapshot(run)
     outcome = train_here(*on(store), f"run_dir={run}")
@@ -180,8 +182,8 @@ def test_a_damaged_identity(text: str, run: Path, store: Path) -> None:
     assert snapshot(run) == before
 
 
-def test_weights_to_load(run: Path, store: Path, tmp_path: Path) -> None:
-    """`checkpoint.load` of nothing, of another model, and (the right way) of a run's folder."""
+def test_load_refuses_missing_or_mismatched_weights(run: Path, store: Path, tmp_path: Path) -> None:
+    """`checkpoint.load` of no checkpoint, of another model, and (valid) of a run's folder."""
     (tmp_path / "empty").mkdir()
     before = snapshot(run)
     for number, path in enumerate([tmp_path / "nothing", tmp_path / "empty", run / "config.yaml"]):
@@ -192,7 +194,7 @@ def test_weights_to_load(run: Path, store: Path, tmp_path: Path) -> None:
     problem = "model.embeddings.weight is [259, 32], the run's configuration makes it [259, 64]"
     check_line(other, CHECKPOINT, f"{run / 'checkpoints' / 'step_00000002'}: {problem}")
     assert not (tmp_path / "other").exists()
-    # Of the same shapes, it may be what the user wants.
+    # With equal shapes it may be intended: a warning only.
     other = train_here(*on(store), *load, f"run_dir={tmp_path / 'other'}", "model.feature_map=relu")
     assert other.code == 0, other.err
     assert f"checkpoint.load={run}: these weights were trained with model.feature_map=None, not relu" in other.err
@@ -202,7 +204,7 @@ def test_weights_to_load(run: Path, store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "run.json", ".metadata"])
-def test_a_damaged_checkpoint(name: str, run: Path, store: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_left_alone(name: str, run: Path, store: Path) -> None:
     path = run / "checkpoints" / "step_00000002" / name
     os.truncate(path, path.stat().st_size // 2)
     before = snapshot(run / "checkpoints")
@@ -213,8 +215,8 @@ def test_a_damaged_checkpoint(name: str, run: Path, store: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_without_torchrun(store: Path, tmp_path: Path) -> None:
-    """`python train.py` is one rank, from any folder; and its mistakes end the process with their code."""
+def test_train_script_without_torchrun(store: Path, tmp_path: Path) -> None:
+    """`python train.py` runs one rank, from any folder; errors set the exit code."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]
     with (
         Command([*command, "train.steps=1", "name=alone"], tmp_path) as right,
@@ -230,10 +232,10 @@ def test_without_torchrun(store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_several_ranks_give_one_line(store: Path, tmp_path: Path) -> None:
-    """All ranks see the mistake, alone or by agreement once they have joined; one speaks, and nobody waits.
+def test_error_on_several_ranks_prints_one_line(store: Path, tmp_path: Path) -> None:
+    """Errors before joining, after joining and while building: one rank reports them, and no rank hangs.
 
-    A minute is far below the 300 s of `parallel.timeout_seconds`, which a rank left alone would take.
+    A minute is far below `parallel.timeout_seconds=300`, for which a rank left alone would wait.
     """
     with (
         torchrun(2, tmp_path, "run_dir=early", *on(store), "sp.size=3") as early,
@@ -249,7 +251,7 @@ def test_several_ranks_give_one_line(store: Path, tmp_path: Path) -> None:
         assert outcome.code != 0
         assert len(outcome.errors) == 1, outcome.err
         assert part in outcome.errors[0]
-        # torchrun's own failure block has a traceback too, but not through our files.
+        # torchrun's failure summary has a traceback too, but not through this project's files.
         assert 'train.py", line' not in outcome.err
         assert "zeco_train/" not in outcome.err
     assert not (tmp_path / "early").exists()

@@ -1,4 +1,4 @@
-"""The embedded corpus: which files it is made of, and preparing it once for all processes."""
+"""The embedded corpus: its source files, and one prepared copy for all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small standard library with what has to be left out of it."""
+    """A small standard library, with files that must be excluded."""
     folder = tmp_path / "library"
     for name in ["os.py", "json/__init__.py", "site-packages/a.py", "dist-packages/b.py", "json/__pycache__/c.py"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def library(tmp_path: Path) -> Path:
     return folder
 
 
-def test_standard_library_documents(library: Path) -> None:
+def test_standard_library_documents_are_sorted_and_filtered(library: Path) -> None:
     corpus = standard_library_documents(library)
     names = [name for name, _ in corpus.documents]
     assert names == sorted(names)
@@ -47,7 +47,7 @@ def test_standard_library_documents(library: Path) -> None:
         standard_library_documents(library / "site-packages" / "none")
 
 
-def test_the_running_pythons_library_is_there() -> None:
+def test_standard_library_of_running_python_is_found() -> None:
     corpus = standard_library_documents()
     names = {name for name, _ in corpus.documents}
     assert "json/decoder.py" in names
@@ -55,7 +55,7 @@ def test_the_running_pythons_library_is_there() -> None:
     assert sum(len(text) for _, text in corpus.documents) > 5_000_000
 
 
-def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
+def test_embedded_corpus_is_split_and_reused(library: Path, tmp_path: Path) -> None:
     corpus = standard_library_documents(library)
     path = prepare_embedded(tmp_path / "cache", 0.25, corpus)
     main, held_out = TokenStore.open(path), TokenStore.open(path / "validation")
@@ -70,7 +70,7 @@ def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
 
     train_texts, held_out_texts = documents(main), documents(held_out)
     assert sorted(train_texts + held_out_texts) == sorted(text for _, text in corpus.documents)
-    # Held-out files are spread over the library, not its end.
+    # Held-out files are spread over the library, not taken from its end.
     order = [text in set(held_out_texts) for _, text in corpus.documents]
     assert any(order[: len(order) // 2])
     assert any(order[len(order) // 2 :])
@@ -88,7 +88,7 @@ def test_prepare_embedded(library: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_two_processes_prepare_the_embedded_corpus_at_once(library: Path, tmp_path: Path) -> None:
+def test_concurrent_processes_share_embedded_cache(library: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from data.corpora import prepare_embedded, standard_library_documents\n"
         "corpus = standard_library_documents(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
@@ -113,7 +113,7 @@ def test_two_processes_prepare_the_embedded_corpus_at_once(library: Path, tmp_pa
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_unwritable_cache(library: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(library: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(DataError, match=r"cannot be written \(.*\); choose another folder with .*ZECO_CACHE"):
         prepare_embedded(tmp_path / "cache", 0.25, standard_library_documents(library))

@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library: its real loading paths on small local ones, and what is said when it cannot."""
+"""Data sets of the `datasets` library: its real loading paths on small local ones, and error messages."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TEXTS = [f"document {index} " + "é" * (index % 50) for index in range(300)]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own cache, elsewhere."""
+    """Move the library's cache to a temporary folder."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def write_dataset(folder: Path, kind: str, field: str = "text") -> Path:
-    """A local data set in three files of a kind."""
+    """A local data set in three files of this kind."""
     folder.mkdir(parents=True, exist_ok=True)
     third = len(TEXTS) // 3
     for index in range(3):
@@ -60,19 +60,19 @@ def prepare(*arguments: object) -> int:
 
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
-def test_a_local_dataset(tmp_path: Path, kind: str, streaming: str) -> None:
+def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) -> None:
     folder = write_dataset(tmp_path / "corpus", kind)
     assert prepare("--dataset", folder, streaming, "--out", tmp_path / "store", "--workers", "1") == 0
     assert documents(tmp_path / "store") == TEXTS
     preparation_of = read_meta(tmp_path / "store").preparation
     assert (preparation_of["name"], preparation_of["split"]) == (str(folder), "train")
-    # The same files without the library.
+    # The same files, read without the library.
     assert prepare(folder, "--out", tmp_path / "plain", "--workers", "1") == 0
     assert documents(tmp_path / "plain") == TEXTS
 
 
 @pytest.mark.parametrize(("kind", "streaming"), [("parquet", True), ("jsonl.gz", True), ("parquet", False)])
-def test_processes_and_interruptions_do_not_change_the_result(
+def test_workers_and_interruptions_do_not_change_the_store(
     tmp_path: Path, kind: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_dataset(tmp_path / "corpus", kind)
@@ -93,7 +93,7 @@ def test_processes_and_interruptions_do_not_change_the_result(
 
     prepare_store(options("unbroken", 1))
     runs = 0
-    # Starting two processes that import the library takes seconds, so only one of the kinds has them.
+    # Starting two processes that import the library takes seconds, so only one kind has two workers.
     for workers in (2 if kind == "jsonl.gz" else 1, *[1] * 100):
         runs += 1
         with monkeypatch.context() as patched:
@@ -109,7 +109,7 @@ def test_processes_and_interruptions_do_not_change_the_result(
     assert kept == [text for text in TEXTS if len(text.encode()) >= 20]
 
 
-def test_a_dataset_that_changed_is_refused(
+def test_changed_dataset_is_refused_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet")
@@ -123,7 +123,7 @@ def test_a_dataset_that_changed_is_refused(
     assert "corpus: has changed since the interrupted preparation read it; give --over" in capsys.readouterr().err
 
 
-def test_saved_to_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_to_disk_dataset_is_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
     rows.save_to_disk(tmp_path / "one")
     chosen = rows.select(range(0, 300, 7))
@@ -154,7 +154,7 @@ def test_saved_to_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--data-files", "no/*"], "cannot be loaded ("),
     ],
 )
-def test_mistakes(
+def test_invalid_dataset_options_print_one_error_line(
     tmp_path: Path, streaming: str, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet")
@@ -166,7 +166,7 @@ def test_mistakes(
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_a_file_that_breaks_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_dataset(tmp_path / "corpus", "jsonl.gz")
     path = folder / "train-00001.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-40])
@@ -187,8 +187,8 @@ def test_a_file_that_breaks_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--recipe", "pg19"], "EleutherAI/gpt-neox-20b: transformers cannot load a tokenizer from it ("),
     ],
 )
-def test_without_a_network(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    """In a process of its own: the hub's library reads its environment once."""
+def test_offline_error_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    """In a separate process, since huggingface_hub reads its environment at import."""
     command = [sys.executable, "-m", "data.prepare", *arguments, "--out", str(tmp_path / "store")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
@@ -199,7 +199,7 @@ def test_without_a_network(tmp_path: Path, arguments: list[str], expected: str) 
     assert not (tmp_path / "store").exists()
 
 
-# What the data sets of the recipes look like: the kind of their files, and their columns, with the folder of a part.
+# File kind and columns of each recipe's data set.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "slimpajama": ("jsonl.zst", {"text": "", "meta": {"redpajama_set_name": "RedPajamaC4"}}),
     "common_pile": ("jsonl.gz", {"id": "1", "text": "", "source": "x", "metadata": {"license": "CC0"}}),
@@ -224,7 +224,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_like(folder: Path, name: str, recipe: Recipe) -> list[str]:
-    """A local data set with the layout, the columns and the kind of files of a recipe's; returns its documents."""
+    """Write a local data set with the layout, columns and file kind of a recipe's; returns its documents."""
     kind, row = SHAPES[name]
     place = folder / (recipe.data_dir or ("sample/10BT" if recipe.config else "data"))
     place.mkdir(parents=True)
@@ -248,8 +248,8 @@ def test_every_recipe_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_recipes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file has all fields of the schema and no others; its own loading path reads data of that shape."""
+def test_recipe_prepares_data_of_its_schema(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe file has exactly the fields of the schema, and its loading path reads data with its columns."""
     recipe = load_recipe(name)
     given = OmegaConf.to_object(OmegaConf.load(FOLDER / f"{name}.yaml"))
     required = {"description", "homepage", "licence", "size", "dataset", "split", "text_field", "tokenizer"}
@@ -276,7 +276,7 @@ def test_recipes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (recorded["recipe"], recorded["licence"]) == (name, recipe.licence)
 
 
-def test_recipes_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_recipe_is_prepared_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_dataset(tmp_path / "corpus", "parquet", field="body")
     values = {"description": "d", "homepage": "h", "licence": "l", "size": "s", "dataset": str(folder)}
     (tmp_path / "mine.yaml").write_text(json.dumps({**values, "tokenizer": "bytes", "text_field": "body"}))
@@ -302,7 +302,7 @@ def test_recipes_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"--recipe=the_pile: allowed: {', '.join(recipe_names())}, or the path of" in capsys.readouterr().err
 
 
-def test_sources_or_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_and_dataset_are_exclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     assert prepare(source, "--dataset", "x", "--out", tmp_path / "store") == 2
     assert "give either SOURCE (files and folders) or --dataset" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Indices of documents: the same from a file as from memory, whatever happened to the file, and made once."""
+"""Document indices: equal from file and memory, rebuilt if damaged, and built by one process only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data.store_writer import StoreWriter
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 
-# Several blocks of 128 places, the last one not full.
+# Several blocks of 128 entries, the last one partial.
 NUM_DOCUMENTS = 1000
 
 
@@ -39,8 +39,10 @@ def whole_stream(documents: Documents, order: Permutation | None) -> list[int]:
 
 @pytest.mark.parametrize("shortest", [0, 25, 39])
 @pytest.mark.parametrize("shuffled", [True, False])
-def test_streams(store: TokenStore, shortest: int, shuffled: bool, tmp_path: Path) -> None:
-    """From memory, from a file that is made, and from one that is there; whole, and any part."""
+def test_stream_equals_reference_from_memory_and_file(
+    store: TokenStore, shortest: int, shuffled: bool, tmp_path: Path
+) -> None:
+    """From memory, from a new file and from an existing one; the whole stream and random ranges."""
     offsets = store.doc_offsets.tolist()
     kept = [range(a, b) for a, b in itertools.pairwise(offsets) if b - a >= shortest]
     order = Permutation(len(kept), 3, 1, "documents") if shuffled else None
@@ -59,16 +61,16 @@ def test_streams(store: TokenStore, shortest: int, shuffled: bool, tmp_path: Pat
             assert stream.read(pieces, int(start), int(stop)).tolist() == expected[start:stop]
 
 
-def test_another_order_or_filter_is_another_file(store: TokenStore, tmp_path: Path) -> None:
+def test_each_order_and_filter_has_its_own_file(store: TokenStore, tmp_path: Path) -> None:
     for shortest, seed, epoch in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (9, 0, 0)]:
         documents = Documents(store, shortest, tmp_path, smallest_cached=0)
         documents.stream(Permutation(documents.num_documents, seed, epoch, "documents"))
-    # Of the filter: its list, and the position of what is left.
+    # The filter has two files: the kept documents and their positions.
     assert len(list((tmp_path / "indices").glob("*.npy"))) == 4 + 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "a flipped bit", "another file"])
-def test_a_damaged_file_is_made_again(
+def test_damaged_index_file_is_rebuilt(
     store: TokenStore, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     order = Permutation(NUM_DOCUMENTS, 0, 0, "documents")
@@ -104,7 +106,7 @@ def _make_one(path: str, folder: str, barrier: multiprocessing.synchronize.Barri
 
 
 @pytest.mark.processes
-def test_one_process_of_many_makes_it(store: TokenStore, tmp_path: Path) -> None:
+def test_concurrent_processes_build_index_once(store: TokenStore, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
     arguments = (str(store.path), str(tmp_path), barrier)
@@ -117,13 +119,13 @@ def test_one_process_of_many_makes_it(store: TokenStore, tmp_path: Path) -> None
     assert sorted(path.read_text() for path in tmp_path.glob("made-*")) == ["0", "0", "0", "1"]
 
 
-def test_a_folder_that_cannot_be_written(store: TokenStore, tmp_path: Path) -> None:
+def test_unwritable_index_folder_is_reported(store: TokenStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(DataError, match=r"/file/.*: cannot be written \(Not a directory\); choose another folder with"):
         Documents(store, 9, tmp_path / "file", smallest_cached=0)
 
 
-def test_nothing_is_left(store: TokenStore, tmp_path: Path) -> None:
+def test_filter_may_leave_no_documents(store: TokenStore, tmp_path: Path) -> None:
     for smallest_cached in (0, NUM_DOCUMENTS + 1):
         documents = Documents(store, 40, tmp_path, smallest_cached)
         assert (documents.num_documents, documents.num_tokens) == (0, 0)

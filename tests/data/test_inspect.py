@@ -1,4 +1,4 @@
-"""`python -m data.inspect`: what it says of whole stores, and which shard it names of damaged ones."""
+"""`python -m data.inspect`: its report on intact stores, and the shard it names in damaged ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "store")
 
 
-def test_a_whole_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_intact_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(store), "--document", "3"]) == 0
     printed = capsys.readouterr()
     opened = TokenStore.open(store)
@@ -57,18 +57,18 @@ def test_a_whole_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert printed.err == ""
     assert (store.parent / "store_lengths.png").read_bytes()[:4] == b"\x89PNG"
-    # Nothing of it is left in the store.
+    # The store itself is unchanged.
     assert TokenStore.open(store).meta == opened.meta
     assert sorted(path.name for path in store.parent.iterdir()) == ["store", "store_lengths.png"]
 
 
-def test_the_tokenizer_of_the_store_decodes(
+def test_documents_are_decoded_with_tokenizer_of_store(
     hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(hugging_face / "whole", tmp_path / "tokenizer")
     source = write_lines(tmp_path / "a.jsonl", [{"text": "w7 w70000 w5"}, {"text": "w1 w2 w3 w4"}])
     prepare_store(PrepareOptions((source,), tmp_path / "store", tokenizer=str(copy), validation_fraction=0.6))
-    shutil.rmtree(copy)  # the store has its own
+    shutil.rmtree(copy)  # the store has its own copy
     assert main([str(tmp_path / "store"), "--document", "0"]) == 0
     assert "| w7 w70000 w5 </s>" in capsys.readouterr().out
     assert main([str(tmp_path / "store" / "validation"), "--document", "0"]) == 0
@@ -91,7 +91,7 @@ def beyond(store: Path) -> str:
     data = np.frombuffer(path.read_bytes(), np.uint16).copy()
     data[5] = 999
     path.write_bytes(data.tobytes())
-    return f"{path}"  # whether the timed reads or the check of the whole shard meets it first
+    return f"{path}"  # found by the timed reads or by the check of the whole shard
 
 
 def missing(store: Path) -> str:
@@ -114,7 +114,7 @@ def in_validation(store: Path) -> str:
 
 
 def other_offsets(store: Path) -> str:
-    """Offsets that fit in number and range, with a digest that fits too: only the tokens tell."""
+    """Offsets with valid count and range: only their digest differs."""
     path = store / "doc_offsets.npy"
     offsets = np.load(path)
     offsets[10] -= 1
@@ -123,7 +123,9 @@ def other_offsets(store: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [flip, beyond, missing, truncated, in_validation, other_offsets])
-def test_damaged_stores(damage: Callable[[Path], str], store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_store_is_reported(
+    damage: Callable[[Path], str], store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = damage(store)
     assert main([str(store)]) == 3
     errors = capsys.readouterr().err
@@ -144,10 +146,10 @@ def test_quick_reads_no_shard(store: Path, capsys: pytest.CaptureFixture[str]) -
         ({"vocab_size": 150}, "has ids below 150; copy the"),
     ],
 )
-def test_tokens_that_do_not_fit_the_index(
+def test_tokens_inconsistent_with_meta_are_reported(
     store: Path, change: dict[str, int], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the digests are right: a store that was prepared wrongly, or a meta.json of another."""
+    """Digests match, but the store was prepared wrongly, or meta.json belongs to another store."""
     record = json.loads((store / META_FILE).read_text())
     (store / META_FILE).write_text(json.dumps(record | change))
     assert main([str(store), "--sample-tokens", "1"]) == 3
@@ -165,7 +167,7 @@ def test_tokens_that_do_not_fit_the_index(
         (["store", "--png", "x.nope"], 3, "x.nope: cannot be written ("),
     ],
 )
-def test_mistakes(
+def test_invalid_arguments_print_one_error_line(
     arguments: list[str],
     code: int,
     expected: str,
@@ -181,7 +183,7 @@ def test_mistakes(
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 10**9], list(range(1, 3000))])
-def test_pictures_of_any_lengths(tmp_path: Path, lengths: list[int]) -> None:
+def test_histogram_of_any_document_lengths(tmp_path: Path, lengths: list[int]) -> None:
     draw_lengths(np.array(lengths, dtype=np.int64), tmp_path / "a", "a store")
     assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "a").stat().st_size > 1000

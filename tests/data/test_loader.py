@@ -1,4 +1,4 @@
-"""The loader: order of sequences, slices of ranks, labels at their edges, documents, and every value it refuses."""
+"""The loader: order of sequences, slices of ranks and their labels, documents, and every value it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEQ_LEN = 24
-# Documents with borders at edges of shards and sequences, inside shards, of one token, over several sequences.
+# Borders at edges of shards and sequences and inside shards; documents of one token, and over several sequences.
 LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
 
 
@@ -64,7 +64,7 @@ def test_permutation_is_a_bijection(n: int) -> None:
         assert permutation.map(np.arange(n)).tolist() == order
 
 
-def test_permutation_depends_on_seed_and_epoch_and_mixes() -> None:
+def test_permutation_depends_on_seed_and_epoch_and_is_random() -> None:
     n = 10_000
     orders = {key: [Permutation(n, *key)(i) for i in range(n)] for key in [(0, 0), (0, 1), (1, 0), (-1, 0)]}
     assert orders[0, 0] == [Permutation(n, 0, 0)(i) for i in range(n)]
@@ -75,18 +75,18 @@ def test_permutation_depends_on_seed_and_epoch_and_mixes() -> None:
         # Correlation of a random order with its index is 0 ± 1/√n, also between neighbours; 5 deviations.
         for a, b in [(range(n), order), (order[:-1], order[1:])]:
             assert abs(np.corrcoef(a, b)[0, 1]) < 5 / n**0.5
-    assert 0 <= Permutation(10**15, 0, 0)(10**15 - 1) < 10**15  # no memory, no time, whatever n
+    assert 0 <= Permutation(10**15, 0, 0)(10**15 - 1) < 10**15  # constant memory and time for any n
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_small_orders_all_occur(n: int) -> None:
+def test_all_orders_of_few_elements_occur(n: int) -> None:
     orders = {tuple(map(Permutation(n, 0, epoch), range(n))) for epoch in range(400)}
     assert len(orders) == {2: 2, 3: 6, 4: 24}[n]
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_slices_make_up_the_whole(store: TokenStore, sp_size: int, micro_batch: int) -> None:
+def test_slices_of_ranks_join_to_the_sequence(store: TokenStore, sp_size: int, micro_batch: int) -> None:
     whole = loader(store, micro_batch=micro_batch)
     for consumed, micro_step in [(0, 0), (0, 1), (4, 1), (8, 0), (21, 1)]:
         expected = whole.batch(consumed, micro_step)
@@ -136,7 +136,7 @@ def test_positions_beyond_32_bits(tmp_path: Path, sp_size: int, segments: int) -
     assert (batch.cu_seqlens.tolist(), batch.before) == ([0, 5, 8], 2**33 - 8)
 
 
-def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
+def test_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
     write_numbered_store(tmp_path / "a", [48])
     write_numbered_store(tmp_path / "b", [49])
     assert loader(TokenStore.open(tmp_path / "a")).num_sequences == 1
@@ -146,7 +146,7 @@ def test_the_last_sequence_has_all_its_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_a_step_has_the_same_sequences_on_every_split(store: TokenStore, sp_size: int) -> None:
+def test_step_has_same_sequences_on_every_split(store: TokenStore, sp_size: int) -> None:
     for consumed in range(0, 40, 4):
         expected = None
         for dp_size, micro_batch in [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)]:
@@ -160,15 +160,15 @@ def test_a_step_has_the_same_sequences_on_every_split(store: TokenStore, sp_size
             assert ids == expected, (dp_size, micro_batch)
 
 
-def test_epochs(store: TokenStore) -> None:
+def test_steps_cross_epochs_without_loss_or_repeat(store: TokenStore) -> None:
     whole = loader(store, global_batch=6)
     assert whole.num_sequences == 9
-    # 6 does not divide 9: the second step crosses into the second epoch, and none is lost or doubled there.
+    # 6 does not divide 9: the second step crosses into the second epoch, without loss or repetition.
     stream = [whole.batch(consumed, step).sequence_ids[0] for consumed in range(0, 36, 6) for step in range(6)]
     epochs = [stream[start : start + 9] for start in range(0, 36, 9)]
     assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1, "every epoch has the same order"
-    # `consumed` need not be a multiple of the batch: a resume with another batch goes on in the same stream.
+    # `consumed` need not be a multiple of the batch: a resume with another batch continues the same stream.
     assert loader(store, global_batch=3).batch(7, 1).sequence_ids == [stream[8]]
     seeded = loader(store, seed=8)
     other = [seeded.sequence_id(seeded.place(position)) for position in range(9)]
@@ -178,13 +178,13 @@ def test_epochs(store: TokenStore) -> None:
 
 def pieces_by_hand(offsets: list[int], sequence_start: int, offset: int, length: int) -> tuple[list[int], int]:
     """The definition, token by token."""
-    starts = {0, *(border - sequence_start for border in offsets)}  # a sequence starts afresh
+    starts = {0, *(border - sequence_start for border in offsets)}  # the state is reset at the start of a sequence
     cuts = [0, *(t for t in range(1, length) if offset + t in starts), length]
     return cuts, offset - max(start for start in starts if start <= offset)
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 3, 4, 6, 24])
-def test_documents_on_every_shard(store: TokenStore, sp_size: int) -> None:
+def test_cu_seqlens_of_every_shard_match_definition(store: TokenStore, sp_size: int) -> None:
     length = SEQ_LEN // sp_size
     seen = set()
     for rank in range(sp_size):
@@ -198,11 +198,11 @@ def test_documents_on_every_shard(store: TokenStore, sp_size: int) -> None:
             assert (batch.cu_seqlens.tolist(), batch.before) == (cuts, before)
             seen.add((rank > 0, before > 0, len(cuts) > 2))
     assert (False, True, False) not in seen
-    if sp_size == 4:  # the lengths above do exercise: continued and not, with and without a border inside
+    if sp_size == 4:  # LENGTHS covers all cases: continued document or not, with and without a border inside
         assert {(True, *case) for case in itertools.product([False, True], repeat=2)} <= seen
 
 
-def test_a_document_over_three_shards() -> None:
+def test_document_across_three_shards() -> None:
     offsets = np.array([0, 3, 10, 12])
     got = [shard_cu_seqlens(offsets, 0, 12, offset, 4) for offset in (0, 4, 8)]
     assert [(cuts.tolist(), before) for cuts, before in got] == [
@@ -212,7 +212,7 @@ def test_a_document_over_three_shards() -> None:
     ]
 
 
-def test_validation_gives_every_sequence_once(store: TokenStore) -> None:
+def test_validation_reads_every_sequence_once(store: TokenStore) -> None:
     for dp_size, micro_batch, most in itertools.product([1, 2, 4], [1, 2], [None, 5, 100]):
         count = min(9, most or 9)
         ids, rounds = [], set()
@@ -230,7 +230,7 @@ def test_validation_gives_every_sequence_once(store: TokenStore) -> None:
         assert len(rounds) == 1, "ranks with fewer batches than others: a collective would hang"
 
 
-def test_prefetching_gives_the_same_batches(store: TokenStore) -> None:
+def test_prefetching_returns_same_batches(store: TokenStore) -> None:
     direct = loader(store, dp_size=2, dp_rank=1)
     ahead = PrefetchingLoader(direct, consumed=8)
     for consumed in (8, 12, 16):
@@ -245,7 +245,7 @@ def test_prefetching_gives_the_same_batches(store: TokenStore) -> None:
 
 
 @pytest.mark.processes
-def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_reads_no_further_than_ahead(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store)
     read: list[int] = []
     second = threading.Event()
@@ -259,13 +259,13 @@ def test_prefetching_reads_no_further_than_told(store: TokenStore, monkeypatch: 
     monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0, ahead=1)
     ahead.next()
-    assert second.wait(ENOUGH)  # given, waiting in the queue, and read but without a place in it
-    ahead._thread.join(0.3)  # time to read more than that
+    assert second.wait(ENOUGH)  # one returned, one in the queue, and one read while the queue is full
+    ahead._thread.join(0.3)  # time in which it could read more
     assert len(read) == 3
     ahead.close()
 
 
-def test_prefetching_passes_errors_on(store: TokenStore) -> None:
+def test_prefetching_raises_reader_errors(store: TokenStore) -> None:
     (store.path / shard_name(0)).write_bytes(b"")
     ahead = PrefetchingLoader(loader(store), consumed=0)
     for _ in range(2):
@@ -290,7 +290,7 @@ def test_prefetching_passes_errors_on(store: TokenStore) -> None:
         ((4, 4, 4), "data.seq_len=4: the corpus has only 4 tokens, too few for any sequence with sp.size=4"),
     ],
 )
-def test_seq_len(arguments: tuple[int, ...], expected: str) -> None:
+def test_invalid_seq_len_is_refused(arguments: tuple[int, ...], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_seq_len(*arguments)
     assert str(caught.value) == expected
@@ -312,13 +312,13 @@ def test_seq_len(arguments: tuple[int, ...], expected: str) -> None:
         ((4, 0, 1), "data.micro_batch=0: must be positive; nearest legal value: 1"),
     ],
 )
-def test_batch(arguments: tuple[int, int, int], expected: str) -> None:
+def test_invalid_batch_sizes_are_refused(arguments: tuple[int, int, int], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_batch(*arguments)
     assert str(caught.value).startswith(expected)
 
 
-def test_legal_values_pass() -> None:
+def test_valid_values_are_accepted() -> None:
     check_seq_len(1000, 4, 1001)
     check_batch(16, 2, 4)
     check_reset(True, 1)
@@ -326,7 +326,7 @@ def test_legal_values_pass() -> None:
     check_config(DataConfig())
 
 
-def test_the_loader_refuses_what_the_checks_refuse(store: TokenStore) -> None:
+def test_loader_refuses_invalid_split(store: TokenStore) -> None:
     with pytest.raises(ConfigError, match=r"data\.seq_len=25: must divide by sp\.size=2; nearest legal values: 24, 26"):
         loader(store, seq_len=25, sp_size=2)
     with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .*store of 240 tokens"):
@@ -349,14 +349,14 @@ def test_the_loader_refuses_what_the_checks_refuse(store: TokenStore) -> None:
         ({"micro_batch": 2, "reset_state_at_document": True}, "data.micro_batch=2: must be 1 with"),
     ],
 )
-def test_config(changes: dict[str, object], expected: str) -> None:
+def test_invalid_data_config_is_refused(changes: dict[str, object], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(DataConfig(**changes))  # type: ignore[arg-type]
     assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize("name", ["embedded", "tokens", "mixture", "synthetic"])
-def test_yaml_has_the_fields_of_the_config(name: str) -> None:
+def test_yaml_fields_equal_data_config(name: str) -> None:
     values = OmegaConf.load(REPOSITORY / "configs" / "data" / f"{name}.yaml")
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), values))
     assert config == DataConfig(
@@ -365,7 +365,7 @@ def test_yaml_has_the_fields_of_the_config(name: str) -> None:
     assert set(values) == set(vars(config)) - (set() if name == "synthetic" else {"synthetic"})
 
 
-def test_stores_of_a_config(store: TokenStore, tmp_path: Path) -> None:
+def test_locate_stores_finds_training_and_validation(store: TokenStore, tmp_path: Path) -> None:
     config = DataConfig(kind=DataKind.tokens, path=str(store.path))
     assert locate_stores(config) == [StorePaths(store.path, None)]
     other = tmp_path / "other"
@@ -376,7 +376,7 @@ def test_stores_of_a_config(store: TokenStore, tmp_path: Path) -> None:
         locate_stores(DataConfig(kind=DataKind.tokens))
 
 
-def test_embedded_corpus(tmp_path: Path) -> None:
+def test_embedded_corpus_is_prepared_and_split(tmp_path: Path) -> None:
     [paths] = locate_stores(DataConfig(cache_dir=str(tmp_path)))
     assert paths.validation is not None
     train, validation = TokenStore.open(paths.train), TokenStore.open(paths.validation)
@@ -388,7 +388,7 @@ def test_embedded_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_benchmark(tmp_path: Path) -> None:
+def test_loader_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu"]
     with Command([*launcher, *case], tmp_path) as command:

@@ -1,6 +1,6 @@
 """Mixtures, shuffled documents, filters and epochs, against streams that are written out in full.
 
-Every token of every store is another number, so what is read shows where it is from.
+Every token of every store is a different number, so a token identifies its store and position.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from zeco_train.errors import ConfigError
 
 SEQ_LEN = 12
 SEED = 5
-# Documents of one token, of exactly the filter's length, over several sequences; the second store has as many
-# sequences as the first, the third has one only.
+# Documents of one token, of exactly the filter's length, and over several sequences; the second store has as many
+# sequences as the first, the third only one.
 LENGTHS = ([6, 3, 15, 1, 1, 7, 40, 5, 22, 5, 30], [4, 5, 60, 2, 9, 13, 31, 7, 3, 1], [25])
 WEIGHTS = [5, 2, 1]
 
@@ -112,10 +112,10 @@ def starts_of(parts: list[Batch]) -> list[int]:
 @pytest.mark.parametrize("shuffle", list(Shuffle))
 @pytest.mark.parametrize("shortest", [0, 5])
 @pytest.mark.parametrize(("sp_size", "segments"), [(1, 1), (2, 1), (3, 2), (1, 4), (12, 1)])
-def test_against_the_stream_in_full(
+def test_batches_equal_written_out_streams(
     stores: list[TokenStore], shuffle: Shuffle, shortest: int, sp_size: int, segments: int
 ) -> None:
-    """Every rank's slice, its last label included, and nothing else is read; four epochs and more of each store."""
+    """Every rank reads exactly its slice and one label more; at least four epochs of each store."""
     setting = Setting(stores, shuffle, shortest)
     split = {"sp_size": sp_size, "segments": segments, "reset_state_at_document": True}
     ranks = [setting.loader(**split, sp_rank=rank) for rank in range(sp_size)]
@@ -141,8 +141,8 @@ def test_against_the_stream_in_full(
 
 
 @pytest.mark.parametrize("shuffle", list(Shuffle))
-def test_order(stores: list[TokenStore], shuffle: Shuffle) -> None:
-    """Place by place, the very sequences of the streams written out, on any split of a step."""
+def test_order_of_sequences_equals_definition(stores: list[TokenStore], shuffle: Shuffle) -> None:
+    """Sequences are those of the written-out streams in the defined order, on any split of a step."""
     setting = Setting(stores, shuffle, 2)
     count, taken = 240, Counter[int]()
     epochs = {(number, epoch): written_out(setting, number, epoch) for number in range(3) for epoch in range(40)}
@@ -152,7 +152,7 @@ def test_order(stores: list[TokenStore], shuffle: Shuffle) -> None:
         epoch, place = divmod(taken[number], size)
         expected.append((number, epoch, place))
         taken[number] += 1
-    # Inside of a block the order of a store's own sequences is free.
+    # Within a block, a store's sequences may come in any order.
     whole = setting.loader(micro_batch=4)
     got: list[list[int]] = []
     for consumed in range(0, count, 4):
@@ -174,7 +174,7 @@ def test_order(stores: list[TokenStore], shuffle: Shuffle) -> None:
 
 @pytest.mark.parametrize("shuffle", list(Shuffle))
 @pytest.mark.parametrize("shortest", [0, 5, 22])
-def test_every_epoch_has_everything_once(stores: list[TokenStore], shuffle: Shuffle, shortest: int) -> None:
+def test_every_epoch_reads_each_token_once(stores: list[TokenStore], shuffle: Shuffle, shortest: int) -> None:
     setting = Setting(stores[:1], shuffle, shortest, (1,))
     whole = setting.loader(global_batch=1)
     offsets = stores[0].doc_offsets.tolist()
@@ -189,16 +189,16 @@ def test_every_epoch_has_everything_once(stores: list[TokenStore], shuffle: Shuf
         assert set(tokens.values()) == {1}, "a token is doubled"
         missing = set(kept) - tokens.keys()
         assert tokens.keys() <= set(kept)
-        # What is behind the last whole sequence, of which the first token is still its last label.
+        # The tail after the last whole sequence; its first token is that sequence's last label.
         assert len(missing) == dropped + 1 <= SEQ_LEN
         orders.add(tuple(batch.sequence_ids[0] for batch in batches))
         tails.add(frozenset(missing))
     assert len(orders) == (1 if shuffle is Shuffle.none else 6)
-    # A document that is left out in one epoch is not in all of them.
+    # With shuffled documents, each epoch leaves out other ones.
     assert (len(tails) > 1) == (shuffle is Shuffle.documents)
 
 
-def test_ids_tell_stores_apart(stores: list[TokenStore]) -> None:
+def test_sequence_ids_are_unique_across_stores(stores: list[TokenStore]) -> None:
     whole = Setting(stores).loader()
     counts = [reader.num_sequences for reader in whole.readers]
     assert whole.num_sequences == sum(counts)
@@ -210,8 +210,8 @@ def test_ids_tell_stores_apart(stores: list[TokenStore]) -> None:
         assert 0 <= sequence < counts[source]
 
 
-def test_a_store_of_a_mixture_alone_is_the_same_store(stores: list[TokenStore]) -> None:
-    """One store with any weight is that store without a mixture; and stores of the same size differ in their orders."""
+def test_mixture_of_one_store_ignores_its_weight(stores: list[TokenStore]) -> None:
+    """One store with any weight equals that store without a mixture; equal-sized stores have different orders."""
     alone = Setting(stores[:1], weights=(1,)).loader()
     weighted = Setting(stores[:1], weights=(7,)).loader()
     assert [alone.place(i) for i in range(50)] == [weighted.place(i) for i in range(50)]
@@ -220,7 +220,7 @@ def test_a_store_of_a_mixture_alone_is_the_same_store(stores: list[TokenStore]) 
     assert [readers[0].find(i) for i in range(22)] != [readers[1].find(i) for i in range(22)]
 
 
-def test_resume_in_the_middle_of_an_epoch_on_another_split(stores: list[TokenStore]) -> None:
+def test_resume_mid_epoch_on_another_split(stores: list[TokenStore]) -> None:
     setting = Setting(stores, shortest=5)
     whole = setting.loader(reset_state_at_document=True)
     for consumed in (4, 16, 52):
@@ -246,7 +246,7 @@ def test_resume_in_the_middle_of_an_epoch_on_another_split(stores: list[TokenSto
 @pytest.mark.parametrize(
     "weights", [[1], [1, 1], [2, 1], [7, 2, 1], [3, 2], [1, 1, 1, 1], [999, 1], [123_456, 654_321, 1000], [1, 5, 1, 30]]
 )
-def test_proportions(weights: list[int]) -> None:
+def test_stores_are_drawn_in_proportion_to_weights(weights: list[int]) -> None:
     mixture = Mixture(weights, seed=3)
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     assert mixture.shares == shares
@@ -260,27 +260,27 @@ def test_proportions(weights: list[int]) -> None:
             if (position + 1) % mixture.block == 0:
                 for found, share in zip(taken, shares, strict=True):
                     assert len(found) == (max(found) - min(found) + 1 if found else 0), "one is left out"
-                    # Exact for ever: what was dealt out before the block, wherever that is, is within one of it.
+                    # Counts stay within one of the exact proportion, at any position.
                     assert not found or abs(max(found) + 1 - (position + 1) * share) < 1
                 assert first_block or all(not found or min(found) == 0 for found in taken)
 
 
-def test_the_order_of_stores_has_no_period() -> None:
+def test_store_order_is_not_periodic() -> None:
     mixture = Mixture([1, 1], seed=0)
     dealt = [mixture.place(position)[0] for position in range(2000)]
-    # Of equal weights every second place is a store's own half the time: 500 ± 16, 5 deviations.
+    # With equal weights, half of every second place goes to each store: 500 ± 16, 5 deviations.
     assert 420 < sum(dealt[::2]) < 580
     assert dealt != [Mixture([1, 1], seed=1).place(position)[0] for position in range(2000)]
 
 
-def test_weights_are_the_decimals_that_are_written() -> None:
+def test_decimal_weights_convert_to_exact_integers() -> None:
     assert as_integers([0.7, 0.2, 0.1]) == [7, 2, 1]
     assert as_integers([2.0, 1.0]) == as_integers([0.5, 0.25]) == [2, 1]
     assert as_integers([1e-3, 1.0]) == [1, 1000]
     assert as_integers([3.0]) == [1]
 
 
-def test_sequences_longer_than_what_is_left(stores: list[TokenStore]) -> None:
+def test_seq_len_beyond_filtered_corpus_is_refused(stores: list[TokenStore]) -> None:
     with pytest.raises(ConfigError) as caught:
         Setting(stores[:1], shortest=22, weights=(1,)).loader(seq_len=96)
     expected = f"longer than the corpus {stores[0].path} (its documents of 22 tokens or more) of 92 tokens"

@@ -1,4 +1,4 @@
-"""`python -m data.prepare`: what it makes of files, and that it can be killed at any time."""
+"""`python -m data.prepare`: stores from files of every kind, and interruption at any time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def corpus(tmp_path: Path) -> tuple[Path, list[str]]:
     return folder, expected
 
 
-def test_byte_tokenizer_has_the_ids_of_byt5() -> None:
+def test_byte_tokenizer_ids_equal_byt5() -> None:
     from transformers import ByT5Tokenizer
 
     reference = ByT5Tokenizer(extra_ids=0)
@@ -60,7 +60,7 @@ def test_byte_tokenizer_has_the_ids_of_byt5() -> None:
     assert tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
-def test_folder_of_all_kinds(
+def test_folder_with_all_file_kinds(
     corpus: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, expected = corpus
@@ -78,7 +78,7 @@ def test_folder_of_all_kinds(
     assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ({"kind": "bytes"}, 1, 259)
 
 
-def test_files_by_name_in_the_order_given(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_named_files_with_min_tokens_into_nested_out(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, expected = corpus
     sources = [str(folder / name) for name in ["b/code.py", "a.txt", "b/code.py"]]
     assert main([*sources, "--out", str(tmp_path / "deep" / "er" / "store"), "--min-tokens", "12"]) == 0
@@ -86,13 +86,13 @@ def test_files_by_name_in_the_order_given(corpus: tuple[Path, list[str]], tmp_pa
 
 
 @pytest.mark.parametrize("unit_bytes", [7, 97, 5000])
-def test_units_do_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path, unit_bytes: int) -> None:
+def test_unit_size_does_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path, unit_bytes: int) -> None:
     folder, expected = corpus
     prepare_store(PrepareOptions((folder,), tmp_path / "store", unit_bytes=unit_bytes))
     assert documents(tmp_path / "store") == expected
 
 
-def test_workers_do_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_worker_count_does_not_change_the_result(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, _ = corpus
     for workers in (1, 3):
         options = PrepareOptions(
@@ -104,7 +104,7 @@ def test_workers_do_not_change_the_result(corpus: tuple[Path, list[str]], tmp_pa
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes(), name
 
 
-def test_validation_is_the_last_documents(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_validation_part_is_the_last_documents(corpus: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, expected = corpus
     assert main([str(folder), "--out", str(tmp_path / "store"), "--validation-fraction", "0.25"]) == 0
     main_part, held_out = documents(tmp_path / "store"), documents(tmp_path / "store" / "validation")
@@ -115,7 +115,7 @@ def test_validation_is_the_last_documents(corpus: tuple[Path, list[str]], tmp_pa
 
 @pytest.fixture(scope="session")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local folder with a tokenizer of 70,003 words, and one beside it without an end of sequence."""
+    """A folder with a tokenizer of 70,003 words, and a second one without an end-of-sequence token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -128,7 +128,7 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path) -> None:
+def test_prepare_with_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path) -> None:
     records = [{"body": "w0 w70000 w5"}, {"body": ""}, {"body": "other w1"}]
     source = write_lines(tmp_path / "text.jsonl", records)
     options = ["--tokenizer", str(hugging_face / "whole"), "--text-field", "body", "--workers", "2"]
@@ -142,7 +142,7 @@ def test_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path) -> None:
     assert len(opened.meta.tokenizer["sha256"]) == 64
 
 
-def test_unusable_tokenizers(hugging_face: Path, tmp_path: Path) -> None:
+def test_unusable_tokenizers_are_refused(hugging_face: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such tokenizer; give 'bytes', the folder of a tokenizer on this"):
         load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(
@@ -155,7 +155,7 @@ def test_unusable_tokenizers(hugging_face: Path, tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_an_existing_store_is_replaced_only_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_store_is_replaced_only_with_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "a.txt", tmp_path / "store"
     source.write_text("old")
     out.mkdir()  # an empty folder is no obstacle
@@ -197,7 +197,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         (signal.SIGINT, 128 + signal.SIGINT, False),
     ],
 )
-def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrite: bool) -> None:
+def test_interrupted_preparation_leaves_no_loadable_store(
+    tmp_path: Path, number: signal.Signals, code: int, overwrite: bool
+) -> None:
     line = json.dumps({"text": "some words of text " * 100}) + "\n"
     source = tmp_path / "text.jsonl"
     source.write_text(line * 60_000)  # 115 MB: about two seconds of work
@@ -207,7 +209,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
         (tmp_path / "old.txt").write_text("old")
         assert main([str(tmp_path / "old.txt"), "--out", str(out)]) == 0
     command = [sys.executable, "-m", "data.prepare", str(source), "--out", str(out), "--workers", "2", "--overwrite"]
-    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+    # SIGINT is ignored if the tests run in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -218,7 +220,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
             return any(path.stat().st_size for path in place.glob(".store.preparing/store/tokens-*.bin"))
 
         wait_until(is_writing, "nothing was written")
-        # Lest it be done before it is told.
+        # So that it cannot finish before the signal.
         process.send_signal(signal.SIGSTOP)
         workers = children(process.pid)
         assert len(workers) >= 2
@@ -230,7 +232,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
         _, errors = process.communicate(timeout=ENOUGH)
     assert process.returncode == code
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), f"{workers} are still there")
-    # After SIGKILL Python's own resource tracker may speak; nothing of ours can.
+    # After SIGKILL only Python's resource tracker may write to stderr.
     assert number is signal.SIGKILL or errors == "interrupted: nothing was written\n"
     assert "Traceback" not in errors
     if overwrite:
@@ -239,7 +241,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
     assert not loadable
     if number is not signal.SIGKILL:
         assert not list(place.iterdir())
-    # The next run is not disturbed, and tidies up.
+    # The next run succeeds and removes leftovers.
     source.write_text(line)
     assert main([str(source), "--out", str(out), "--overwrite"]) == 0
     assert documents(out) == ["some words of text " * 100]
@@ -247,7 +249,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, code: int, overwrit
 
 
 @pytest.mark.processes
-def test_starts_without_torch_and_transformers() -> None:
+def test_import_does_not_load_torch_or_transformers() -> None:
     code = "import sys, data.prepare; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert output.stdout == "set()\n"

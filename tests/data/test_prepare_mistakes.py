@@ -1,4 +1,4 @@
-"""What `python -m data.prepare` says of texts and arguments that it cannot use; nothing is written then."""
+"""Error messages of `python -m data.prepare` for unusable texts and arguments; nothing is written."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ PROBLEMS: list[Callable[[Path], str]] = [
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
-def test_unusable_text(problem: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_text_is_reported(
+    problem: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     expected = problem(folder)
@@ -133,7 +135,7 @@ def test_unusable_text(problem: Callable[[Path], str], tmp_path: Path, capsys: p
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_errors_from_workers_are_those_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_in_worker_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", [*[{"text": "x" * 50}] * 20, {"id": 1}, *[{"text": "x"}] * 20])
     options = PrepareOptions((source,), tmp_path / "store", workers=2, unit_bytes=100)
     with pytest.raises(DataError, match=r"a\.jsonl, line 21: no field 'text'; fields there: id; choose one with"):
@@ -141,10 +143,10 @@ def test_errors_from_workers_are_those_of_one_process(tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_worker_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.txt"
     source.write_text("x")
-    monkeypatch.setattr(pipeline, "_start_worker", os._exit)  # stands for one killed for its memory
+    monkeypatch.setattr(pipeline, "_start_worker", os._exit)  # as if killed for lack of memory
     with pytest.raises(DataError, match="a worker process ended by itself"):
         prepare_store(PrepareOptions((source,), tmp_path / "store", workers=2))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -184,7 +186,7 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_unusable_arguments(
+def test_unusable_arguments_are_reported(
     arguments: list[str],
     code: int,
     expected: str,

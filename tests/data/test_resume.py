@@ -1,4 +1,4 @@
-"""A preparation that is killed at any moment and started again makes the bytes of one that was never stopped."""
+"""A preparation killed at any moment and restarted gives the same bytes as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# ZECO_PREPARE_KILLS=20 for more of them.
+# ZECO_PREPARE_KILLS=20 for more kills.
 KILLS = int(os.environ.get("ZECO_PREPARE_KILLS", "4"))
 
 
@@ -34,7 +34,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def write_corpus(folder: Path, lines: int, seed: int = 0) -> Path:
-    """Lines, a compressed file, and texts: units of every kind, the compressed one with many parts."""
+    """Lines, a compressed file and text files: all kinds of units; the compressed one has many parts."""
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir()
     generator = random.Random(seed)
@@ -48,7 +48,7 @@ def write_corpus(folder: Path, lines: int, seed: int = 0) -> Path:
 
 
 class Stopped(Exception):
-    """Stands for a kill: nothing of ours runs after it, but what `finally` does."""
+    """Simulates a kill: only `finally` blocks run after it."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A corpus, and the store that an unbroken run makes of it. Read only."""
+    """A corpus and its store from an uninterrupted run. Read only."""
     folder = tmp_path_factory.mktemp("unbroken")
     corpus = write_corpus(folder / "corpus", 24)
     prepare_store(options(corpus, folder / "store", save_seconds=10.0))
@@ -78,7 +78,7 @@ def options(corpus: Path, out: Path, workers: int = 1, **changes: object) -> Pre
 
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, count: int) -> None:
-    """Make the `count`th call of a method (from 0) the end of the process."""
+    """Raise `Stopped` at the `count`th call of a method, from 0."""
     method, calls = getattr(owner, name), iter(range(10**6))
 
     def stopping(*args: object, **keywords: object) -> object:
@@ -90,10 +90,10 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, count: 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_stopped_at_every_part(
+def test_resume_after_stop_at_every_part(
     unbroken: tuple[Path, Path], tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run ends after a few parts; where there are two processes, one with one follows, and so on."""
+    """Every run stops after a few parts; with `workers=2`, runs alternate between two workers and one."""
     corpus, expected = unbroken
     runs = 0
     for runs in range(1, 100):
@@ -110,7 +110,7 @@ def test_stopped_at_every_part(
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_what_was_made_ahead_is_not_made_again(
+def test_parts_made_ahead_are_reused_on_resume(
     unbroken: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus, expected = unbroken
@@ -149,7 +149,7 @@ def test_what_was_made_ahead_is_not_made_again(
         (preparation, "read_meta", 0),  # after the move, before the work folder is gone
     ],
 )
-def test_stopped_at_the_end(
+def test_resume_after_stop_in_final_phases(
     unbroken: tuple[Path, Path],
     tmp_path: Path,
     owner: type,
@@ -177,7 +177,7 @@ def test_stopped_at_the_end(
 
 @pytest.fixture
 def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The work folder of a preparation of `corpus` that ended in its middle."""
+    """The work folder of a preparation of `corpus` interrupted halfway."""
     with monkeypatch.context() as patched:
         stop_before(patched, preparation._Preparation, "_take", 4)
         with pytest.raises(Stopped):
@@ -185,7 +185,7 @@ def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path / ".store.preparing"
 
 
-def test_other_arguments_are_refused_and_nothing_is_lost(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+def test_resume_with_other_arguments_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     before = contents(interrupted)
     with pytest.raises(
         DataError,
@@ -199,7 +199,7 @@ def test_other_arguments_are_refused_and_nothing_is_lost(corpus: Path, interrupt
     assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
 
 
-def test_changed_sources_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+def test_resume_with_changed_sources_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     status = (corpus / "a.jsonl").stat()
     text = (corpus / "a.jsonl").read_text()
     (corpus / "a.jsonl").write_text(text.replace("word", "WORD", 1))  # of the same size
@@ -207,17 +207,17 @@ def test_changed_sources_are_refused(corpus: Path, interrupted: Path, tmp_path: 
     with pytest.raises(DataError, match=r"corpus: has changed since the interrupted preparation read it; give --over"):
         prepare_store(options(corpus, tmp_path / "store"))
     after = contents(interrupted)
-    assert after == {name: before[name] for name in after}  # parts that no state knew of are gone
+    assert after == {name: before[name] for name in after}  # parts not in the saved state are removed
     (corpus / "a.jsonl").write_text(text)
     os.utime(corpus / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))
-    # What was not yet read may change: the store is that of the text as it is read.
+    # Files that were not yet read may change.
     (corpus / "c19.txt").write_text("changed " * 50)
     prepare_store(options(corpus, tmp_path / "store"))
     prepare_store(options(corpus, tmp_path / "unbroken"))
     assert contents(tmp_path / "store") == contents(tmp_path / "unbroken")
 
 
-def test_less_sources_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+def test_resume_with_fewer_sources_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     for path in corpus.iterdir():
         path.unlink()
     (corpus / "a.txt").write_text("one")
@@ -225,13 +225,13 @@ def test_less_sources_are_refused(corpus: Path, interrupted: Path, tmp_path: Pat
         prepare_store(options(corpus, tmp_path / "store"))
 
 
-def test_a_work_folder_that_lost_tokens_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+def test_truncated_work_folder_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     os.truncate(interrupted / "store" / "tokens-00000.bin", 100)
     with pytest.raises(DataError, match=r"tokens-00000\.bin: has 100 bytes, \d+ were written; prepare the store from"):
         prepare_store(options(corpus, tmp_path / "store"))
 
 
-def test_one_process_at_a_time(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_process_on_same_store_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = preparation._Preparation._take
     seen: list[str] = []
 
@@ -249,9 +249,7 @@ def test_one_process_at_a_time(corpus: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_mistake_in_a_text_costs_nothing_that_came_before(
-    tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_in_text_keeps_earlier_tokens(tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
     write_lines(tmp_path / "texts" / "a.jsonl", [{"text": "x" * 3_000_000}] * 3)
     bad = tmp_path / "texts" / "b.jsonl"
@@ -267,7 +265,7 @@ def test_a_mistake_in_a_text_costs_nothing_that_came_before(
     assert documents(tmp_path / "store")[3:] == ["y", "z"]
 
 
-def test_interrupted_and_started_anew(
+def test_interrupted_preparation_restarts_with_overwrite(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x" * 3_000_000}] * 3)
@@ -293,7 +291,7 @@ def test_interrupted_and_started_anew(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_max_tokens(corpus: Path, tmp_path: Path, workers: int) -> None:
+def test_max_tokens_ends_at_next_document_end(corpus: Path, tmp_path: Path, workers: int) -> None:
     prepare_store(options(corpus, tmp_path / "all", validation_fraction=0.0, save_seconds=10.0))
     prepare_store(options(corpus, tmp_path / "some", workers, validation_fraction=0.0, max_tokens=9_000))
     whole, some = TokenStore.open(tmp_path / "all"), TokenStore.open(tmp_path / "some")
@@ -302,8 +300,10 @@ def test_max_tokens(corpus: Path, tmp_path: Path, workers: int) -> None:
     np.testing.assert_array_equal(some.read(0, some.num_tokens), whole.read(0, some.num_tokens))
 
 
-def test_stopped_once_there_are_enough(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all the tokens that are wanted, and before the state says so: not one document more."""
+def test_resume_after_max_tokens_adds_no_documents(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the last wanted document, before that is saved: the resumed run reads no further."""
     save = preparation._Preparation._save
 
     def stopping(self: preparation._Preparation, writer: StoreWriter, phase: str = preparation.READING) -> None:
@@ -323,8 +323,8 @@ def test_stopped_once_there_are_enough(corpus: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.processes
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """SIGKILL of a real process with its workers, again and again, until one run comes through."""
+def test_preparation_killed_at_random_equals_unbroken_one(tmp_path: Path) -> None:
+    """Repeated SIGKILL of a real process with its workers; then a run to the end."""
     corpus = write_corpus(tmp_path / "corpus", 4_000)  # 4 MB, and as much compressed
     flags = ["--validation-fraction", "0.02", "--shard-tokens", "1000000", "--save-seconds", "0.2", "--workers", "2"]
     command = [sys.executable, "-m", "data.prepare", str(corpus), *flags, "--out"]
@@ -334,7 +334,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     killed = 0
     while killed < KILLS and not store.exists():
         with subprocess.Popen([*command, str(store)], cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
-            # The first of them is to leave something to go on from; the others come at any moment, the start included.
+            # The first kill waits for a saved state to resume from; later ones come at any moment, also at startup.
             while not killed and not state.exists() and process.poll() is None:
                 time.sleep(0.01)
             time.sleep(generator.uniform(0.0, 0.6) if killed else 0.0)

@@ -1,4 +1,4 @@
-"""Sequences cut in time: the segments of all ranks, one after another, are the sequence that one rank reads at once."""
+"""Sequences in segments: the segments of all ranks, concatenated, equal the sequence read by one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
 
 SEQ_LEN = 24
-# Borders at the edges of segments, of shards and of sequences and inside them; documents over several of each.
+# Borders at the edges of segments, shards and sequences and inside them; documents over several of each.
 LENGTHS = [6, 3, 15, 24, 1, 1, 7, 40, 3, 12, 62, 22, 5, 30, 9]
 # Segments and ranks; a shard has 24 tokens at most, and 1 at least.
 CUTS = [(1, 1), (2, 1), (6, 1), (24, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 3), (8, 3), (6, 4)]
@@ -53,7 +53,7 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def document_starts(parts: list[Batch]) -> list[int]:
-    """Where documents start in the sequence that these shards make up."""
+    """Positions at which documents start in the concatenated shards."""
     starts: list[int] = []
     for part in parts:
         assert part.cu_seqlens is not None
@@ -67,7 +67,7 @@ def document_starts(parts: list[Batch]) -> list[int]:
 @pytest.mark.parametrize(
     ("dp_size", "micro_batch", "documents"), [(1, 1, True), (2, 1, True), (1, 2, False), (2, 2, False)]
 )
-def test_segments_of_all_ranks_make_up_the_whole(
+def test_segments_of_all_ranks_join_to_the_sequence(
     store: TokenStore, segments: int, sp_size: int, dp_size: int, micro_batch: int, documents: bool
 ) -> None:
     length = SEQ_LEN // segments // sp_size
@@ -98,8 +98,8 @@ def test_segments_of_all_ranks_make_up_the_whole(
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_documents_at_the_edges_of_segments(store: TokenStore, sp_size: int) -> None:
-    """By hand: documents of 6, 3 and 15 tokens, a whole sequence, and the middle of one that is longer than that."""
+def test_document_borders_at_segment_edges(store: TokenStore, sp_size: int) -> None:
+    """By hand: documents of 6, 3 and 15 tokens, one of a whole sequence, and the middle of a longer one."""
     found: dict[int, list[tuple[list[int], bool]]] = {0: [], 1: [], 5: []}
     for sequence, pieces in found.items():
         for segment, rank in itertools.product(range(4 // sp_size), range(sp_size)):
@@ -112,12 +112,12 @@ def test_documents_at_the_edges_of_segments(store: TokenStore, sp_size: int) -> 
     assert found == {
         0: [([0, 6], 0), ([0, 3, 6], 0), ([0, 6], 3), ([0, 6], 9)],
         1: [([0, 6], 0), ([0, 6], 6), ([0, 6], 12), ([0, 6], 18)],
-        # It began before this sequence, so its first token here is a fresh start.
+        # The document began before this sequence, whose first token resets the state.
         5: [([0, 6], 0), ([0, 6], 6), ([0, 6], 12), ([0, 6], 18)],
     }
 
 
-def test_prefetching_gives_segment_after_segment(store: TokenStore) -> None:
+def test_prefetching_returns_segments_in_order(store: TokenStore) -> None:
     direct = loader(store, segments=3, sp_rank=1, sp_size=2, dp_rank=1, dp_size=2)
     ahead = PrefetchingLoader(direct, consumed=8, ahead=3)
     for consumed, micro_step, segment in itertools.product((8, 12, 16), range(2), range(3)):
@@ -129,7 +129,7 @@ def test_prefetching_gives_segment_after_segment(store: TokenStore) -> None:
 
 
 @pytest.mark.processes
-def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_reads_given_number_of_segments_ahead(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store, segments=6)
     read: list[tuple[int, int, int]] = []
     enough = threading.Event()
@@ -143,13 +143,13 @@ def test_prefetching_reads_so_many_segments_ahead(store: TokenStore, monkeypatch
     monkeypatch.setattr(direct, "batch", batch)
     ahead = PrefetchingLoader(direct, consumed=0, ahead=6)
     ahead.next()
-    assert enough.wait(ENOUGH)  # one given, six waiting in the queue, and one read but without a place in it
-    ahead._thread.join(0.3)  # time to read more than that
+    assert enough.wait(ENOUGH)  # one returned, six in the queue, and one read while the queue is full
+    ahead._thread.join(0.3)  # time in which it could read more
     assert read == [*((0, 0, segment) for segment in range(6)), (0, 1, 0), (0, 1, 1)]
     ahead.close()
 
 
-def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_raises_errors_of_a_segment(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = loader(store, segments=4)
     sequence, read = direct.batch(0, 0).sequence_ids[0], direct.batch
 
@@ -168,7 +168,7 @@ def test_prefetching_passes_errors_of_a_segment_on(store: TokenStore, monkeypatc
 
 
 @pytest.mark.parametrize(("segments", "sp_size"), [(1, 1), (2, 3), (6, 2), (24, 1)])
-def test_validation_gives_every_sequence_segment_by_segment(store: TokenStore, segments: int, sp_size: int) -> None:
+def test_validation_reads_every_sequence_by_segments(store: TokenStore, segments: int, sp_size: int) -> None:
     for dp_size, micro_batch, most in itertools.product([1, 2, 4], [1, 2], [None, 5]):
         groups_of_ranks = []
         for dp_rank, sp_rank in itertools.product(range(dp_size), range(sp_size)):
@@ -199,14 +199,14 @@ def test_validation_gives_every_sequence_segment_by_segment(store: TokenStore, s
         (8, 8, "the corpus has only 8 tokens, too few for any sequence with sp.size × train.segments = 2 × 4 = 8"),
     ],
 )
-def test_seq_len(seq_len: int, num_tokens: int | None, expected: str) -> None:
+def test_invalid_seq_len_is_refused(seq_len: int, num_tokens: int | None, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_seq_len(seq_len, 2, num_tokens, 4)
     assert str(caught.value).removesuffix(PREPARE_HINT) == f"data.seq_len={seq_len}: {expected}"
     check_seq_len(1000, 2, 1001, 4)
 
 
-def test_the_loader_refuses_what_the_checks_refuse(store: TokenStore) -> None:
+def test_loader_refuses_invalid_seq_len(store: TokenStore) -> None:
     with pytest.raises(ConfigError, match=r"data\.seq_len=24: must divide by .* = 2 × 5 = 10; .*: 20, 30$"):
         DataSplit(SEQ_LEN, sp_size=2, segments=5)
     with pytest.raises(ConfigError, match=r"data\.seq_len=240: longer than the corpus .* of 240 tokens; .*: 232; "):

@@ -1,4 +1,4 @@
-"""Stores of many shards: what a reader sees does not depend on where they are cut, nor on how often writing stopped."""
+"""Stores of many shards: contents do not depend on shard size, nor on interruptions of the writer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 25, 49, 50, 51])
-def test_reads_cross_the_borders_of_shards(tmp_path: Path, shard_tokens: int) -> None:
+def test_reads_cross_shard_borders(tmp_path: Path, shard_tokens: int) -> None:
     opened = TokenStore.open(write(tmp_path / "store", shard_tokens))
     assert opened.num_shards == -(-NUM_TOKENS // shard_tokens)
     for index, shard in enumerate(opened.meta.shards):
@@ -56,7 +56,7 @@ def test_reads_cross_the_borders_of_shards(tmp_path: Path, shard_tokens: int) ->
     opened.verify()
 
 
-def test_more_shards_than_may_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_open_shards_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_OPEN_SHARDS", 3)
     opened = TokenStore.open(write(tmp_path / "store", 5))
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts descriptors
@@ -68,10 +68,10 @@ def test_more_shards_than_may_stay_open(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shard_tokens", [6, 50])
-def test_a_sequence_parallel_rank_reads_its_slice_only(
+def test_sequence_parallel_rank_reads_only_its_slice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
-    """The byte ranges that each rank asks the system for are those of its own tokens and one more."""
+    """Each rank reads exactly the bytes of its own tokens and one more."""
     path = write(tmp_path / "store", shard_tokens)
     asked: list[int] = []
     whole = os.preadv
@@ -95,7 +95,7 @@ def test_a_sequence_parallel_rank_reads_its_slice_only(
         assert torch.equal(batch.labels[0], torch.from_numpy(TOKENS[12 * rank + 1 : 12 * (rank + 1) + 1]))
 
 
-def test_a_store_of_version_1_is_one_shard(tmp_path: Path) -> None:
+def test_version_1_store_opens_as_one_shard(tmp_path: Path) -> None:
     folder = write(tmp_path / "store", NUM_TOKENS)
     record = json.loads((folder / META_FILE).read_text())
     [shard] = record.pop("shards")
@@ -111,11 +111,11 @@ def test_a_store_of_version_1_is_one_shard(tmp_path: Path) -> None:
         TokenStore.open(folder)
 
 
-def test_the_damaged_shard_is_named(tmp_path: Path) -> None:
+def test_damaged_or_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "store", 7)
     opened = TokenStore.open(folder)
     data = bytearray((folder / shard_name(3)).read_bytes())
-    data[4] ^= 1  # still an id of the vocabulary: only the digest tells
+    data[4] ^= 1  # still a valid id: only the digest differs
     (folder / shard_name(3)).write_bytes(data)
     opened.verify_shard(2)
     for verify in (opened.verify, lambda: opened.verify_shard(3), TokenStore.open(folder).verify):
@@ -142,7 +142,7 @@ def test_the_damaged_shard_is_named(tmp_path: Path) -> None:
         (7, "shards is 7, not tuple[ShardMeta, ...]"),
     ],
 )
-def test_unusable_indexes(tmp_path: Path, shards: object, expected: str) -> None:
+def test_invalid_shard_list_is_refused(tmp_path: Path, shards: object, expected: str) -> None:
     folder = write(tmp_path / "store", 50)
     record = json.loads((folder / META_FILE).read_text())
     (folder / META_FILE).write_text(json.dumps(record | {"shards": shards}))
@@ -153,8 +153,8 @@ def test_unusable_indexes(tmp_path: Path, shards: object, expected: str) -> None
 
 @pytest.mark.parametrize("shard_tokens", [1, 4, 11, 31, 100])
 @pytest.mark.parametrize("stop", range(1, len(LENGTHS)))
-def test_an_interrupted_writer_goes_on(tmp_path: Path, shard_tokens: int, stop: int) -> None:
-    """Documents after the checkpoint are lost with the process, and are written again by the next."""
+def test_interrupted_writer_resumes_from_checkpoint(tmp_path: Path, shard_tokens: int, stop: int) -> None:
+    """Documents after the checkpoint are lost, and the resumed writer writes them again."""
     expected = contents(write(tmp_path / "unbroken", shard_tokens))
     first = sum(LENGTHS[:stop])
     with new_writer(tmp_path / "store", shard_tokens) as writer:
@@ -171,7 +171,7 @@ def test_an_interrupted_writer_goes_on(tmp_path: Path, shard_tokens: int, stop: 
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 10, 19, 25, 100])
-def test_the_tail_is_moved_across_shards(tmp_path: Path, shard_tokens: int) -> None:
+def test_tail_is_split_off_across_shards(tmp_path: Path, shard_tokens: int) -> None:
     with new_writer(tmp_path / "store", shard_tokens) as writer:
         writer.append(TOKENS, LENGTHS)
         state = writer.tail_state(0.4)

@@ -1,4 +1,4 @@
-"""The token store: its files, its reads, and what it says of folders that are none."""
+"""The token store: files, reads, and error messages for folders that are not stores."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str, itemsize: int) 
     )
 
 
-def test_the_tail_may_fill_the_fraction_exactly(tmp_path: Path) -> None:
+def test_tail_may_equal_fraction_exactly(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(np.zeros(60, dtype=int), [10, 20, 20, 5, 5])
         assert writer.tail_state(0.5).num_tokens == 30
 
 
-def test_reads_go_on_after_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = write_store(tmp_path / "store", [100])
     opened = TokenStore.open(tmp_path / "store")
     whole = os.preadv
@@ -83,7 +83,7 @@ def test_reads_go_on_after_short_reads(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.processes
-def test_reads_from_many_threads(tmp_path: Path) -> None:
+def test_concurrent_reads_from_many_threads(tmp_path: Path) -> None:
     tokens = write_store(tmp_path / "store", [50_000])
     opened = TokenStore.open(tmp_path / "store")
     wrong: list[int] = []
@@ -102,7 +102,7 @@ def test_reads_from_many_threads(tmp_path: Path) -> None:
     assert opened.bytes_requested == 8 * 100 * 1000 * 2
 
 
-def test_the_tail_takes_whole_documents_up_to_the_fraction(tmp_path: Path) -> None:
+def test_tail_takes_whole_documents_within_fraction(tmp_path: Path) -> None:
     lengths = [10, 20, 30, 5, 5]
     tokens = np.arange(70) % 9
     with StoreWriter(tmp_path / "store", vocab_size=10, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
@@ -152,7 +152,7 @@ def test_the_tail_takes_whole_documents_up_to_the_fraction(tmp_path: Path) -> No
         (lambda folder: np.save(folder / OFFSETS_FILE, np.array([0, 20, 10, 30])), "its offsets do not increase"),
     ],
 )
-def test_damaged_and_foreign_folders(tmp_path: Path, damage: object, expected: str) -> None:
+def test_damaged_or_foreign_folder_is_refused(tmp_path: Path, damage: object, expected: str) -> None:
     write_store(tmp_path / "store", [10, 10, 10])
     damage(tmp_path / "store")  # type: ignore[operator]
     message = opening_error(tmp_path / "store")
@@ -160,7 +160,7 @@ def test_damaged_and_foreign_folders(tmp_path: Path, damage: object, expected: s
     assert str(tmp_path / "store") in message
 
 
-def test_missing_empty_and_file(tmp_path: Path) -> None:
+def test_missing_empty_or_file_path_is_refused(tmp_path: Path) -> None:
     assert opening_error(tmp_path / "none").startswith(f"{tmp_path / 'none'}: no such token store; prepare one with")
     (tmp_path / "empty").mkdir()
     assert "an empty folder, not a token store" in opening_error(tmp_path / "empty")
@@ -168,7 +168,7 @@ def test_missing_empty_and_file(tmp_path: Path) -> None:
     assert "is a file, a token store is a folder" in opening_error(tmp_path / "file")
 
 
-def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
+def test_shrunk_shard_fails_read_and_verify(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [10, 10, 10])
     opened = TokenStore.open(tmp_path / "store")
     os.truncate(tmp_path / "store" / shard_name(0), 40)
@@ -179,7 +179,7 @@ def test_a_store_that_shrinks_or_changes_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 65537])
-def test_ids_beyond_the_vocabulary(tmp_path: Path, vocab_size: int) -> None:
+def test_ids_outside_vocabulary_fail_the_read(tmp_path: Path, vocab_size: int) -> None:
     write_store(tmp_path / "store", [100], vocab_size)
     itemsize = TokenStore.open(tmp_path / "store").itemsize
     with (tmp_path / "store" / shard_name(0)).open("r+b") as file:
@@ -200,13 +200,13 @@ def _append(path: Path) -> None:
 
 
 def _rewrite(path: Path) -> None:
-    """In place, as it was: only the time tells."""
+    """In place with the same bytes: only the modification time differs."""
     with path.open("r+b") as file:
         file.write(file.read(1))
 
 
 def _replace(path: Path) -> None:
-    """Another file under the same name, with the same times."""
+    """Another file with the same name, contents and times."""
     other = path.with_name("other")
     shutil.copy2(path, other)
     other.replace(path)
@@ -224,10 +224,10 @@ def _replace(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_shard_that_changes_in_mid_run(
+def test_shard_changed_after_opening_fails_the_read(
     change: Callable[[Path], None], problem: str, is_open: bool, tmp_path: Path
 ) -> None:
-    """Whether it was read before, and stays open, or not."""
+    """With the shard file open after an earlier read, and not yet open."""
     write_store(tmp_path / "store", [100])
     opened = TokenStore.open(tmp_path / "store")
     if is_open:
@@ -245,7 +245,7 @@ def test_a_shard_that_changes_in_mid_run(
     assert str(caught.value).startswith(f"{where}: {problem}; {remedy}")
 
 
-def test_check_vocabulary(tmp_path: Path) -> None:
+def test_model_vocabulary_smaller_than_store_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [10], vocab_size=259)
     opened = TokenStore.open(tmp_path / "store")
     check_vocabulary(opened, 259)
@@ -253,7 +253,7 @@ def test_check_vocabulary(tmp_path: Path) -> None:
         check_vocabulary(opened, 258)
 
 
-def test_atomic_folder_leaves_nothing_after_an_exception(tmp_path: Path) -> None:
+def test_atomic_folder_leaves_nothing_after_exception(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out") as folder:  # noqa: PT012
         write_store(folder / "store", [5])
         raise KeyboardInterrupt
@@ -261,7 +261,9 @@ def test_atomic_folder_leaves_nothing_after_an_exception(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_atomic_folder_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+def test_atomic_folder_replaces_only_with_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
     if not exchange:
 
         def refuse(first: Path, second: Path) -> None:
@@ -280,7 +282,7 @@ def test_atomic_folder_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.processes
-def test_leftovers_are_removed_unless_their_owner_lives(tmp_path: Path) -> None:
+def test_leftovers_are_removed_unless_owner_is_alive(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from data.atomic import atomic_folder\n"
         "with atomic_folder(Path(sys.argv[1])) as folder:\n"
@@ -301,7 +303,7 @@ def test_leftovers_are_removed_unless_their_owner_lives(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_replacement_killed_between_its_two_renames_is_undone(tmp_path: Path) -> None:
+def test_replacement_killed_between_renames_is_undone(tmp_path: Path) -> None:
     temporary = tmp_path / ".out.tmp-1-abc"
     temporary.mkdir()
     old = tmp_path / ".out.tmp-1-abc.old"
@@ -313,7 +315,7 @@ def test_a_replacement_killed_between_its_two_renames_is_undone(tmp_path: Path) 
     assert (tmp_path / "out" / "file").read_text() == "the only valid store"
 
 
-def test_unwritable_place(tmp_path: Path) -> None:
+def test_unwritable_parent_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     expected = pytest.raises(DataError, match=r"out: cannot be written \(.*\); choose another folder$")
     with expected, atomic_folder(tmp_path / "file" / "out"):

@@ -1,4 +1,4 @@
-"""Synthetic tasks: what an example says, that any slice of it can be made by itself, and what a run reads of them."""
+"""Synthetic tasks: contents of examples, independent generation of slices, and batches of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def answers_of(example: Example) -> list[str]:
 
 
 @pytest.mark.parametrize("task", list(Task))
-def test_slices_join_and_do_not_depend_on_how_they_are_cut(task: Task) -> None:
+def test_slices_do_not_depend_on_how_they_are_cut(task: Task) -> None:
     config = SyntheticConfig(task=task)
     for index, depth in enumerate([None, 0.0, 1.0]):
         example = make(config, index, depth=depth)
@@ -68,7 +68,7 @@ def test_slices_join_and_do_not_depend_on_how_they_are_cut(task: Task) -> None:
 
 
 @pytest.mark.parametrize("keys", [None, 12, 8])
-def test_recall_asks_in_the_second_half_for_what_stands_in_the_first(keys: int | None) -> None:
+def test_recall_queries_keys_of_the_first_half(keys: int | None) -> None:
     config = SyntheticConfig(facts=8, queries=8, alphabet=16, keys=keys)
     for index, depth in itertools.product(range(8), [None, 0.0, 0.5, 1.0]):
         example = make(config, index, 128, depth)
@@ -88,7 +88,7 @@ def test_recall_asks_in_the_second_half_for_what_stands_in_the_first(keys: int |
 
 
 @pytest.mark.parametrize("facts", [1, 4])
-def test_multikey_asks_for_one_of_the_names(facts: int) -> None:
+def test_multikey_needle_asks_for_one_key(facts: int) -> None:
     for index in range(8):
         example = make(SyntheticConfig(task=Task.needle_multikey, facts=facts), index)
         text = text_of(example)
@@ -100,7 +100,7 @@ def test_multikey_asks_for_one_of_the_names(facts: int) -> None:
         assert answers_of(example) == [f" {asked[2]}"]
 
 
-def test_multivalue_asks_for_all_numbers_in_their_order() -> None:
+def test_multivalue_needle_asks_for_all_values_in_order() -> None:
     for index in range(8):
         example = make(SyntheticConfig(task=Task.needle_multivalue, facts=3, digits=7), index, depth=0.2)
         told = re.findall(r"The code of the \w+ \w+ is (\d{7})\.", text_of(example))
@@ -108,7 +108,7 @@ def test_multivalue_asks_for_all_numbers_in_their_order() -> None:
         assert len(told) == 3
 
 
-def test_variables_asks_for_the_boxes_of_one_of_two_chains() -> None:
+def test_variables_task_asks_for_boxes_of_one_chain() -> None:
     for index in range(8):
         example = make(SyntheticConfig(task=Task.variables, facts=3), index, depth=None)
         text = text_of(example)
@@ -124,7 +124,7 @@ def test_variables_asks_for_the_boxes_of_one_of_two_chains() -> None:
         assert answers_of(example) == found
 
 
-def test_counting_asks_how_often_the_bell_rang() -> None:
+def test_counting_task_answer_is_number_of_rings() -> None:
     counts = set()
     for index in range(16):
         example = make(SyntheticConfig(task=Task.counting, facts=5), index)
@@ -135,7 +135,7 @@ def test_counting_asks_how_often_the_bell_rang() -> None:
     assert len(counts) > 2
 
 
-def test_a_needle_is_where_its_depth_says() -> None:
+def test_needle_position_follows_depth() -> None:
     longest = 60
     for length, depth in itertools.product([512, 8192], [0.0, 0.25, 0.5, 0.9, 1.0]):
         text = text_of(make(SyntheticConfig(task=Task.needle), 1, length, depth))
@@ -145,13 +145,13 @@ def test_a_needle_is_where_its_depth_says() -> None:
 
 
 @pytest.mark.parametrize("task", [task for task in Task if task.is_text])
-def test_nothing_told_is_cut_off(task: Task) -> None:
-    """At the very beginning too, where a sentence may be."""
+def test_facts_at_depth_0_are_not_truncated(task: Task) -> None:
+    """A fact may start at the first token, but not before it."""
     for index in range(60):
         assert make(SyntheticConfig(task=task), index, depth=0.0).pieces[0].start >= 0, index
 
 
-def test_a_million_tokens_are_made_a_slice_at_a_time() -> None:
+def test_slices_of_million_token_example() -> None:
     example = make(SyntheticConfig(task=Task.needle), 0, 1 << 20, 0.5)
     middle = TOKENIZER.decode(example.read((1 << 19) - 200, (1 << 19) + 200))
     assert "The code of the" in middle
@@ -176,14 +176,14 @@ def test_a_million_tokens_are_made_a_slice_at_a_time() -> None:
         (SyntheticConfig(task=Task.counting, facts=10), "data.synthetic.facts=10: must be from 1 to 9 (rings at most)"),
     ],
 )
-def test_mistakes(config: SyntheticConfig, expected: str) -> None:
+def test_invalid_synthetic_config_is_refused(config: SyntheticConfig, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.validate()
     assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize("task", list(Task))
-def test_the_shortest_length_is_enough(task: Task) -> None:
+def test_shortest_accepted_length_fits_every_example(task: Task) -> None:
     config = SyntheticConfig(task=task)
     made = make_task(config, TOKENIZER)
     with pytest.raises(ConfigError, match=r"^L=1: too short .* least legal value: (\d+)$") as caught:
@@ -200,7 +200,7 @@ def loader(split: DataSplit, global_batch: int = 8, **changes: object) -> Sequen
     return SequenceLoader(open_data(data, vocab_size=259).train, split, seed=5, global_batch=global_batch)
 
 
-def test_ranks_and_segments_read_parts_of_the_same_sequences() -> None:
+def test_ranks_and_segments_read_parts_of_same_sequences() -> None:
     whole = loader(DataSplit(768, micro_batch=8)).batch(16, 0)
     assert whole.step_labels == int((whole.labels != IGNORE_INDEX).sum()) == 8 * 5
     for sp_size, segments, dp_size in [(2, 1, 1), (3, 2, 2), (1, 4, 4)]:
@@ -215,22 +215,22 @@ def test_ranks_and_segments_read_parts_of_the_same_sequences() -> None:
             assert part.before == part.offset
 
 
-def test_a_large_step_counts_its_labels_once() -> None:
-    """More examples than are remembered are not all made again for each micro-batch."""
+def test_large_step_counts_labels_once() -> None:
+    """With more examples than the cache holds, micro-batches do not regenerate all of them."""
     with mock.patch.object(Texts, "example", autospec=True, side_effect=Texts.example) as made:
         large = loader(DataSplit(768), global_batch=100)
         assert {large.batch(0, micro_step).step_labels for micro_step in range(10)} == {100 * 5}
     assert made.call_count <= 110
 
 
-def test_a_single_row_keeps_its_tokens() -> None:
-    """Labels that do not count are written over, and those of one row lie where its tokens do."""
+def test_masked_labels_do_not_overwrite_tokens() -> None:
+    """Masking overwrites labels, which may share memory with the tokens of a single row."""
     alone, together = (loader(DataSplit(768, micro_batch)).batch(0, 0) for micro_batch in (1, 8))
     assert alone.input_ids.equal(together.input_ids[:1])
     assert alone.labels.equal(together.labels[:1])
 
 
-def test_validation_has_other_examples() -> None:
+def test_validation_examples_differ_from_training() -> None:
     data = DataConfig(kind=DataKind.synthetic, seq_len=64)
     opened = open_data(data, vocab_size=259)
     [batch] = validation_batches(opened.validation[0].reader(DataSplit(64, 4), seed=0), max_sequences=4)
@@ -249,7 +249,7 @@ def test_validation_has_other_examples() -> None:
         (["data=synthetic", "data.synthetic.task=bell"], "data.synthetic.task=bell: must be one of recall, needle"),
     ],
 )
-def test_mistakes_of_a_command_line(overrides: list[str], expected: str | None) -> None:
+def test_invalid_synthetic_overrides_are_refused(overrides: list[str], expected: str | None) -> None:
     if expected is None:
         config = load_config(overrides)
         with pytest.raises(ConfigError, match=r"^model\.vocab_size=258: the task has 259 ids"):
@@ -268,7 +268,7 @@ def _train_on_recall(rank: int, world_size: int, run_dir: str, steps: int) -> li
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_split(tmp_path: Path) -> None:
+def test_synthetic_run_resumes_on_another_split(tmp_path: Path) -> None:
     unbroken = run_distributed(_train_on_recall, 1, str(tmp_path / "unbroken"), 4)[0]
     run_distributed(_train_on_recall, 1, str(tmp_path / "run"), 2)
     rows = run_distributed(_train_on_recall, 2, str(tmp_path / "run"), 4)[0]

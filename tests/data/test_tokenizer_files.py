@@ -1,4 +1,4 @@
-"""A tokenizer of a stranger's: no code of it runs, and nothing outside of its folder is read, kept or exported."""
+"""Untrusted tokenizers: their code never runs, and no file outside their folder is read, kept or exported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "-----BEGIN PRIVATE KEY-----"
 
 @pytest.fixture(scope="module")
 def store(hugging_face: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small token store with a Hugging Face tokenizer of its own."""
+    """A small token store with its own copy of a Hugging Face tokenizer."""
     folder = tmp_path_factory.mktemp("stranger")
     source = write_lines(folder / "text.jsonl", [{"text": " ".join(f"w{i}" for i in range(4000))}])
     tokenizer = str(hugging_face / "whole")
@@ -55,8 +55,8 @@ def _holds_secret(folder: Path) -> bool:
     return any(SECRET.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def test_code_beside_a_tokenizer_never_runs(own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would ask on stdin; whatever is answered there, nothing runs."""
+def test_custom_tokenizer_code_never_runs(own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on stdin; even if the answer is yes, no code runs."""
     folder, marker = own_store / "tokenizer", tmp_path / "code_ran"
     (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine:\n    pass\n")
     settings = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine", "eos_token": "</s>"}
@@ -70,7 +70,7 @@ def test_code_beside_a_tokenizer_never_runs(own_store: Path, tmp_path: Path, mon
     assert questions == []
 
 
-def test_commands_refuse_a_runs_tokenizer_with_code(own_store: Path, tmp_path: Path) -> None:
+def test_commands_refuse_run_tokenizer_with_custom_code(own_store: Path, tmp_path: Path) -> None:
     run, marker = tmp_path / "run", tmp_path / "code_ran"
     assert _train(own_store, run).code == 0
     (run / "tokenizer" / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine:\n    pass\n")
@@ -88,14 +88,12 @@ def test_commands_refuse_a_runs_tokenizer_with_code(own_store: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "id_rsa", "README.md"])
-def test_only_a_tokenizers_files_are_kept_and_exported(
-    name: str, own_store: Path, secret: Path, tmp_path: Path
-) -> None:
+def test_only_tokenizer_files_are_kept_and_exported(name: str, own_store: Path, secret: Path, tmp_path: Path) -> None:
     (own_store / "tokenizer" / name).symlink_to(secret)
     assert _train(own_store, tmp_path / "run").code == 0
     kept = {path.name for path in (tmp_path / "run" / "tokenizer").iterdir()}
     assert kept == {"tokenizer.json", "tokenizer_config.json"}
-    # A run that an older version has made may hold more.
+    # Runs of older versions may hold more files.
     (tmp_path / "run" / "tokenizer" / name).unlink(missing_ok=True)
     (tmp_path / "run" / "tokenizer" / name).write_text(SECRET)
     outcome = run_here(export_command.main, str(tmp_path / "run"), str(tmp_path / "out"))
@@ -104,7 +102,7 @@ def test_only_a_tokenizers_files_are_kept_and_exported(
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "additional_chat_templates/a.jinja"])
-def test_a_link_out_of_the_store_is_refused_when_a_run_begins(
+def test_run_refuses_tokenizer_file_linked_outside_store(
     name: str, own_store: Path, secret: Path, tmp_path: Path
 ) -> None:
     link = own_store / "tokenizer" / name
@@ -116,7 +114,7 @@ def test_a_link_out_of_the_store_is_refused_when_a_run_begins(
     assert not _holds_secret(tmp_path / "run")
 
 
-def test_a_tokenizer_folder_that_is_a_link_out_of_the_store_is_refused(own_store: Path, tmp_path: Path) -> None:
+def test_tokenizer_folder_linked_outside_store_is_refused(own_store: Path, tmp_path: Path) -> None:
     shutil.move(own_store / "tokenizer", tmp_path / "private")
     (own_store / "tokenizer").symlink_to(tmp_path / "private")
     with pytest.raises(DataError, match="is a link to another place; it is not followed; put the folder itself there"):
@@ -124,7 +122,7 @@ def test_a_tokenizer_folder_that_is_a_link_out_of_the_store_is_refused(own_store
     assert _train(own_store, tmp_path / "run").code == 3
 
 
-def test_a_link_to_nothing_names_the_store(own_store: Path, tmp_path: Path) -> None:
+def test_dangling_tokenizer_link_is_reported(own_store: Path, tmp_path: Path) -> None:
     link = own_store / "tokenizer" / "added_tokens.json"
     link.symlink_to("gone.json")
     outcome = _train(own_store, tmp_path / "run")
@@ -139,8 +137,8 @@ def _replace(path: Path, make: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("kind", ["outside", "/dev/zero", "fifo", "loop", "folder", "huge"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab_file", "tekken.json", "config.json"])
-def test_loading_reads_regular_files_of_the_folder_only(kind: str, name: str, own_store: Path, tmp_path: Path) -> None:
-    """Also those that transformers finds by a pattern; nothing waits for a FIFO or for the end of /dev/zero."""
+def test_load_refuses_non_regular_or_outside_files(kind: str, name: str, own_store: Path, tmp_path: Path) -> None:
+    """Also files that transformers finds by a pattern; nothing blocks on a FIFO or reads /dev/zero to the end."""
     path = own_store / "tokenizer" / name
     if path.exists():
         path.rename(tmp_path / name)
@@ -180,13 +178,13 @@ def test_loading_reads_regular_files_of_the_folder_only(kind: str, name: str, ow
         ("{", "cannot be read"),
     ],
 )
-def test_settings_that_name_other_files_are_refused(settings: str, problem: str, own_store: Path) -> None:
+def test_tokenizer_settings_naming_other_files_are_refused(settings: str, problem: str, own_store: Path) -> None:
     (own_store / "tokenizer" / "tokenizer_config.json").write_text(settings)
     with pytest.raises(DataError, match=problem):
         load_tokenizer(str(own_store / "tokenizer"))
 
 
-def test_a_single_file_is_to_be_a_regular_one(tmp_path: Path) -> None:
+def test_single_tokenizer_file_must_be_regular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="is not a regular file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
@@ -199,8 +197,8 @@ def test_links_inside_the_folder_are_followed(own_store: Path) -> None:
     assert load_tokenizer(str(folder)).encode(["w7"])[0].tolist() == [9]
 
 
-def test_a_snapshot_of_the_hubs_cache_is_read_and_copied_as_files(hugging_face: Path, tmp_path: Path) -> None:
-    """Its files are links to ../../blobs; the store, and a run with the tokenizer in its settings, have files."""
+def test_hub_cache_snapshot_is_copied_as_files(hugging_face: Path, tmp_path: Path) -> None:
+    """The snapshot has links to ../../blobs; the store and the run get regular files."""
     cache = tmp_path / "hub" / "models--org--name"
     snapshot = cache / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -235,7 +233,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read_and_copied_as_files(hugging_face: 
         ),
     ],
 )
-def test_a_panic_of_the_tokenizers_library_is_an_error(parts: dict[str, object], problem: str, own_store: Path) -> None:
+def test_tokenizers_library_panic_raises_data_error(parts: dict[str, object], problem: str, own_store: Path) -> None:
     path = own_store / "tokenizer" / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | parts))
     with pytest.raises(DataError, match=problem):

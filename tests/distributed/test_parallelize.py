@@ -1,4 +1,4 @@
-"""What the strategies keep on a rank, between the micro-batches of a step too."""
+"""Gradients and parameters that each strategy holds on a rank between micro-batches; group timeouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.numeric
 
 
 def _gradients(rank: int, world_size: int) -> dict[str, tuple[bool, bool, float]]:
-    """By strategy: does a rank hold whole gradients after the first of two micro-batches; likewise whole parameters;
+    """By strategy: whether a rank holds whole gradients, and whole parameters, after the first of two micro-batches;
     and the norm of the whole gradient after the second."""
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=30))
     results = {}
@@ -38,7 +38,7 @@ def _gradients(rank: int, world_size: int) -> dict[str, tuple[bool, bool, float]
 
 
 def _holds_whole_gradients(model: nn.Module) -> bool:
-    """Where FSDP2 keeps gradients that it has not reduced yet; there is no public way to ask."""
+    """Whether FSDP2 holds unreduced gradients; uses private attributes, since there is no public API."""
     parameters = [p for layer in model for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params]
     return any(
         p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
@@ -47,7 +47,7 @@ def _holds_whole_gradients(model: nn.Module) -> bool:
     )
 
 
-def test_what_a_rank_holds_between_micro_batches() -> None:
+def test_strategies_hold_expected_tensors_between_micro_batches() -> None:
     results = run_distributed(_gradients, 4)
     expected = {"ddp": (True, False), "zero2": (False, True), "zero3": (False, False), "hsdp": (False, False)}
     norms = []
@@ -61,10 +61,10 @@ def test_what_a_rank_holds_between_micro_batches() -> None:
 def _timeouts(rank: int, world_size: int) -> set[float]:
     mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=57))
     groups = [*mesh.devices.get_all_groups(), *mesh.scan_groups]
-    # A group is made here before its peers are done with it: one that ended now would break theirs.
+    # Peers may still be creating their groups: a rank that left now would break them.
     dist.barrier()
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
-def test_every_group_of_the_mesh_has_the_timeout() -> None:
+def test_every_mesh_group_has_the_timeout() -> None:
     assert run_distributed(_timeouts, 4) == [{57.0}] * 4

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.numeric
 __all__ = ["hugging_face"]
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
-# Of a task of lm_eval on local files, but for where they are.
+# Common part of lm_eval tasks on a local file; FILE is replaced by its path.
 DATA = """
 dataset_path: json
 dataset_kwargs:
@@ -43,7 +43,7 @@ doc_to_target: answer
 target_delimiter: ""
 metric_list: [{metric: acc}]
 """,
-    # Blanks before an answer are part of it: there is nothing before them.
+    # An empty context: leading blanks belong to the answer.
     "zeco_blank": """
 output_type: multiple_choice
 doc_to_text: " "
@@ -70,7 +70,7 @@ metric_list: [{metric: exact_match}]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a store of its own, whose held-out part has 20 sequences of its length."""
+    """A run on its own store, whose held-out part has 20 sequences of the run's length."""
     folder = tmp_path_factory.mktemp("evaluate")
     store = write_store(folder / "store")
     write_store(store / "validation", num_tokens=64 * 20 + 11, seed=1)
@@ -90,8 +90,8 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_loss_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
-    # The batch of training is 4.
+def test_loss_equals_validation_loss_of_training(run: Path, tmp_path: Path) -> None:
+    # Training used batches of 4.
     assert evaluate(run, "validation.sequences=5", "data.micro_batch=3", "--out", tmp_path / "out").code == 0
     found = results(tmp_path / "out")
     loss = read_metrics(run / "metrics.jsonl")[-1]["val_loss"]
@@ -101,26 +101,26 @@ def test_the_loss_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
     assert metrics["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-12)
     assert (found["step"], found["ranks"], found["config"]["data"]["seq_len"]) == (2, 1, 64)
     assert (run / "loss_by_position.png").is_file()
-    # An earlier checkpoint is another model.
+    # An earlier checkpoint has another loss.
     assert evaluate(run / "checkpoints/step_00000001", "validation.sequences=5", "--out", tmp_path / "older").code == 0
     assert results(tmp_path / "older")["tasks"]["validation"]["metrics"]["loss"] != metrics["loss"]
 
 
-def test_other_lengths_and_what_is_left_out(run: Path, tmp_path: Path) -> None:
+def test_other_lengths_report_leftover_tokens(run: Path, tmp_path: Path) -> None:
     outcome = evaluate(run, "validation.lengths=[16,64,1000]", "train.segments=2", "--out", tmp_path)
     assert outcome.code == 0, outcome
     assert "80 of 80 held-out sequences of 16 tokens; left out: 10 tokens behind the last whole one" in outcome.out
     assert "1 of 1 held-out sequences of 1,000 tokens; left out: 290 tokens behind" in outcome.out
     details = results(tmp_path)["tasks"]["validation"]["lengths"]
     assert [details[length]["by_position"]["edges"][-1] for length in ("16", "64", "1000")] == [16, 64, 1000]
-    # Cut in two in time or not: what a model knows of the first 64 tokens is the same.
+    # Losses by position do not depend on the number of segments.
     assert evaluate(run, "validation.lengths=[1000]", "--out", tmp_path / "whole").code == 0
     whole = results(tmp_path / "whole")["tasks"]["validation"]["lengths"]["1000"]
     assert whole["by_position"]["losses"] == pytest.approx(details["1000"]["by_position"]["losses"], rel=1e-9)
     assert details["1000"]["error"] is None
 
 
-def test_what_a_file_of_a_group_replaces_is_said(run: Path, tmp_path: Path) -> None:
+def test_settings_replaced_by_data_group_are_reported(run: Path, tmp_path: Path) -> None:
     moved, store = tmp_path / "run", f"data.path={run.parent / 'store'}"
     shutil.copytree(run, moved)
     text = (moved / "config.yaml").read_text()
@@ -135,7 +135,7 @@ def test_what_a_file_of_a_group_replaces_is_said(run: Path, tmp_path: Path) -> N
     for arguments in (
         (moved, *short, "data.reset_state_at_document=true"),
         (moved, "validation.sequences=1", store),
-        # The batch of training and the order of its sequences differ, which no evaluation reads.
+        # The training batch and sequence order differ, which no evaluation reads.
         (run, *short, "data.seq_len=32", "--out", tmp_path / "out"),
     ):
         outcome = evaluate(*arguments)
@@ -143,7 +143,7 @@ def test_what_a_file_of_a_group_replaces_is_said(run: Path, tmp_path: Path) -> N
         assert " sets " not in outcome.out
 
 
-def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
+def test_repeated_evaluation_overwrites_nothing(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
     for name in ("step_00000002", "step_00000002.1"):
@@ -155,13 +155,13 @@ def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
         assert set(after) - set(before) - {"evaluation"} == {
             f"evaluation/{name}{file}" for file in ("", "/results.json", "/loss_by_position.png")
         }
-    # The folder is still one to go on with.
+    # The run can still be resumed.
     store = run.parent / "store"
     more = ("data=tokens", f"data.path={store}", "train.dtype=fp64", "train.eval_sequences=5", "train.steps=3", "sp=dp")
     assert train_here(*more, f"run_dir={moved}").code == 0
 
 
-def test_an_interrupted_evaluation_leaves_nothing_behind(run: Path, tmp_path: Path) -> None:
+def test_interrupted_evaluation_leaves_nothing_behind(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
     before = snapshot(tmp_path)
@@ -171,7 +171,7 @@ def test_an_interrupted_evaluation_leaves_nothing_behind(run: Path, tmp_path: Pa
         assert snapshot(tmp_path) == before
 
 
-def test_the_training_store_may_be_gone(run: Path, tmp_path: Path) -> None:
+def test_evaluation_works_without_training_store(run: Path, tmp_path: Path) -> None:
     moved, held_out = tmp_path / "run", tmp_path / "held_out"
     shutil.copytree(run, moved)
     shutil.copytree(run.parent / "store" / "validation", held_out)
@@ -179,8 +179,8 @@ def test_the_training_store_may_be_gone(run: Path, tmp_path: Path) -> None:
     assert evaluate(moved, "validation.sequences=1", *override).code == 0
 
 
-def test_an_export_whose_tokenizer_is_of_hugging_face(hugging_face: Path, tmp_path: Path) -> None:
-    """What it was trained on is found to be its own text by the export's files, and other text to be another's."""
+def test_export_with_hugging_face_tokenizer_is_evaluated(hugging_face: Path, tmp_path: Path) -> None:
+    """The export's tokenizer files identify the training store; after a change to them it is refused."""
     store, out = tmp_path / "store", tmp_path / "export"
     source = write_lines(tmp_path / "text.jsonl", [{"text": "w5 w7 " * 100} for _ in range(4)])
     prepared = ["--tokenizer", str(hugging_face / "whole"), "--validation-fraction", "0.5", "--out", str(store)]
@@ -198,7 +198,7 @@ def test_an_export_whose_tokenizer_is_of_hugging_face(hugging_face: Path, tmp_pa
     check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "that of the model is")
 
 
-def test_mistakes(run: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: Path) -> None:
     other = write_store(tmp_path / "other", vocab_size=200, kind="words")
     full = tmp_path / "full"
     full.mkdir()
@@ -236,20 +236,20 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         assert (snapshot(tmp_path), snapshot(run)) == before, arguments
 
 
-def test_help() -> None:
+def test_help_lists_settings() -> None:
     outcome = evaluate("--help")
     assert outcome.code == 0
     for text in ("validation.KEY=VALUE", "lm_eval.KEY=VALUE", "sequences=0", "batch_tokens=16384"):
         assert text in outcome.out
 
 
-def test_without_lm_eval(run: Path) -> None:
+def test_lm_eval_task_without_lm_eval_installed(run: Path) -> None:
     with mock.patch.dict(sys.modules, {"lm_eval": None}), mock.patch("importlib.util.find_spec", return_value=None):
         check_line(evaluate(run, "--tasks", "piqa"), 2, "--tasks=piqa: is one of lm_eval's, which is not installed")
 
 
 def write_tasks(folder: Path) -> Path:
-    """Tasks on texts of several lengths, whose right answers anybody can tell; ours need not."""
+    """Write tasks on texts of several lengths; the model need not answer correctly."""
     rows = [
         {
             "question": "def f(x):\n" * (1 + 7 * n),
@@ -268,7 +268,7 @@ def write_tasks(folder: Path) -> Path:
 @pytest.mark.processes
 @pytest.mark.slow
 @needs_lm_eval
-def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_scores_equal_on_one_and_two_ranks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tasks").mkdir()
     tasks = [f"--tasks=validation,{','.join(TASKS)}", f"lm_eval.include_path={write_tasks(tmp_path / 'tasks')}"]
@@ -294,7 +294,7 @@ def test_tasks_of_lm_eval_on_one_rank_and_on_two(run: Path, tmp_path: Path, monk
 
 @pytest.mark.slow
 @needs_lm_eval
-def test_a_task_that_is_not_there_or_has_no_data(run: Path, tmp_path: Path) -> None:
+def test_unknown_lm_eval_task_or_missing_data_is_reported(run: Path, tmp_path: Path) -> None:
     check_line(evaluate(run, "--tasks=hellaswagg"), 2, "--tasks=hellaswagg", "did you mean", "hellaswag")
     write_tasks(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
@@ -303,7 +303,7 @@ def test_a_task_that_is_not_there_or_has_no_data(run: Path, tmp_path: Path) -> N
 
 
 @needs_lm_eval
-def test_what_generation_is_asked_for() -> None:
+def test_lm_eval_generation_arguments_are_translated() -> None:
     from data.tokenizer import ByteTokenizer
     from zeco_train.errors import ConfigError
     from zeco_train.evaluate.language_model import LanguageModel

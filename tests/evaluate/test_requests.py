@@ -1,4 +1,4 @@
-"""Requests to be scored: the same scores as of one text after another, however they are packed, cut and dealt out."""
+"""Scoring requests: equal to scoring one text at a time, however they are packed, cut and distributed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 from zeco_train.training.forward import SequenceForward
 
-# Lengths of all kinds: one token scored, nothing before it but one, longer than what a rank takes at once, equal ones.
+# (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.
 LENGTHS = [(2, 1), (3, 1), (9, 8), (9, 4), (40, 1), (131, 1), (131, 130), (64, 10), (65, 64), (1, 1), (300, 200)]
 
 
 def requests() -> list[ScoreRequest]:
     generator = np.random.default_rng(0)
     found = [ScoreRequest(generator.integers(0, TINY.vocab_size, n), first) for n, first in LENGTHS]
-    # What the model itself would say, so that some are greedy.
+    # One continuation is the model's own argmax, so that one score is greedy.
     model, tokens = build(TINY, spread=1.0), found[3].tokens.copy()
     for place in range(4, len(tokens)):
         tokens[place] = int(_logits(model, tokens[:place])[-1].argmax())
@@ -65,7 +65,7 @@ def score_on_ranks(rank: int, world_size: int) -> list[tuple[str, list[Score]]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_scores_do_not_depend_on_how_they_are_computed(world_size: int) -> None:
+def test_scores_equal_one_by_one_reference(world_size: int) -> None:
     expected = one_by_one()
     assert {one.is_greedy for one in expected if one.log_likelihood} == {True, False}
     ranks = run_distributed(score_on_ranks, world_size)
@@ -77,9 +77,7 @@ def test_scores_do_not_depend_on_how_they_are_computed(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("dp_size", "sp_size", "batch_tokens"), [(1, 1, 64), (3, 1, 50), (2, 4, 8), (4, 2, 1)])
-def test_all_groups_have_as_many_passes_and_every_request_is_taken_once(
-    dp_size: int, sp_size: int, batch_tokens: int
-) -> None:
+def test_requests_are_dealt_once_with_equal_passes_per_group(dp_size: int, sp_size: int, batch_tokens: int) -> None:
     work = requests()
     plan = _deal(work, batch_tokens, dp_size, sp_size)
     assert sorted(number for own in plan for pack in own for number in pack.numbers) == list(range(len(work)))

@@ -1,4 +1,4 @@
-"""Scores of answers, on any split, against a model run on one rank; and the command's tasks of that kind."""
+"""Scores of answers on any split, against a model on one rank; and the synthetic tasks of the command."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from zeco_train.training.forward import SequenceForward
 pytestmark = pytest.mark.numeric
 
 LENGTH, SHARDS = 96, 6
-# Over the borders of shards at 16, 32, 48, 64 and 80, beside them, and at both ends.
+# Across the shard borders at 16, 32, 48, 64 and 80, next to them, and at both ends.
 ANSWERS = [Answer(1, 2), Answer(14, 19), Answer(48, 49), Answer(63, 64), Answer(64, 66), Answer(95, 97)]
 
 
 class Given:
-    """A filler that is there already."""
+    """A filler of given tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -54,7 +54,7 @@ def logits(model: LanguageModel, tokens: Tokens) -> Tensor:
 
 @torch.no_grad()
 def examples_of(model: LanguageModel, count: int) -> list[Example]:
-    """Of random tokens, but for half of the answers, which are what the model would say."""
+    """Examples of random tokens; half of the answers are the model's argmax."""
     rng, made = np.random.default_rng(0), []
     for index in range(count):
         tokens = rng.integers(0, TINY.vocab_size, LENGTH + 1)
@@ -68,7 +68,7 @@ def examples_of(model: LanguageModel, count: int) -> list[Example]:
 
 @torch.no_grad()
 def expected_scores(model: LanguageModel, examples: list[Example], size: int = LENGTH) -> Scores:
-    """With each part of so many tokens run by itself."""
+    """Scores with each part of `size` tokens run separately, from a zero state."""
     right, losses = [], []
     for example in examples:
         tokens = example.read(0, LENGTH + 1)
@@ -91,7 +91,7 @@ def _check_splits(rank: int, world_size: int) -> None:
         made: list[Any] = [lambda example=example: example for example in examples]
         backend = Backend.zeco if sp_size > 1 else Backend.dp
         scan = build_scan(SPConfig(backend), mesh.scan_groups, mesh.timeout)
-        # The last is one of padded sequences.
+        # The last one pads sequences.
         for cut in (Cut(LENGTH, 1, 2), Cut(LENGTH, SHARDS // sp_size, 3), Cut.of(LENGTH, sp_size, 1, 11)):
             plain = score(made, len(ANSWERS), SequenceForward(model, scan, mesh), cut, lambda activity: None)
             _assert_same(plain, expected_scores(whole, examples), f"sp {sp_size}, {cut}")
@@ -125,7 +125,7 @@ def test_scores_do_not_depend_on_the_split(world_size: int) -> None:
         ((16411, 1, 4, 16384), Cut(16412, 4, 3)),
     ],
 )
-def test_cut(arguments: tuple[int, int, int, int], expected: Cut) -> None:
+def test_cut_pads_length_and_limits_tokens_per_rank(arguments: tuple[int, int, int, int], expected: Cut) -> None:
     assert Cut.of(*arguments) == expected
 
 
@@ -137,7 +137,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_command(run: Path, tmp_path: Path) -> None:
+def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     grid = [
         "recall.lengths=[64,256]",
@@ -157,7 +157,7 @@ def test_command(run: Path, tmp_path: Path) -> None:
     assert recall["segments"] == {"64": 1, "256": 2}
     assert recall["chance"] == 1 / 64
     assert np.array(recall["whole"]["accuracy"]).shape == (3, 2)
-    # Half of the shorter sequence is no other segment: nothing is zeroed there.
+    # The shorter sequence is a single segment, so nothing is zeroed.
     assert recall["whole"]["loss"]["64"] == recall["zeroed"]["loss"]["64"]
     assert recall["whole"]["loss"]["256"] != recall["zeroed"]["loss"]["256"]
     assert results["needle"]["depths"] == [None]
@@ -185,7 +185,7 @@ def test_command(run: Path, tmp_path: Path) -> None:
         (["--tasks=validation"], "--tasks=validation: data=synthetic holds no text out; take --tasks=recall"),
     ],
 )
-def test_mistakes(run: Path, arguments: list[str], expected: str) -> None:
+def test_invalid_task_settings_are_reported(run: Path, arguments: list[str], expected: str) -> None:
     ended = run_here(main, str(run), "--tasks", "recall", *arguments)
     check_line(ended, 2, expected)
     assert not (run / "evaluation").exists()

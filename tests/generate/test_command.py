@@ -1,4 +1,4 @@
-"""`python -m zeco_train.generate` as a user runs it: on a run that was trained here, on one rank and on two."""
+"""`python -m zeco_train.generate` as a user runs it: on a run trained here, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["completions"]
 
 
-def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Path, tmp_path: Path) -> None:
+def test_text_goes_to_stdout_and_summary_to_stderr(run: Path, tmp_path: Path) -> None:
     arguments = [run, "--prompt", "def ", "--max-tokens", "30", "--ignore-eos", "--seed", "5"]
     found = generate(*arguments, "--json", tmp_path / "found.json")
     assert found.code == 0, found
@@ -54,14 +54,14 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Path, tmp_path: Path) -
     assert text["text"] == ByteTokenizer().decode(np.asarray(text["tokens"]))
     assert found.err.startswith("prompts: 4 tokens in ")
     assert found.err.endswith("ended 1 by length\n")
-    # The same seed, the same text; also shown at once, and from the checkpoint by its own name.
+    # The same seed gives the same text, also without streaming and from a checkpoint's path.
     checkpoint = run / "checkpoints" / "step_00000002"
     assert generate(checkpoint, *arguments[1:], "--no-stream").out == found.out
     assert generate(*arguments[:-1], "6").out != found.out
 
 
-def test_an_export_writes_what_its_run_writes(run: Path, tmp_path: Path) -> None:
-    """Also one that somebody else wrote, of which no run is known; it is computed in fp32 then."""
+def test_export_generates_same_text_as_its_run(run: Path, tmp_path: Path) -> None:
+    """Also an export without a record of its run, which is computed in fp32."""
     arguments = ["--prompt", "def ", "--max-tokens", "30", "--ignore-eos"]
     expected = generate(run, *arguments).out
     outcome = run_here(export.main, str(run), str(tmp_path / "export"))
@@ -72,7 +72,7 @@ def test_an_export_writes_what_its_run_writes(run: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "found.json").read_text())["step"] is None
 
 
-def test_headings_and_ends(run: Path, tmp_path: Path) -> None:
+def test_headings_number_prompts_and_samples(run: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("é\n", encoding="utf-8")
     found = generate(run, "--prompt", "a", "--prompt-file", prompt, "--samples", "2", "--greedy", "--max-tokens", "3")
@@ -84,8 +84,8 @@ def test_headings_and_ends(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
-    """In fp64: a prompt over both ranks, and texts on both; the rank that has none of a batch, too."""
+def test_two_ranks_generate_same_texts_as_one(run: Path, tmp_path: Path) -> None:
+    """In fp64: a prompt over both ranks, texts on both, and a batch in which one rank has none."""
     long = tmp_path / "long.txt"
     long.write_text("import os\n" * 40)
     arguments = [
@@ -113,7 +113,7 @@ def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_interrupted(run: Path, tmp_path: Path) -> None:
+def test_sigint_ends_generation_with_summary(run: Path, tmp_path: Path) -> None:
     arguments = [run, "--prompt", "a", "--max-tokens", "10000000", "--ignore-eos"]
     program = [sys.executable, "-m", "zeco_train.generate", *map(str, arguments)]
     with Command(program, tmp_path) as command:
@@ -150,11 +150,11 @@ def test_interrupted(run: Path, tmp_path: Path) -> None:
         (["--prompt", "x", "--json", "nowhere/out.json"], 2, ["--json=nowhere/out.json", "folder"]),
     ],
 )
-def test_mistakes(run: Path, arguments: list[str], code: int, parts: list[str]) -> None:
+def test_invalid_arguments_print_one_error_line(run: Path, arguments: list[str], code: int, parts: list[str]) -> None:
     check_line(generate(run, *arguments), code, *parts)
 
 
-def test_nothing_to_generate_with(run: Path, tmp_path: Path) -> None:
+def test_unusable_run_or_prompt_file_is_reported(run: Path, tmp_path: Path) -> None:
     check_line(generate("nowhere", "--prompt", "x"), 2, "RUN=nowhere", "no such folder")
     binary = tmp_path / "binary"
     binary.write_bytes(b"ok \xff")
@@ -166,8 +166,8 @@ def test_nothing_to_generate_with(run: Path, tmp_path: Path) -> None:
     check_line(generate(damaged, "--prompt", "x"), 4, "damaged")
 
 
-def test_printer_keeps_the_order() -> None:
-    """Texts come in any order, some from other ranks at the end; the first that has not ended is shown as it comes."""
+def test_printer_keeps_prompt_order() -> None:
+    """Texts arrive in any order, those of other ranks at the end; the first unfinished one is streamed."""
     from zeco_train.generate.generator import Completion
 
     out = io.StringIO()
@@ -186,7 +186,7 @@ def test_printer_keeps_the_order() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_it(run: Path, tmp_path: Path) -> None:
+def test_closed_stdout_ends_generation(run: Path, tmp_path: Path) -> None:
     program = f"{sys.executable} -m zeco_train.generate {run} --prompt a --max-tokens 10000000 --ignore-eos"
     script = f"set -o pipefail; {program} | head -c 5 >/dev/null; echo code $?"
     with Command(["bash", "-c", script], tmp_path) as command:

@@ -1,4 +1,4 @@
-"""Generation by its parts and as a command: the same texts whatever the batch, the pieces and the ranks."""
+"""The generator: the same texts for any batch, prefill size and number of ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def generate(generator: Generator, prompts: Sequence[str] = PROMPTS, **settings:
 
 
 def sampled_one_by_one(prompt: str, seed: int, max_tokens: int) -> list[int]:
-    """The whole sequence through the model for each token, which is drawn as transformers draws."""
+    """Reference: the model runs on the whole sequence for each token, drawn as in transformers."""
     tokenizer, network = ByteTokenizer(), model()
     ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.eos_id]
     stream, found = torch.Generator().manual_seed(seed), []
@@ -69,7 +69,7 @@ def sampled_one_by_one(prompt: str, seed: int, max_tokens: int) -> list[int]:
     return found
 
 
-def test_texts_are_those_of_the_whole_sequence(mesh: ProcessMesh) -> None:
+def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh) -> None:
     found = generate(generator(mesh, prefill_tokens=70), samples=2)
     assert [(c.prompt, c.sample) for c in found] == [(p, s) for p in range(len(PROMPTS)) for s in range(2)]
     tokenizer = ByteTokenizer()
@@ -82,11 +82,11 @@ def test_texts_are_those_of_the_whole_sequence(mesh: ProcessMesh) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"batch": 1}, {"batch": 4, "prefill_tokens": 7}, {"prefill_tokens": 100}])
-def test_batches_and_pieces_change_nothing(mesh: ProcessMesh, settings: dict[str, int]) -> None:
+def test_texts_do_not_depend_on_batch_or_prefill_size(mesh: ProcessMesh, settings: dict[str, int]) -> None:
     assert generate(generator(mesh, **settings)) == generate(generator(mesh))
 
 
-def test_pieces_told_are_the_texts(mesh: ProcessMesh) -> None:
+def test_streamed_pieces_join_to_the_texts(mesh: ProcessMesh) -> None:
     told: dict[tuple[int, int], list[str]] = {}
     ended = []
 
@@ -101,7 +101,7 @@ def test_pieces_told_are_the_texts(mesh: ProcessMesh) -> None:
     assert sorted(ended) == [(c.prompt, c.sample) for c in found]
 
 
-def test_stop_texts_and_ends_of_documents(mesh: ProcessMesh) -> None:
+def test_generation_stops_at_stop_text_or_eos(mesh: ProcessMesh) -> None:
     plain = generate(generator(mesh), limits=Limits(max_tokens=30, at_eos=False))
     assert {c.ended_by for c in plain} == {"length"}
     assert {len(c.tokens) for c in plain} == {30}
@@ -120,18 +120,18 @@ def test_stop_texts_and_ends_of_documents(mesh: ProcessMesh) -> None:
         assert completion.tokens == expected
 
 
-def test_told_to_stop(mesh: ProcessMesh) -> None:
+def test_stop_signal_ends_generation(mesh: ProcessMesh) -> None:
     asked = iter(range(1000))
     stopping = generator(mesh, stop=lambda: 2 if next(asked) >= 10 else 0)
     found = generate(stopping, PROMPTS[:1], limits=Limits(1000, at_eos=False))
     assert [c.ended_by for c in found] == ["signal"]
     assert 0 < len(found[0].tokens) < 12
     assert stopping.stopped_by == 2
-    # Before the first token there is nothing to show.
+    # Stopped before the first token: no texts.
     assert generate(generator(mesh, stop=lambda: 2)) == []
 
 
-def test_logits_that_are_not_finite(mesh: ProcessMesh) -> None:
+def test_nonfinite_logits_raise(mesh: ProcessMesh) -> None:
     broken = generator(mesh)
     with torch.no_grad():
         broken._model.lm_head.weight[5, 3] = float("nan")
@@ -165,8 +165,8 @@ def prefilled(prefill: Prefill) -> list[Tensor]:
     return [found[0], *found[1]]
 
 
-def test_prompts_over_ranks(mesh: ProcessMesh) -> None:
-    """Uneven shards, pieces, and ends of prompts within them: logits and states as on one rank, on all ranks."""
+def test_prefill_over_ranks_equals_one_rank(mesh: ProcessMesh) -> None:
+    """Uneven shards, pieces, and prompts that end within them: every rank has the logits and states of one rank."""
     expected = prefilled(Prefill(model(), mesh, LocalScan(), 100_000))
     for rank, by_backend in enumerate(run_distributed(states_of, 3)):
         for backend, found in by_backend.items():
@@ -185,8 +185,8 @@ def texts_of(rank: int, world_size: int) -> dict[int, tuple[list[Completion], in
     return found
 
 
-def test_texts_over_ranks(mesh: ProcessMesh) -> None:
-    """Prompts divide over sequence groups, their texts over the ranks of a group; and every rank gets all of them."""
+def test_texts_over_ranks_equal_one_rank(mesh: ProcessMesh) -> None:
+    """Prompts are divided over sequence groups, texts over the ranks of a group; every rank returns all texts."""
     expected = generate(generator(mesh), samples=2)
     for by_size in run_distributed(texts_of, 4):
         for sp_size, (found, told) in by_size.items():

@@ -1,4 +1,4 @@
-"""Generation on CUDA: the step's kernel, the step as one graph, and memory that does not grow."""
+"""Generation on CUDA: the step kernel, the step as one CUDA graph, and constant memory."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_steps_equal_the_recurrence(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_as_exact_as_the_chunked_operator(mesh: ProcessMesh, dtype: torch.dtype) -> None:
-    """Against fp64, since bf16 rounds both: by 0.023 in these four layers, whichever way they are computed."""
+def test_steps_are_as_accurate_as_chunked_operator(mesh: ProcessMesh, dtype: torch.dtype) -> None:
+    """Against fp64, since bf16 rounds both: by 0.023 in these four layers, computed either way."""
     network, tokens = model(dtype), ids(300)
     started = Prefill(network, mesh, LocalScan(), 128).run([tokens[:200]])
     assert started is not None
@@ -86,8 +86,8 @@ def test_steps_are_as_exact_as_the_chunked_operator(mesh: ProcessMesh, dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_graph_computes_the_same(mesh: ProcessMesh, dtype: torch.dtype) -> None:
-    """Bit for bit, also after rows have been dropped; and recording leaves the states as they were."""
+def test_cuda_graph_equals_eager_steps(mesh: ProcessMesh, dtype: torch.dtype) -> None:
+    """Bit for bit, also after rows have been dropped; capturing does not change the states."""
     network = model(dtype)
     prompts = [ids(n) for n in (5, 70, 30)]
     found = Prefill(network, mesh, LocalScan(), 128).run(prompts)
@@ -105,12 +105,12 @@ def test_a_graph_computes_the_same(mesh: ProcessMesh, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("cuda_graph", [True, False])
-def test_texts_and_memory(mesh: ProcessMesh, cuda_graph: bool) -> None:
-    """The same texts with and without a graph; a thousand tokens take the memory of a hundred."""
+def test_texts_equal_with_graph_and_memory_is_constant(mesh: ProcessMesh, cuda_graph: bool) -> None:
+    """The same texts with and without a CUDA graph; 1000 tokens take the memory of 100."""
     network, tokenizer = model(torch.bfloat16), ByteTokenizer()
     generator = Generator(network, tokenizer, mesh, LocalScan(), cuda_graph=cuda_graph)
     prompts = [generator.encode(text) for text in ("def main(", "x" * 500, "")]
-    # The first time takes what stays: cuBLAS's workspace of the stream that graphs are recorded on.
+    # Warm-up allocates what stays: cuBLAS's workspace of the stream on which graphs are captured.
     generator.generate(prompts, Sampling(seed=1), Limits(2, at_eos=False), samples=2)
     peaks, texts = [], []
     for count in (100, 1000):

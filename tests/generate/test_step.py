@@ -47,7 +47,7 @@ def test_steps_equal_the_recurrence(dtype: torch.dtype, tolerance: float) -> Non
     o = steps(q, k, v, g, state)
     assert o.dtype == dtype
     assert (o - expected).norm() <= tolerance * expected.norm()
-    # The state is kept in fp32 at least, and moved on where it lies.
+    # The state has at least fp32 and is updated in place.
     assert (state - final_state).norm() <= min(tolerance, 1e-6) * final_state.norm()
 
 
@@ -66,14 +66,14 @@ def _kernel_errors(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-def test_the_kernel_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_kernel_in_triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     errors = run_distributed(_kernel_errors, 1, fresh=True)[0]
     assert errors.pop("torch.bfloat16 o") <= 4e-3
     assert all(error <= 1e-6 for error in errors.values()), errors
 
 
-def test_misfits_are_named() -> None:
+def test_mismatched_operands_are_refused() -> None:
     q, k, v, g, state = operands(torch.float32, tokens=1)
     with pytest.raises(ValueError, match="state: expected shape"):
         recurrent_step(q, k, v, g, state[:1])
@@ -86,8 +86,8 @@ def test_misfits_are_named() -> None:
 
 
 @pytest.mark.parametrize("prompt", [1, 64, 100])
-def test_steps_of_the_model_equal_the_chunked_operator(prompt: int) -> None:
-    """Logits after each token, in fp64: all at once, and a prompt at once with a step a token from there."""
+def test_model_steps_equal_chunked_operator(prompt: int) -> None:
+    """Logits after each token, in fp64: the whole sequence at once, and a prompt followed by single steps."""
     model, (ids, _) = build(), tokens_and_labels(tokens=150)
     with torch.no_grad():
         expected = model(ids, whole(150))
@@ -108,8 +108,8 @@ def test_steps_of_the_model_equal_the_chunked_operator(prompt: int) -> None:
         {"use_output_gate": False, "tie_word_embeddings": True},
     ],
 )
-def test_all_steps_from_the_zero_state(changes: dict[str, Any]) -> None:
-    """Whatever the layers are made of."""
+def test_model_steps_from_zero_state_equal_whole_sequence(changes: dict[str, Any]) -> None:
+    """For several layer configurations."""
     model, (ids, _) = build(dataclasses.replace(SMALL, **changes)), tokens_and_labels(tokens=70)
     states = model.zero_states(2, ids.device)
     before = [state.data_ptr() for state in states]

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, stop texts, and the choice of tokens."""
+"""Streamed decoding, stop texts, and sampling of tokens."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def decode(ids: list[int]) -> str:
     return BYTES.decode(np.asarray(ids))
 
 
-def test_characters_come_whole() -> None:
+def test_only_complete_characters_are_shown() -> None:
     ids = BYTES.encode([TEXT])[0].tolist()
     pieces = streamed(ids)
     assert "".join(pieces) == TEXT
-    # A token that does not complete a character gives nothing, and no replacement character is ever shown.
+    # A token that does not complete a character gives an empty piece; replacement characters never appear.
     assert pieces.count("") > TEXT.count("日") * 2
     assert all("\ufffd" not in piece for piece in pieces)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_of_any_bytes_are_the_whole(seed: int) -> None:
-    """Also of broken UTF-8, of special tokens among it, and of texts much longer than what is kept to decode."""
+def test_pieces_of_any_bytes_join_to_decoded_text(seed: int) -> None:
+    """Also broken UTF-8 with special tokens in it, and texts much longer than the decoding window."""
     random = np.random.default_rng(seed)
     high = random.integers(0, 2) * 128
     ids = random.integers(high, 259, 300).tolist()
@@ -45,13 +45,13 @@ def test_pieces_of_any_bytes_are_the_whole(seed: int) -> None:
     assert "".join(streamed(ids)) == decode(ids)
 
 
-def test_what_stands_before_is_not_repeated() -> None:
+def test_context_is_not_repeated() -> None:
     ids = BYTES.encode(["before ", "after"])
     assert "".join(streamed(ids[1].tolist(), ids[0].tolist())) == "after"
 
 
 class WordTokenizer:
-    """Like a sentencepiece model: a text's first word loses the space before it, words after it keep theirs."""
+    """Like a sentencepiece model: the first word of a text loses its leading space, later words keep theirs."""
 
     vocab_size, eos_id, info = 3, 0, {"kind": "words"}
     words = ("", "one", "two")
@@ -65,7 +65,7 @@ class WordTokenizer:
     def save(self, folder: object) -> None: ...
 
 
-def test_the_space_after_the_prompt_stays() -> None:
+def test_space_after_prompt_is_kept() -> None:
     stream = TextStream(WordTokenizer(), [1, 1, 2])  # type: ignore[arg-type]
     pieces = [stream.add(token) for token in [2, 1] * 60]
     assert "".join(pieces) == " two one" * 60
@@ -82,7 +82,7 @@ def test_the_space_after_the_prompt_stays() -> None:
         (["aaa", "b"], "a", "aab"),
     ],
 )
-def test_stop_texts_over_pieces(pieces: list[str], shown: str, found: str | None) -> None:
+def test_stop_texts_across_pieces_are_found(pieces: list[str], shown: str, found: str | None) -> None:
     stops = StopTexts(["\nUser:", "END", "aab"])
     text = ""
     for piece in pieces:
@@ -101,7 +101,7 @@ def draws(sampling: Sampling, logits: Tensor, count: int = 4000) -> Tensor:
     return torch.cat([sampler.draw(logits) for _ in range(count)])
 
 
-def test_likeliest_token() -> None:
+def test_greedy_settings_draw_likeliest_token() -> None:
     assert draws(Sampling(temperature=0), LOGITS, 3).tolist() == [1, 1, 1]
     assert draws(Sampling(top_k=1), LOGITS, 3).tolist() == [1, 1, 1]
     assert draws(Sampling(top_p=1e-9), LOGITS, 3).tolist() == [1, 1, 1]
@@ -141,13 +141,13 @@ def test_filters_equal_those_of_transformers() -> None:
     theirs = TemperatureLogitsWarper(0.7)(None, logits)  # type: ignore[arg-type]
     theirs = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(40)(None, theirs)).softmax(-1)  # type: ignore[arg-type]
     torch.testing.assert_close(probabilities(logits, Sampling(0.7, 40, 0.9)), theirs)
-    # And so are the draws, for one seed.
+    # Draws are equal too for the same seed.
     torch.manual_seed(5)
     expected = [torch.multinomial(theirs[:1], 1).item() for _ in range(20)]
     assert draws(Sampling(0.7, 40, 0.9, seed=5), logits[:1], 20).tolist() == expected
 
 
-def test_rows_have_streams_of_their_own() -> None:
+def test_rows_have_independent_random_streams() -> None:
     sampling, logits = Sampling(seed=7), torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     together = Sampler(sampling, [7, 8, 7], CPU)
     first = together.draw(logits)
@@ -162,7 +162,7 @@ def test_rows_have_streams_of_their_own() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_marked(sampling: Sampling, value: float) -> None:
+def test_nonfinite_rows_are_marked(sampling: Sampling, value: float) -> None:
     logits = torch.zeros(3, 8)
     logits[1, 2] = value
     tokens = Sampler(sampling, [0, 0, 0], CPU).draw(logits).tolist()
