@@ -121,6 +121,7 @@ def test_impossible_paths_are_reported(name: str, here: Path) -> None:
 @pytest.mark.parametrize("name", ["--json", "out", "json"])
 def test_unwritable_file_is_reported_before_work(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", _no_work)
+    monkeypatch.setattr("zeco_train.plan.command.make_plan", _no_work)
     cases = {
         "run": "is a folder; name a file",
         "missing/new.json": "its folder does not exist",
@@ -218,10 +219,13 @@ def test_path_in_inaccessible_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "private").chmod(0o700)
     read, write = os.pipe()
     if os.fork() == 0:
-        os.seteuid(65534)
-        os.write(write, str(path_problem(tmp_path / "private" / "store")).encode())
-        os._exit(0)
+        try:
+            os.seteuid(65534)
+            os.write(write, str(path_problem(tmp_path / "private" / "store")).encode())
+        finally:
+            # Never return into pytest, whatever happened.
+            os._exit(0)
+    os.close(write)
     os.wait()
     assert os.read(read, 1000).decode() == "cannot be looked up (Permission denied)"
     os.close(read)
-    os.close(write)

@@ -114,7 +114,7 @@ def in_validation(store: Path) -> str:
 
 
 def other_offsets(store: Path) -> str:
-    """Offsets with valid count and range: only their digest differs."""
+    """Offsets with valid count and range: only their digest shows the damage."""
     path = store / "doc_offsets.npy"
     offsets = np.load(path)
     offsets[10] -= 1

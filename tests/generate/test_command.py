@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import signal
 import sys
@@ -78,7 +79,11 @@ def test_headings_number_prompts_and_samples(run: Path, tmp_path: Path) -> None:
     found = generate(run, "--prompt", "a", "--prompt-file", prompt, "--samples", "2", "--greedy", "--max-tokens", "3")
     headings = [line for line in found.out.splitlines() if line.startswith("== ")]
     assert headings == [f"== prompt {p}, sample {s}" for p in (1, 2) for s in (1, 2)]
-    # Greedy, so that samples are equal; 2 tokens of "é" and one of the line's end.
+    texts = [text.strip("\n") for text in re.split(r"^== .*$", found.out, flags=re.M)[1:]]
+    # Greedy, so samples of a prompt are equal.
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+    # One token of "a", two of "é", one of the line's end.
     assert found.err.startswith("prompts: 4 tokens in ")
 
 
