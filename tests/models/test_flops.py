@@ -60,16 +60,14 @@ def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLO
 
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize("recompute", Recompute)
-def test_linear_layers_equal_those_counted(
-    monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int
-) -> None:
+def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int) -> None:
     flops = flops_of(SMALL, recompute, segments)
     assert count_step(monkeypatch, recompute, segments) == pytest.approx(
         TOKENS * (flops.linear + flops.head), rel=1e-12
     )
 
 
-def test_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_flops_with_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
     flops = flops_of(config, Recompute.full, 1)
     counted = count_step(monkeypatch, Recompute.full, 1, config)
@@ -87,7 +85,7 @@ def counted(call: Any, *arguments: Any) -> tuple[int, Any]:
     return counter.get_total_flops(), result
 
 
-def test_what_the_operator_computes_again() -> None:
+def test_recomputed_operator_flops_equal_counted_flops() -> None:
     """Its backward pass is two products for each one of the forward pass, and once more the states; in PyTorch the
     scores, too, which the kernels keep."""
     key, value, chunks = SMALL.head_k_dim, SMALL.head_v_dim, 3
@@ -117,7 +115,7 @@ def test_what_the_operator_computes_again() -> None:
     assert chunks * CHUNK * formula == SMALL.num_layers * of_states
 
 
-def test_whole_blocks_take_the_operator_with_them() -> None:
+def test_full_recompute_and_segments_repeat_operator_flops() -> None:
     forward = spec_of(SMALL).flops_per_token(TOKENS, backward=False).operator
     own = spec_of(SMALL).recomputed_flops_per_token(TOKENS, Recompute.none).operator
     for recompute, times in ((Recompute.none, 0), (Recompute.selective, 0), (Recompute.full, 1)):
@@ -127,7 +125,7 @@ def test_whole_blocks_take_the_operator_with_them() -> None:
             assert flops.head == 0
 
 
-def test_sums() -> None:
+def test_token_flops_add_by_kind() -> None:
     total = TokenFLOPs(1.0, 2.0, 3.0) + TokenFLOPs(10.0, 20.0, 30.0)
     assert total == TokenFLOPs(11.0, 22.0, 33.0)
     assert total.total == 66.0

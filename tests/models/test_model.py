@@ -183,7 +183,7 @@ def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) 
     torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
+def test_packed_documents_are_independent() -> None:
     model = build()
     ids, labels = tokens_and_labels(1, 70)
     borders = [0, 1, 30, 70]
@@ -197,7 +197,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
+def test_low_precision_stays_close_to_fp64(dtype: torch.dtype) -> None:
     model, (ids, labels) = build(spread=1.0).to(dtype), tokens_and_labels()
     loss = model(ids, whole(70), labels)
     loss.backward()
@@ -265,7 +265,7 @@ def test_elementwise_functions_round_once() -> None:
     assert (swiglu(x, gate) != exact.bfloat16()).double().mean() < 1e-3
 
 
-def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     def elementwise(
         operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
     ) -> tuple[Tensor, Crossing]:
@@ -287,7 +287,7 @@ def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
 
 
-def test_flops_of_the_operator_equal_those_counted() -> None:
+def test_operator_flops_equal_counted_flops() -> None:
     """One head and one chunk, token by token in products of exactly the pairs that the formula counts."""
     key, value = SMALL.head_k_dim, SMALL.head_v_dim
     q, k, v, do = (torch.ones(CHUNK, size, requires_grad=True) for size in (key, key, value, value))
@@ -315,7 +315,7 @@ def one_rank_mesh() -> Iterator[Any]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:
+def test_sharded_units_give_same_gradients(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:
     """FSDP2 gathers and frees the weights around each unit: the loss must find its weight whole, also if it is tied."""
     config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
     master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -331,6 +331,6 @@ def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: t
         assert theirs.grad is not None, name
         assert ours.grad.dtype == master
         # Gathered weights lie elsewhere than a model's own, and a math library may add in another order then: some eps
-        # in each product, as in `test_low_precision_follows_fp64`.
+        # in each product, as in `test_low_precision_stays_close_to_fp64`.
         error = (ours.grad.full_tensor() - theirs.grad.to(master)).norm() / theirs.grad.norm()
         assert error <= 8 * torch.finfo(dtype).eps, f"{name} is off by {error:.1e}"

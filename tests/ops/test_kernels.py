@@ -77,7 +77,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict
     [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
     ids=["quick", "others"],
 )
-def test_kernels_under_the_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # It is chosen when Triton is imported, so the kernels run in a process of their own.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name, errors in run_distributed(_interpreted, 1, names, fresh=True)[0].items():
@@ -134,7 +134,7 @@ def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow  # 40 s with an empty cache of Triton, 2 s otherwise
-def test_kernels_fit_gpus_that_are_not_here() -> None:
+def test_kernels_compile_within_shared_memory() -> None:
     """The compiler for GPUs runs anywhere; it refuses what the interpreter takes."""
     found = run_distributed(_compiled, 1, fresh=True)[0]
     assert set(found) == set(COMPILED)
@@ -164,7 +164,7 @@ def _saved(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_saved_tensors_are_those_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_tensors_match_saved_like(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler plans with the latter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_saved, 1, fresh=True) == [[]]
@@ -221,7 +221,7 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_scores_are_kept_or_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_saved_or_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_kept_and_made_again, 1, fresh=True) == [[]]
 
@@ -237,7 +237,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
-def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, of the kernels of gradients: fewer than 64 keys or values; whatever options are kept."""
     from zeco_train.kernels.gla import launch, tuning
 
@@ -260,14 +260,14 @@ def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", LARGE)
-def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
     errors = kernel_errors(LARGE[name], dtype, torch.device("cuda"))
     print(name, dtype, {tensor: f"{error:.1e}" for tensor, error in errors.items()})
     assert all(error <= LIMITS[dtype] for error in errors.values()), errors
 
 
 @pytest.mark.gpu
-def test_kernels_do_not_wait_for_the_gpu() -> None:
+def test_kernels_do_not_synchronise_and_are_deterministic() -> None:
     """No synchronisation of the host in both passes, also with documents; and the same bits each time."""
     case = KernelCase((1, 1000, 2, 64, 128), documents=(0, 300, 1000))
     from zeco_train.ops.gla.cuda import CUDA
@@ -303,7 +303,7 @@ for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
 
 @pytest.mark.processes
 @pytest.mark.gpu
-def test_first_passes_take_seconds(tmp_path: Path) -> None:
+def test_first_passes_take_at_most_30_seconds(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", FIRST_PASSES],

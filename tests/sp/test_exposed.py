@@ -71,7 +71,7 @@ def waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]
 
 
 @pytest.mark.processes
-def test_the_rank_that_waits_is_the_one_that_is_measured() -> None:
+def test_exposed_time_is_measured_on_waiting_rank() -> None:
     first, second = run_distributed(waits, 2)
     for name in NAMES:
         assert max(second[name]["forward"]) > 0.7 * DELAY, name
@@ -97,7 +97,7 @@ def alone(rank: int, world_size: int) -> dict[str, float | None]:
 
 
 @pytest.mark.processes
-def test_one_rank_measures_nothing() -> None:
+def test_single_rank_has_no_exposed_time() -> None:
     assert run_distributed(alone, 1) == [{"dp": None, "zeco": None}]
 
 
@@ -117,7 +117,7 @@ class SlowScan:
 
 
 @pytest.mark.processes
-def test_all_calls_count_and_are_taken_once() -> None:
+def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
     meter = ExposedMeter()
     assert meter.take() is None
     with pytest.raises(RuntimeError, match="a peer"), meter.measuring():
@@ -195,7 +195,7 @@ def device_steps(meter: ExposedMeter, *milliseconds: float) -> None:
             scan.finish()
 
 
-def test_a_device_is_read_when_it_is_done(capturing: list[bool]) -> None:
+def test_device_times_are_read_after_events_complete(capturing: list[bool]) -> None:
     meter = ExposedMeter()
     device_steps(meter, 5.0, 7.0)
     assert meter.take() is None
@@ -211,7 +211,7 @@ def test_a_device_is_read_when_it_is_done(capturing: list[bool]) -> None:
     assert FakeEvent.made == 2 * 4, "events are used again"
 
 
-def test_a_capture_is_left_alone(capturing: list[bool]) -> None:
+def test_nothing_is_measured_during_capture(capturing: list[bool]) -> None:
     meter = ExposedMeter()
     capturing[0] = True
     device_steps(meter, 5.0)
@@ -219,7 +219,7 @@ def test_a_capture_is_left_alone(capturing: list[bool]) -> None:
     assert meter.take() is None
 
 
-def test_a_couriers_scan_has_two_events(capturing: list[bool]) -> None:
+def test_courier_scan_records_two_events(capturing: list[bool]) -> None:
     """Its `finish` communicates nothing, so that two more events would only cost."""
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
     scan.incoming.deliver(STATE)
@@ -231,7 +231,7 @@ def test_a_couriers_scan_has_two_events(capturing: list[bool]) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+def test_exposed_and_hidden_waits_on_gpu() -> None:
     meter, device, seconds = ExposedMeter(), torch.device("cuda", 0), []
     value, side = torch.ones(1, device=device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
@@ -257,7 +257,7 @@ def test_on_a_gpu() -> None:
 
 @pytest.mark.processes
 @pytest.mark.gpu
-def test_a_cuda_graph_is_left_alone() -> None:
+def test_nothing_is_measured_in_cuda_graph() -> None:
     meter, device = ExposedMeter(), torch.device("cuda", 0)
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(1, device=device)

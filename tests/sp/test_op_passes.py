@@ -161,12 +161,12 @@ def suite(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_passes_of_any_operator_equal_it_in_one_go(world_size: int) -> None:
+def test_op_passes_equal_whole_operator(world_size: int) -> None:
     run_distributed(suite, world_size)
 
 
 @pytest.mark.parametrize("documents", [None, (0, 70, 100)])
-def test_slow_passes_are_those_of_gla(documents: tuple[int, ...] | None) -> None:
+def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None) -> None:
     """State, transition and state gradient one by one, in fp64."""
     values = tensors(100)
     operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
@@ -184,7 +184,7 @@ def test_slow_passes_are_those_of_gla(documents: tuple[int, ...] | None) -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-def test_mistakes_are_named() -> None:
+def test_unknown_operator_and_wrong_operands_are_refused() -> None:
     shard = SequenceShard(mock.Mock(), 0, 4)
     x = torch.ones(1, 4, 1, 2)
     with pytest.raises(ValueError, match=r"^operator: must be one of gla; got 'gal'$"):

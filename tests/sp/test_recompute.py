@@ -53,7 +53,7 @@ def _suite(rank: int, world_size: int, store: str) -> set[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_backend_and_strategy_trains_alike(world_size: int, tmp_path: Path) -> None:
+def test_recompute_gives_same_training_for_every_backend(world_size: int, tmp_path: Path) -> None:
     store = write_documents(tmp_path / "store")
     backends = run_distributed(_suite, world_size, str(store))
     assert backends == [{"dp", *(BACKENDS if world_size > 1 else ())}] * world_size
@@ -76,7 +76,7 @@ def kept(recompute: Recompute, tokens: int) -> int:
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 
 
-def test_what_is_kept() -> None:
+def test_kept_activations_by_recompute_setting() -> None:
     tokens, width = 100, TINY.hidden_size
     none, selective, full = (kept(recompute, tokens) for recompute in Recompute)
     # The MLP's gate, up and their product, its normed input and the norm's factors.

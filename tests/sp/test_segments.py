@@ -106,11 +106,11 @@ def test_segments_train_as_the_whole_sequence(
     print(f"{world_size} ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in errors[0].items()))
 
 
-def test_documents_and_borders_matter(reference: dict[bool, Result]) -> None:
+def test_documents_change_losses(reference: dict[bool, Result]) -> None:
     assert worst(reference[True], reference[False])["losses"] > 1e-3
 
 
-def test_states_before_a_sequence_are_fp32_for_bf16_tokens() -> None:
+def test_initial_states_are_fp32_for_bf16_model() -> None:
     mesh = make_mesh(0, 1, 1)
     try:
         model = build_model(TINY, TrainConfig(dtype=Dtype.bf16), Strategy.zero2, mesh, seed=0)
@@ -170,7 +170,7 @@ def _stop_and_resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_stopped_between_segments_and_resumed(tmp_path: Path) -> None:
+def test_stop_between_segments_discards_step_and_resumes(tmp_path: Path) -> None:
     """A step that is stopped has not happened; what follows is the same, bit by bit if it is cut in the same way."""
     results = run_distributed(_stop_and_resume, 2, str(tmp_path))[0]
     unbroken = results["unbroken"]

@@ -161,7 +161,7 @@ def test_every_backend_equals_the_recurrence(world_size: int) -> None:
     run_distributed(suite, world_size)
 
 
-def test_reference_cut_at_borders_is_the_recurrence_in_one_go() -> None:
+def test_piecewise_reference_equals_whole_recurrence() -> None:
     case = Case("reference", ((1, 30, 9), (17, 2, 3)), carry=True)
     tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
     o, final_state = naive_gla(*tokens, initial_state=case.tensors["carry_in"])
@@ -202,7 +202,7 @@ def test_configuration_out_of_range_is_named(config: SPConfig, field: str) -> No
     assert caught.value.field == field
 
 
-def test_carry_of_one_rank_has_to_be_asked_for() -> None:
+def test_carry_out_requires_want_carry() -> None:
     scan = LocalScan().launch(ScanRequest(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)))
     with pytest.raises(RuntimeError, match="want_carry=True"):
         scan.carry_out()
@@ -223,7 +223,7 @@ def test_autocast_changes_nothing() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 65])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_one_chunk_and_one_head(num_tokens: int, heads: int) -> None:
+def test_single_chunk_or_head_equals_recurrence(num_tokens: int, heads: int) -> None:
     """Where the layout of chunks is that of tokens; an op's outputs must be tensors of their own all the same."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, num_tokens, heads, 8

@@ -105,7 +105,7 @@ def test_documents_over_ranks_equal_documents_alone(world_size: int) -> None:
     run_distributed(suite, world_size)
 
 
-def test_a_shard_finds_its_restarts_once() -> None:
+def test_shard_caches_its_restarts() -> None:
     cpu = torch.device("cpu")
     shard = SequenceShard(LocalScan(), 0, 6, torch.tensor([0, 2, 6]))
     first, again = shard.pieces(6, cpu), shard.pieces(6, cpu)
