@@ -114,7 +114,7 @@ def resumed_at(output: str) -> list[int]:
     return [int(step or 0) for step in re.findall(r"from (?:the start|step (\d+))$", output, re.M)]
 
 
-def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
+def test_curve_is_unchanged_after_lost_rank_and_requeue(
     cluster: SlurmCluster, unbroken: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = SlurmJob(cluster, tmp_path)
@@ -147,7 +147,7 @@ def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
     check_folder(job)
 
 
-def test_what_another_start_would_not_change_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_permanent_failure_ends_job_without_restart(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = SlurmJob(cluster, tmp_path, "--nodes=2", settings=[*SETTINGS, "data.global_batch=3", "sp=dp"], CHECKS="off")
     output = job.finish()
     print(output)
@@ -158,7 +158,7 @@ def test_what_another_start_would_not_change_ends_the_job(cluster: SlurmCluster,
     assert output.count(", start ") == 1
 
 
-def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_failed_node_checks_end_job_before_training(cluster: SlurmCluster, tmp_path: Path) -> None:
     # Slurm counts two GPUs on each node, and there are none.
     job = SlurmJob(cluster, tmp_path, "--nodes=2", "--gpus-per-node=2")
     output = job.finish()
@@ -170,7 +170,7 @@ def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmClust
     assert not (job.run_dir / "logs").exists()
 
 
-def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_sweep_submits_only_unfinished_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     def sweep(*options: str) -> list[str]:
         grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=a sweep"]
         settings = [s for s in SMALL if not s.startswith("data.seq_len")]

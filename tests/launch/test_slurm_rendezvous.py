@@ -80,7 +80,7 @@ def connect(port: int) -> dist.TCPStore:
             time.sleep(0.05)
 
 
-def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
+def test_unsigned_rendezvous_state_is_not_unpickled(tmp_path: Path) -> None:
     """One that finds the name of the rendezvous in the store, and writes a state of its own there."""
     port, target = free_port(), tmp_path / "executed"
     with node(tmp_path, port, nodes=2) as process:
@@ -101,7 +101,7 @@ def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
     assert "the rendezvous' state is not signed by this job: somebody else writes there" in errors
 
 
-def test_a_state_is_opened_by_the_key_that_signed_it() -> None:
+def test_state_is_read_only_with_signing_key() -> None:
     class Kept:
         """A backend in this process."""
 
@@ -130,7 +130,7 @@ def test_a_state_is_opened_by_the_key_that_signed_it() -> None:
 
 
 @pytest.mark.parametrize("interface", ["lo", ""])
-def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path: Path) -> None:
+def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> None:
     port = free_port()
     with node(tmp_path, port, CLUSTER_INTERFACE=interface) as process:
         output, errors = process.communicate(timeout=ENOUGH)
@@ -146,7 +146,7 @@ def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path:
         assert last.split()[0] == "127.0.0.1"
 
 
-def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_interface_ends_node(tmp_path: Path) -> None:
     with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
         _, errors = process.communicate(timeout=ENOUGH)
     line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on n0 (No such device)\n"

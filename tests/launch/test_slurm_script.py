@@ -85,7 +85,7 @@ def steps(output: str) -> list[tuple[str, str, str | None]]:
 
 
 @pytest.mark.processes
-def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
+def test_spare_node_replaces_faulty_first_node(tmp_path: Path) -> None:
     """The ranks meet on the first node that trains, and each start's checks are for all nodes again."""
     job = submit(tmp_path, TRAIN_NODES="2")
     assert job.returncode == 0, job.stderr
@@ -95,13 +95,13 @@ def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_where_ranks_meet_can_be_said(tmp_path: Path) -> None:
+def test_head_address_variable_sets_rendezvous_address(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", HEAD_ADDRESS="10.0.0.1", CHECKS="off")
     assert steps(job.stdout) == [("10.0.0.1", "2", None)] * 2
 
 
 @pytest.mark.processes
-def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
+def test_each_start_has_unique_rendezvous_id_and_key(tmp_path: Path) -> None:
     """Nothing about it follows from the job's number, which is the same in both jobs."""
     for _ in range(2):
         assert submit(tmp_path, ENDS="failed failed", CHECKS="off").returncode == 0
@@ -120,7 +120,7 @@ def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: Path) -> None:
+def test_cluster_interface_sets_head_address(tmp_path: Path) -> None:
     """The step that asks for the address is the real program, on this machine."""
     stub = SRUN.replace("bad=(", 'case "$*" in *slurm_network.py) exec "${@: -2}" ;; esac\nbad=(', 1)
     stub = stub.replace('echo "srun', '[[ "$*" = *slurm_network.py ]] || echo "srun', 1)
@@ -133,7 +133,7 @@ def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: P
 
 
 @pytest.mark.processes
-def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> None:
+def test_warn_mode_keeps_faulty_nodes_if_too_few_are_sound(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
     assert job.returncode == 0, job.stderr
     assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
@@ -152,7 +152,7 @@ def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> No
         ("1", "saved failed failed", 3, 2),
     ],
 )
-def test_only_failures_without_a_new_checkpoint_count(
+def test_only_failures_without_new_checkpoint_count_as_restarts(
     restarts: str, ends: str, starts: int, code: int, tmp_path: Path
 ) -> None:
     job = submit(tmp_path, RESTARTS=restarts, ENDS=ends, CHECKS="off")
@@ -174,7 +174,7 @@ def test_only_failures_without_a_new_checkpoint_count(
         (-9, "", ["rank 1 on n0 was ended by SIGKILL"], 70),
     ],
 )
-def test_what_a_node_says_of_its_ranks(
+def test_node_reports_failed_rank_and_exit_code(
     code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
@@ -185,9 +185,7 @@ def test_what_a_node_says_of_its_ranks(
     assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
 
 
-def test_a_cache_that_cannot_be_made_ends_the_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uncreatable_cache_folder_ends_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["slurm_node.py", "--nodes", "1", "--ranks", "1", "--output", "o", "--", "x"])
     # It sets variables for the ranks.
     with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
@@ -208,6 +206,6 @@ def test_a_cache_that_cannot_be_made_ends_the_job(
         ("CHECKS", "no", "error: CHECKS=no: must be stop, warn or off"),
     ],
 )
-def test_mistakes(name: str, value: str, line: str, tmp_path: Path) -> None:
+def test_invalid_variables_are_refused(name: str, value: str, line: str, tmp_path: Path) -> None:
     job = submit(tmp_path, **{name: value})
     assert (job.returncode, job.stderr.strip()) == (2, line)

@@ -69,7 +69,7 @@ def check_gone(job: Command) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+def test_killed_rank_ends_job(tmp_path: Path) -> None:
     with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 7)
         os.kill(job.ranks()[1], signal.SIGKILL)
@@ -85,7 +85,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
+def test_stopped_rank_is_reported_and_nothing_is_saved(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
         ranks = dict(job.ranks())
@@ -102,7 +102,7 @@ def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_path: Path) -> None:
+def test_stopped_rank_is_reported_with_hsdp(tmp_path: Path) -> None:
     with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
         ranks = dict(job.ranks())
@@ -115,7 +115,7 @@ def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_pat
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
+def test_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
         ranks = dict(job.ranks())
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
+def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None:
     before = 0
     for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
         with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
@@ -154,9 +154,7 @@ def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, before + 1))
 
 
-def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_validation_runs_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of the run, and after the last step: nothing of it is missing at the end."""
     monkeypatch.chdir(tmp_path)
     settings = ["train.steps=4", "train.eval_every=2", "train.eval_sequences=2", "checkpoint.every=0"]
@@ -185,7 +183,7 @@ def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
+def test_non_finite_gradient_stops_run(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30", fault=NONE) as job:
         outcome = job.wait()
     step = steps_done(tmp_path) + 1
@@ -195,7 +193,7 @@ def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_a_non_finite_loss_stops_the_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_loss_stops_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5", f"train.segments={segments}")
     step = steps_done(tmp_path) + 1
@@ -217,7 +215,7 @@ def check_checkpoints(folder: Path, count: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
+def test_rank_failing_alone_is_reported(tmp_path: Path) -> None:
     """One that lacks memory speaks for itself; one with a fault of ours shows its traceback, and another names it."""
     large = ["data.seq_len=16384", "model.hidden_size=128"]
     cases = {
@@ -242,7 +240,7 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> None:
+def test_hanging_rank_is_reported_with_dumps_of_all_ranks(tmp_path: Path) -> None:
     """One that is alive but does not come on hears from the others that the job is lost."""
     with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", fault="hang:2:3") as job:
         started = job.wait_until((tmp_path / "fault").exists, "fault")
@@ -265,7 +263,7 @@ def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> No
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+def test_ranks_end_when_launcher_is_killed(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, fault=NONE) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
         deadline = time.monotonic() + wait_for_steps(job, tmp_path, 1)

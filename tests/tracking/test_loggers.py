@@ -28,7 +28,7 @@ LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 
 
 @pytest.mark.parametrize("name", ["none", "wandb", "tensorboard"])
-def test_yaml_fits_the_schema(name: str) -> None:
+def test_logger_yaml_matches_schema(name: str) -> None:
     composed = OmegaConf.merge(
         OmegaConf.structured(LoggerConfig), OmegaConf.load(REPOSITORY / "configs" / "logger" / f"{name}.yaml")
     )
@@ -50,7 +50,7 @@ def test_yaml_fits_the_schema(name: str) -> None:
         ({"timeout_seconds": 0.0}, "logger.timeout_seconds=0.0: must be from 1 to 3600"),
     ],
 )
-def test_refused_settings(values: dict, message: str) -> None:
+def test_invalid_settings_are_refused_if_tracker_is_on(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoggerConfig(kind=LoggerKind.wandb, **values).validate()
     LoggerConfig(**values).validate()
@@ -66,7 +66,7 @@ def test_missing_package_is_named(kind: LoggerKind, tmp_path: Path, monkeypatch:
         LoggerConfig(kind=kind).validate()
 
 
-def test_the_wait_for_the_server_is_shorter_than_that_of_the_other_ranks() -> None:
+def test_logger_timeout_must_be_below_parallel_timeout() -> None:
     outcome = train_here("logger=wandb", "logger.timeout_seconds=300", "parallel.timeout_seconds=300")
     check_line(outcome, 2, "logger.timeout_seconds=300.0: must be < parallel.timeout_seconds=300")
 
@@ -82,7 +82,7 @@ def test_only_rank_0_tracks(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_errors_do_not_end_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def log(self, row: dict) -> None:
             raise RuntimeError("server on fire")
@@ -101,7 +101,7 @@ def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptu
     assert "step 1: TypeError" in second.getMessage()
 
 
-def test_tags_and_group() -> None:
+def test_layout_tags_and_group() -> None:
     assert LAYOUT.tags == ["sp=zeco", "sp.size=4", "seq_len=1M", "model=gla_tiny", "strategy=zero2", "devices=8"]
     assert LAYOUT.group == "gla_tiny-1M"
     assert LAYOUT.tokens_per_device == 1 << 18
@@ -137,7 +137,7 @@ def run_python(command: list[str], home: Path, **variables: str) -> subprocess.C
 
 
 @pytest.mark.processes
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_offline_runs_share_id_and_sync(tmp_path: Path) -> None:
     run_dir, home = tmp_path / "a-run", tmp_path / "home"
     run_dir.mkdir()
     home.mkdir()
@@ -176,7 +176,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_wandb_online_without_an_account(tmp_path: Path) -> None:
+def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
     arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
     done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
     line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
@@ -192,7 +192,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
 
 
-def test_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
+def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
     assert train_here(*overrides, "train.steps=5").code == 0

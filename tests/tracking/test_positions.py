@@ -22,7 +22,7 @@ pytestmark = pytest.mark.numeric
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_scores_are_the_losses_and_predictions_of_the_logits(chunk_tokens: int | None) -> None:
+def test_token_scores_equal_losses_and_argmax_of_logits(chunk_tokens: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 9, 6, dtype=torch.float64, generator=generator)
     weight = torch.randn(11, 6, dtype=torch.float64, generator=generator)
@@ -38,7 +38,7 @@ def test_scores_are_the_losses_and_predictions_of_the_logits(chunk_tokens: int |
         linear_token_scores(hidden, weight, labels[:, :3])
 
 
-def test_no_logits_of_what_does_not_count() -> None:
+def test_ignored_tokens_have_zero_loss_without_logits() -> None:
     # A weight that would give NaN: nothing of it may reach the scores.
     scores = linear_token_scores(
         torch.ones(1, 4, 3), torch.full((5, 3), math.nan), torch.full((1, 4), IGNORE_INDEX, dtype=torch.int64)
@@ -56,7 +56,7 @@ def test_buckets_cover_every_position_once(seq_len: int) -> None:
     assert len(edges) <= 2 * math.log2(max(seq_len, 2)) + 2
 
 
-def test_shards_of_sequences_with_labels_of_their_own() -> None:
+def test_position_sums_over_shards_give_mean_and_error() -> None:
     seq_len, sequences = 100, 5
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(sequences, seq_len, dtype=torch.float64, generator=generator)
@@ -80,7 +80,7 @@ def test_shards_of_sequences_with_labels_of_their_own() -> None:
         assert loss == pytest.approx(expected.item(), rel=1e-14), (before, after)
 
 
-def test_one_sequence_has_no_error_and_json_no_nan(tmp_path: Path) -> None:
+def test_single_sequence_has_nan_error_stored_as_null(tmp_path: Path) -> None:
     sums = PositionSums(1, 20, torch.device("cpu"))
     counts = torch.full((1, 20), 3)
     counts[0, 4:8] = IGNORE_INDEX
@@ -106,7 +106,7 @@ def train_twice(rank: int, world_size: int, folder: Path) -> None:
     train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
 
 
-def test_a_training_leaves_its_validations(tmp_path: Path) -> None:
+def test_training_records_loss_by_position(tmp_path: Path) -> None:
     run_distributed(train_twice, 2, tmp_path)
     one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))
     assert [row["step"] for row in one] == [1, 2] == [row["step"] for row in two]

@@ -86,7 +86,7 @@ READERS: list[Callable[[Path], Outcome]] = [
         pytest.param("step", HUGE, "1000000", id="step-huge"),
     ],
 )
-def test_values_of_another_type(field: str, value: object, shown: str, run: Path) -> None:
+def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, run: Path) -> None:
     path = run / METRICS_FILE
     change(path, 2, **{field: value})
     before = snapshot(run)
@@ -99,7 +99,7 @@ def test_values_of_another_type(field: str, value: object, shown: str, run: Path
 
 
 @pytest.mark.parametrize("line", ["", "[1, 2]", "null", "3", "{", '"text"', "\x00" * 20, "[" * 100_000, "\xff"])
-def test_lines_that_are_no_row(line: str, run: Path) -> None:
+def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     path = run / METRICS_FILE
     replace(path, 2, line)
     before = snapshot(run)
@@ -109,7 +109,7 @@ def test_lines_that_are_no_row(line: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e999"])
-def test_losses_that_are_not_finite_are_none(value: str, run: Path) -> None:
+def test_non_finite_losses_are_accepted(value: str, run: Path) -> None:
     path = run / METRICS_FILE
     lines = path.read_text().splitlines()
     row = json.loads(lines[1]) | {"loss": "HERE", "tokens_per_second": "HERE"}
@@ -121,7 +121,7 @@ def test_losses_that_are_not_finite_are_none(value: str, run: Path) -> None:
     assert results["runs"][0]["steps"] == 3
 
 
-def test_extreme_numbers(run: Path) -> None:
+def test_readers_accept_extreme_numbers(run: Path) -> None:
     """As large as JSON and a float allow: pictures and tables are drawn all the same."""
     change(run / METRICS_FILE, 1, loss=1e308, grad_norm=-1e308, tokens=10**100, tokens_per_second=1e-308)
     change(run / METRICS_FILE, 2, loss=-1e308, step=10**15, tokens_per_second_per_device=0)
@@ -135,7 +135,7 @@ def _torn(path: Path) -> None:
         file.write(b'{"step": 4, "lo')
 
 
-def test_a_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of a kill in the middle of a write; each file is repaired once, with a warning."""
     names = (METRICS_FILE, VALIDATION_FILE, STARTS_FILE)
     whole = {name: (run / name).read_bytes() for name in names}
@@ -182,7 +182,9 @@ def test_a_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pyt
         ),
     ],
 )
-def test_other_records(file: str, values: dict[str, object], problem: str, run: Path) -> None:
+def test_invalid_starts_and_validation_records_are_refused(
+    file: str, values: dict[str, object], problem: str, run: Path
+) -> None:
     change(run / file, 1, **values)
     before = snapshot(run)
     check_line(go_on(run), DATA, f"{run / file}: {problem}", "; correct or remove the line")
@@ -207,7 +209,7 @@ def test_other_records(file: str, values: dict[str, object], problem: str, run: 
         ({"p90_ms": None}, "row 2: lacks p90_ms"),
     ],
 )
-def test_results_of_benchmarks(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_invalid_benchmark_rows_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
     source = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
     results = json.loads(source.read_text())
     results["rows"][1] |= values
@@ -231,7 +233,7 @@ def test_results_of_benchmarks(values: dict[str, object], problem: str, tmp_path
         ({"config": {}}, "config has no strategy"),
     ],
 )
-def test_results_of_another_form(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_invalid_benchmark_results_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     config = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
     base: dict[str, object] = {"case": "model", "rows": [], "world_size": 1, "environment": {}, "config": config}
@@ -239,7 +241,7 @@ def test_results_of_another_form(values: dict[str, object], problem: str, tmp_pa
     check_line(run_here(bench.main, "plot", str(path)), DATA, f"{path}: {problem}")
 
 
-def test_rows_that_lack_columns(run: Path) -> None:
+def test_rows_with_missing_columns_are_read(run: Path) -> None:
     """As other programs may write them; what is there is compared."""
     (run / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "loss": 3.5}\n')
     for read in READERS[:3]:

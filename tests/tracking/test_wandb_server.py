@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
+def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with WandbServer() as server:
         assert Training(run_dir, server, "train.steps=2").end() == (0, "")
@@ -81,7 +81,7 @@ def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_server_that_refuses_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
     with WandbServer() as server:
         server.answer_with = 403
         code, err = Training(tmp_path / "run", server, "train.steps=1").end()
