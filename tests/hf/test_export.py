@@ -63,7 +63,7 @@ def exported(run: tuple[Path, dict[str, Tensor]]) -> Path:
     return out
 
 
-def test_files_hold_the_weights_bit_for_bit(run: tuple[Path, dict[str, Tensor]], exported: Path) -> None:
+def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, Tensor]], exported: Path) -> None:
     found, (_, expected) = load_file(exported / WEIGHTS_FILE), run
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -80,7 +80,9 @@ def test_files_hold_the_weights_bit_for_bit(run: tuple[Path, dict[str, Tensor]],
     assert "validation loss at step 2" in card
 
 
-def test_fla_loads_it(run: tuple[Path, dict[str, Tensor]], exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_loads_export_and_agrees(
+    run: tuple[Path, dict[str, Tensor]], exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through transformers' Auto classes, without code from the folder; then its logits, and its greedy text."""
     import fla  # noqa: F401 - which registers its models
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,7 +112,7 @@ def test_fla_loads_it(run: tuple[Path, dict[str, Tensor]], exported: Path, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-def test_fla_agrees_on_a_gpu(exported: Path, dtype: Dtype) -> None:
+def test_fla_agrees_with_export_on_gpu(exported: Path, dtype: Dtype) -> None:
     """Minutes, where fla has not tuned its kernels for these shapes; fp32 needs TRITON_F32_DEFAULT=ieee."""
     trained = find_trained(str(exported))
     mesh = init(trained.configure([]), Launch(0, 1, 0))
@@ -128,7 +130,7 @@ def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy,
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_shards_are_read_on_any_split(
+def test_sharded_export_loads_on_any_split(
     tied: bool, run: tuple[Path, dict[str, Tensor]], exported: Path, tmp_path: Path
 ) -> None:
     """Files of a bounded size; a model with a tied head has no second copy of it."""

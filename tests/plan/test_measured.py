@@ -72,7 +72,7 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
 
 
 @pytest.mark.parametrize(("arguments", "peak_gb", "seconds"), MEASURED_CASES)
-def test_measured_cases(arguments: list[str], peak_gb: float, seconds: float | None) -> None:
+def test_plan_agrees_with_measured_memory_and_time(arguments: list[str], peak_gb: float, seconds: float | None) -> None:
     option = planned(*arguments)
     assert option.memory.peak / 1e9 == pytest.approx(peak_gb, rel=0.1)
     if seconds is not None:
@@ -82,7 +82,7 @@ def test_measured_cases(arguments: list[str], peak_gb: float, seconds: float | N
 @pytest.mark.parametrize(
     ("heads", "tokens", "exposed_us"), [(16, 16384, 1362), (16, 32768, 2457), (32, 16384, 2494), (32, 32768, 4655)]
 )
-def test_measured_exposure_of_a_layer(
+def test_exposed_scan_time_agrees_with_measurement(
     heads: int, tokens: int, exposed_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 H200s, one layer alone, at full clocks (bench/results/operator_4xh200.txt); All-Scan is hidden there."""
@@ -97,7 +97,7 @@ def test_measured_exposure_of_a_layer(
     assert exposed_scan_seconds(case, BACKENDS["dp"]) == 0
 
 
-def test_ranks_of_lasp1_drift_apart() -> None:
+def test_lasp1_exposure_depends_on_layers_for_many_ranks_only() -> None:
     """In a model of many layers a short turn through the ranks is waited for once a pass, a long one in every layer."""
 
     def exposed(ranks: int, layers: int) -> float:

@@ -73,7 +73,7 @@ def mesh() -> Iterator[ProcessMesh]:
     "name",
     [pytest.param(name, marks=[] if name == "whole" else pytest.mark.slow) for name in CASES],
 )
-def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
+def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
     scan = RecordingScan(LocalScan())
     graphs = []
     for num_layers, steps in ((2, 2), (3, 1)):
@@ -91,7 +91,7 @@ def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: Process
     assert not counters["graph_break"]
 
 
-def test_lengths_may_differ() -> None:
+def test_no_recompilation_after_second_length() -> None:
     """As in benchmarks: what was compiled for two lengths serves every other one."""
     scan = LocalScan()
     eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
@@ -128,15 +128,13 @@ def _two_ranks(rank: int, world_size: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_of_sharded_parameters(store: Path) -> None:
+def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
     run_distributed(_two_ranks, 2, str(store))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
-def test_the_compiler_that_training_uses(
-    mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     scan = RecordingScan(LocalScan())
     case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1)
@@ -147,7 +145,7 @@ def test_the_compiler_that_training_uses(
 
 
 @pytest.mark.parametrize(("setting", "calls"), [(Compile.always, 1), (Compile.auto, 0), (Compile.never, 0)])
-def test_what_is_compiled(setting: Compile, calls: int, mesh: ProcessMesh) -> None:
+def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mesh: ProcessMesh) -> None:
     """On a CPU; `auto` compiles on GPUs only."""
     with mock.patch.object(LanguageModel, "compile_parts") as compile_parts:
         build_model(TINY, TrainConfig(compile=setting), Strategy.zero2, mesh, seed=0)
@@ -156,7 +154,7 @@ def test_what_is_compiled(setting: Compile, calls: int, mesh: ProcessMesh) -> No
 
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("compiled_before", [False, True])
-def test_a_non_finite_tensor_inside_a_compiled_block_is_named(
+def test_non_finite_tensor_in_compiled_block_is_named(
     recompute: Recompute, compiled_before: bool, mesh: ProcessMesh, store: Path
 ) -> None:
     case = Case(recompute=recompute, compiler="aot_eager")
@@ -193,7 +191,7 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents: bool) -> None:
+def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
     scan = LocalScan()
     inputs, do, state = _tokens(dtype, tokens)
     borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
@@ -217,7 +215,7 @@ def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents
             opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle_of(scan), pieces, carry))
 
 
-def test_projections_keep_the_rules() -> None:
+def test_projections_pass_opcheck() -> None:
     x = torch.randn(2, 7, 4, dtype=torch.float64)
     weights = [torch.randn(size, 4, dtype=torch.float64) for size in (3, 5, 2)]
     dys = [torch.randn(2, 7, size, dtype=torch.float64) for size in (3, 5, 2)]

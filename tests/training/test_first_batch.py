@@ -55,7 +55,7 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return messages
 
 
-def test_ranks_that_differ(tmp_path: Path) -> None:
+def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(TOKENS, [4000, 5000])
         writer.finish("sources")
@@ -99,7 +99,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
         (["3", *"112111", *"222", "1"], "key=3: ranks 0, 3, 7–9 differ, the others have 1; do"),
     ],
 )
-def test_the_minority_is_named(by_rank: list[str], message: str) -> None:
+def test_deviating_ranks_are_named(by_rank: list[str], message: str) -> None:
     assert str(_difference(["key"], by_rank, "do")) == message
 
 

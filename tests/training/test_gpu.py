@@ -78,7 +78,7 @@ def test_training_on_gpus_equals_one_cpu(tmp_path: Path, world_size: int) -> Non
     [(torch.float32, 1e-5, 2e-3), (torch.bfloat16, 1.5e-2, 2e-2)],
     ids=["fp32", "bf16"],
 )
-def test_logits_equal_those_of_fla(dtype: torch.dtype, ours_from_exact: float, ours_from_fla: float) -> None:
+def test_logits_equal_fla(dtype: torch.dtype, ours_from_exact: float, ours_from_fla: float) -> None:
     fla = pytest.importorskip("fla.models")
     torch.backends.cuda.matmul.allow_tf32 = False
     config = GLAConfig(vocab_size=512, hidden_size=512, num_layers=2, num_heads=4, intermediate_size=1024)

@@ -31,7 +31,7 @@ def weights(run: Path, whole: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_stages(tmp_path: Path) -> None:
+def test_each_stage_starts_from_previous_weights(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     first, second = runs / "stage_1_64", runs / "stage_2_256"
     # Half of the recipe, then all of it: what is done stays. The second stage changes next to nothing, so that its
@@ -50,7 +50,7 @@ def test_stages(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_mistakes(tmp_path: Path) -> None:
+def test_invalid_stages_and_settings_are_refused(tmp_path: Path) -> None:
     for stages, setting, part in (
         ("64:8", "seed=1", "STAGES: 64:8: must be SEQ_LEN:GLOBAL_BATCH:STEPS"),
         ("64:8:3:1:1:1", "seed=1", "STAGES: 64:8:3:1:1:1: must be"),

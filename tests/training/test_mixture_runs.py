@@ -57,7 +57,7 @@ def finished(folder: Path) -> Path:
     return run
 
 
-def test_validation_by_store(folder: Path, finished: Path) -> None:
+def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Path) -> None:
     *_, last = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     web, books = last["val_loss/web"], last["val_loss/long"]
     assert web == books  # the same held-out text
@@ -85,7 +85,7 @@ def test_validation_by_store(folder: Path, finished: Path) -> None:
         ({"third": "THIRD"}, "data: these are not the tokens that the run in RUN began with"),
     ],
 )
-def test_a_changed_mixture_is_refused(
+def test_changed_mixture_is_refused(
     change: dict[str, str], part: str, folder: Path, finished: Path, tmp_path: Path
 ) -> None:
     if "third" in change:
@@ -100,14 +100,14 @@ def test_a_changed_mixture_is_refused(
         check_line(outcome, CHECKPOINT, part.replace("RUN", str(finished)))
 
 
-def test_the_same_weights_in_other_numbers_go_on(folder: Path, finished: Path, tmp_path: Path) -> None:
+def test_resume_with_equivalent_weights(folder: Path, finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     data = mixture(folder, web="weight: 0.75", books="name: long, weight: 0.25")
     outcome = train_here(*data, f"run_dir={run}", "train.steps=3")
     assert outcome.code == 0, outcome.err
 
 
-def test_a_run_from_before_there_were_mixtures_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_run_from_before_mixtures_resumes(folder: Path, tmp_path: Path) -> None:
     data = ["data=tokens", f"data.path={folder / 'web'}", f"run_dir={tmp_path / 'run'}"]
     assert train_here(*data, "train.steps=1").code == 0
     path = tmp_path / "run" / "identity.json"
@@ -156,7 +156,7 @@ def _flip(store: Path) -> None:
         ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # nothing of this size is kept there
     ],
 )
-def test_mistakes(
+def test_invalid_mixtures_are_refused(
     stores: dict[str, str], overrides: list[str], code: int, part: str, folder: Path, tmp_path: Path
 ) -> None:
     other, flipped = write(tmp_path / "other", 3, tokenizer="huggingface"), write(tmp_path / "flipped", 3)
@@ -187,7 +187,7 @@ def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> li
 
 
 @pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_another_split_in_the_middle_of_an_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
+def test_resume_on_another_split_in_mid_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
     """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and going on with sp = 2.
 
     Documents restart the state in one case, and run into each other in the other.
@@ -209,7 +209,7 @@ def test_another_split_in_the_middle_of_an_epoch(reset: bool, folder: Path, tmp_
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_shard_that_goes_missing_in_mid_run(folder: Path, tmp_path: Path) -> None:
+def test_shard_removed_in_mid_run_gives_one_line_error(folder: Path, tmp_path: Path) -> None:
     """Two ranks, of which each finds out by itself; one line, the shard and the bytes in it, and nobody waits."""
     for name in ("web", "books"):
         shutil.copytree(folder / name, tmp_path / name)

@@ -99,7 +99,7 @@ def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_skipped_steps(resumed: bool, tmp_path: Path) -> None:
+def test_skipped_steps_equal_run_without_their_updates(resumed: bool, tmp_path: Path) -> None:
     by_rank = run_distributed(_runs, 2, str(tmp_path), resumed)
     expected = by_rank[0]["reference"]
     rows = by_rank[0]["skipped"]["rows"]
@@ -128,11 +128,11 @@ def test_skipped_steps(resumed: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("stop", 0), ("skip:1", 1), ("skip:20", 20)])
-def test_policies(policy: str, limit: int) -> None:
+def test_skip_limit_of_policies(policy: str, limit: int) -> None:
     assert skip_limit(policy) == limit
 
 
 @pytest.mark.parametrize("policy", ["", "skip", "skip:", "skip:0", "skip:-1", "skip:1.5", "skip:x", "go on", "STOP"])
-def test_policies_that_are_none(policy: str) -> None:
+def test_invalid_policies_are_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match="must be stop, or skip:N to leave out up to N ≥ 1 steps in a row"):
         skip_limit(policy)

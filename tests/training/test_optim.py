@@ -57,11 +57,11 @@ def test_cosine_ends_at_the_minimum() -> None:
     assert all(a > b for a, b in pairwise(rates[10:]))
 
 
-def test_constant_stays() -> None:
+def test_constant_schedule_stays_at_peak() -> None:
     assert _rates("constant")[10:] == [2.0] * 90
 
 
-def test_a_run_shorter_than_its_warm_up() -> None:
+def test_run_shorter_than_warm_up_ends_below_peak() -> None:
     assert _rates("cosine", steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert _rates("wsd", steps=1, warmup_steps=0) == [2.0]
 
@@ -95,7 +95,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_bytes_are_those_of_the_state(name: str) -> None:
+def test_state_bytes_equal_optimizer_state(name: str) -> None:
     """What the planner counts, for whatever is registered, of a matrix and a vector that have had an update."""
     parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((8, 5), (7,))]
     rules = dict(zip(parameters, (PROJECTION, SCALE), strict=True))
@@ -131,7 +131,7 @@ def one() -> Tensor:
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
-def test_updates_are_those_of_a_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
+def test_updates_equal_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
     """AdamW and clipping one after the other: with a factor in fp32, as the fused optimizer takes it, and in fp64."""
     model, step = make_step(Case(), LocalScan(), mesh, grad_clip=grad_clip)
     plain, exact = ({name: full(p).clone().requires_grad_() for name, p in model.named_parameters()} for _ in range(2))
@@ -221,5 +221,5 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(value: float) -> None:
+def test_non_finite_step_is_skipped_on_all_ranks(value: float) -> None:
     run_distributed(_leave_out, 2, value)
