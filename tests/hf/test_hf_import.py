@@ -1,4 +1,4 @@
-"""Folders that others wrote: read where our model is theirs, refused by name where it is not; and training on."""
+"""Import of Hugging Face folders: supported models are read, others refused by name; training from an import."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zeco_train.training.build import init
 pytestmark = pytest.mark.numeric
 
 __all__ = ["hugging_face"]
-# The file of fla-hub's 1.3B models of 2024, without what later versions added.
+# config.json of fla-hub's 1.3B models of 2024, without keys of later versions.
 PUBLISHED: dict[str, Any] = {
     "architectures": ["GLAForCausalLM"], "attn_mode": "chunk", "bos_token_id": 1, "clamp_min": None, "conv_size": 4,
     "elementwise_affine": True, "eos_token_id": 2, "expand_k": 0.5, "expand_v": 1, "feature_map": None,
@@ -96,7 +96,7 @@ def test_unsupported_fla_settings_are_refused_by_name(key: str, value: Any, prob
     ids=["plain norms", "no gate"],
 )
 def test_model_saved_by_fla_gives_reference_logits(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Its names and shapes; in fp64, our forward pass is that of the recurrence with the tensors of its file."""
+    """Names and shapes agree; in fp64 our logits equal the reference recurrence with the stored tensors."""
     from fla.models import GLAConfig as FlaConfig
     from fla.models import GLAForCausalLM as FlaModel
 
@@ -145,7 +145,7 @@ def exported(whole: Path, tmp_path: Path) -> Path:
 
 
 def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) -> None:
-    """A step with a learning rate that fp32 cannot hold, and out again: the same weights."""
+    """Import, a step with a learning rate too small to change fp32 weights, and export: the same weights."""
     load = [f"checkpoint.load=hf:{exported}", "train.steps=1", "optim.lr=1e-20", "optim.weight_decay=0"]
     outcome = train_here(*load, f"run_dir={tmp_path / 'on'}")
     assert (outcome.code, outcome.err) == (0, "")
@@ -154,7 +154,7 @@ def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) 
     assert first.keys() == again.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name]), name
-    # An export is no run's folder, and the prefix says which of both is meant.
+    # An export is not a run folder: without the prefix `hf:` it is refused.
     outcome = train_here(f"checkpoint.load={exported}", f"run_dir={tmp_path / 'other'}")
     assert outcome.errors == [
         f"checkpoint.load={exported}: holds no complete checkpoint; name a run's folder, a step_… folder, or hf:PATH "
@@ -305,7 +305,7 @@ def test_unloadable_tokenizer_is_reported(exported: Path) -> None:
 
 
 def test_run_and_export_keep_tokenizer_without_store(hugging_face: Path, tmp_path: Path) -> None:
-    """The run keeps the files; the export has them as they are."""
+    """The run keeps a copy of the tokenizer files, and the export contains them unchanged."""
     words = " ".join(f"w{index}" for index in range(200))
     source = write_lines(tmp_path / "a.jsonl", [{"text": words}] * 3)
     copy = shutil.copytree(hugging_face / "whole", tmp_path / "tokenizer")

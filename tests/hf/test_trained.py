@@ -1,4 +1,4 @@
-"""A trained model is found wherever it lies, and loaded on any split."""
+"""Trained models are found in runs, checkpoints and exports, and load on any split."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) 
     ):
         with pytest.raises(ConfigError, match=rf"^{found}; name one step_… folder, or one export, for all ranks$"):
             load_trained(find_trained(f"{folder}/{name}"), mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
-        # As a training does with checkpoint.load.
+        # The same check in training with checkpoint.load.
         model = build_model(config.model, config.train, Strategy.ddp, mesh, seed=0)
         with pytest.raises(ConfigError, match=found):
             load_weights(Path(folder, name), model, mesh, host_group(mesh))
@@ -109,7 +109,7 @@ def test_overrides_apply_on_top_of_run_configuration(run: Path) -> None:
     assert trained.configure([]).sp.backend.value == "lasp2"
     assert trained.configure(["data=tokens", "data.path=other"]).data.seq_len == 64
     assert trained.configure(["data=tokens", "data.path=other", "data.seq_len=128"]).data.seq_len == 128
-    # Those of the machine that it was trained on.
+    # Settings of the training machine are reset.
     assert (config.sp.size, config.train.device) == (-1, Device.auto)
     with pytest.raises(ConfigError, match=r"model.num_layers=3: is decided by the trained model"):
         trained.configure(["model.num_layers=3"])

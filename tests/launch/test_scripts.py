@@ -1,4 +1,4 @@
-"""`launch/*.sh --help`: a script's own first lines, before anything is installed."""
+"""`launch/*.sh --help` prints the script's header comment and installs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch/slurm_checks.py`: each fault of a node is one line that names it, and sound nodes have none."""
+"""`launch/slurm_checks.py`: one finding per fault of a node, none for healthy nodes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sound_nodes_have_no_findings() -> None:
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Facts]], None]:
-    """A fault of n2: another value; `gpus/3/name` for an element."""
+    """Fault of n2: replace the value at a path such as `gpus/3/name`."""
 
     def apply(facts: dict[str, Facts]) -> None:
         *sections, last = path.split("/", 2)
@@ -143,7 +143,7 @@ def test_invalid_reports_are_ignored(text: str) -> None:
 def test_reports_are_gathered_with_clock_skew_until_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Reports of this process have long arrived by then.
+    # Long enough for the reports of this process to arrive.
     deadline = time.monotonic() + 8.0
 
     def report(node: str, token: str, ahead: float) -> None:

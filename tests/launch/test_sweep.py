@@ -1,4 +1,4 @@
-"""`launch/sweep.py` without a Slurm: what it would submit, what it refuses, what it leaves alone."""
+"""`launch/sweep.py` without Slurm: submitted commands, refused options, skipped runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = [*(s for s in SMALL if not s.startswith("data.seq_len")), "train.step
 
 
 def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[list[str]], list[str]]:
-    """The commands that a sweep would run, as lists of words, and the rows of its table."""
+    """The commands of a dry run, as lists of words, and the rows of its table."""
     code = main(["--dry-run", "--folder", str(folder), *options])
     captured = capsys.readouterr()
     assert code == 0, captured.err
@@ -39,7 +39,7 @@ def test_one_job_per_combination(tmp_path: Path, capsys: pytest.CaptureFixture[s
         waits = [word for word in command if word.startswith("--dependency=")]
         assert waits == ([f"--dependency=afterany:JOB{number - 2}"] if number >= 3 else [])
         configs.append(load_config(command[command.index("--") + 1 :]))
-    # dp keeps sequences whole, whatever size the others are told to have.
+    # dp keeps sequences whole, so sp.size=2 does not apply to it.
     assert [(c.sp.backend.value, c.sp.size, c.data.seq_len) for c in configs[::2]] == [
         *(("dp", -1, length) for length in (1024, 2048)),
         *(("zeco", 2, length) for length in (1024, 2048)),
@@ -105,7 +105,7 @@ def test_invalid_options_are_refused_before_submission(
 
 
 def test_folder_names_are_quoted_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever they are called, it is there that runs go, or they are refused."""
+    """Folder names with special characters are passed on exactly, or refused."""
     for name in ("a b", 'a"b', "a $b", "a%j=,b"):
         commands, _ = dry_run(tmp_path / name, capsys, "--lengths", "1k", "--backends", "dp")
         config = load_config(commands[0][commands[0].index("--") + 1 :])
@@ -117,7 +117,7 @@ def test_folder_names_are_quoted_or_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_interrupted_local_sweep_waits_for_current_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends Ctrl-C to the run, too, and that saves; no other is started then."""
+    """The terminal sends Ctrl-C to the run as well: wait until it has saved, and start no further run."""
     start = mock.MagicMock()
     process = start.return_value.__enter__.return_value
     start.return_value.__exit__.return_value = False
@@ -131,7 +131,7 @@ def test_interrupted_local_sweep_waits_for_current_run(tmp_path: Path, monkeypat
 def test_missing_slurm_or_folder_and_bad_record_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without Slurm; a folder that cannot be made; a record that is none."""
+    """No sbatch on the PATH; a folder that cannot be created; an invalid sweep.json."""
     monkeypatch.setenv("PATH", "")
     options = ["--lengths", "1k", "--backends", "dp", "--ranks-per-node", "1"]
     assert main([*options, "--folder", str(tmp_path / "sweep")]) == 1

@@ -1,4 +1,4 @@
-"""How a command ends: what is expected in one line and with its exit code, what is not with its traceback."""
+"""How a command ends: expected errors give one line and an exit code, unexpected ones a traceback."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def fail_with(error: BaseException, closed: list[str]) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["evaluate", "generate", "export"])
 def test_interrupt_during_torch_import_is_silent(name: str, tmp_path: Path) -> None:
-    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+    # Background jobs of a script ignore SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path) as command:
         maps = Path(f"/proc/{command.pid}/maps")
         command.wait_until(lambda: "libtorch" in maps.read_text(), "import")
         command.signal(signal.SIGINT)
         outcome = command.wait()
-    # A shell calls that 130.
+    # Exit code 130 in a shell.
     assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "")
 
 
@@ -93,7 +93,7 @@ def test_unexpected_errors_are_raised(capsys: pytest.CaptureFixture[str]) -> Non
 def test_ctrl_c_and_closed_stdout_end_command_silently(
     joined: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C, and `| head`: an end in silence, with the code that a shell has for it."""
+    """Ctrl-C and `| head`: no output, and the exit codes 130 and 141."""
     monkeypatch.setattr(job.signal, "signal", mock.Mock())
     monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
     reading, writing = os.pipe()
@@ -123,7 +123,7 @@ def test_broken_pipe_other_than_stdout_is_raised(tmp_path: Path, monkeypatch: py
 def test_lost_peer_ends_process_without_closing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is waited for, and what is open stays open."""
+    """The process exits at once, without running the closing callbacks."""
     closed: list[str] = []
     monkeypatch.setattr(job.signal, "signal", mock.Mock())
     with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
@@ -137,7 +137,7 @@ def test_lost_peer_ends_process_without_closing(
 def test_rank_failing_alone_waits_and_reports_unless_joined(
     joined: bool, speaks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a launcher's store: it gives rank 0 time, and speaks unless the ranks have joined and so agreed."""
+    """Without a launcher's store: the rank waits for rank 0, then reports unless the ranks had joined."""
     waits: list[float] = []
     monkeypatch.setattr(job, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
     monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
@@ -167,7 +167,7 @@ def test_rank_ends_once_rank_0_has_reported(
     ("error", "code"), [(DataError("a file", "is gone"), DataError.exit_code), (KeyError("ours"), 6)]
 )
 def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its closing may take longer than they stay, and whoever ends first says whether another start would help."""
+    """Also while the failed rank is still closing; the first exit code decides whether a restart would help."""
     store = dist.HashStore()
     monkeypatch.setattr(job, "launcher_store", lambda launch: store)
     monkeypatch.setattr(job.time, "sleep", mock.Mock())
@@ -185,14 +185,14 @@ def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.Monk
     store = dist.HashStore()
     monkeypatch.setattr(job, "launcher_store", lambda launch: store)
     before = signal.getsignal(signal.SIGTERM)
-    # The watchdog acts within two seconds, and would end this process.
+    # The watchdog would end this process within two seconds.
     monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
     running = Job(Launch(0, 2, 0), ADVICE)
     try:
         running.guard(timedelta(seconds=60))
         os.kill(os.getpid(), signal.SIGTERM)
         assert running.watchdog.is_terminated
-        # Many, since the signal has to come while a child is being made.
+        # Many attempts, since the signal has to arrive during the fork.
         for _ in range(100):
             child = os.fork()
             if child == 0:
@@ -233,7 +233,7 @@ def test_incomplete_launcher_variables_are_refused(
 def test_unreachable_launcher_store_is_reported_once_per_node(
     local_rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is on a slow node, when the first one has ended with a failure: one rank of the node says so."""
+    """A slow node finds the store closed after the first node has failed; one rank of the node reports it."""
     launcher = {
         "RANK": "9",
         "WORLD_SIZE": "16",

@@ -1,4 +1,4 @@
-"""What is said of a lost peer: which rank, in which step, in which operation."""
+"""Diagnosis of a lost peer: which rank, in which step, in which operation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True)
 def moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_PERIOD_SECONDS", 0.02)
-    # Fifty periods: threads of a busy machine get their turn in that.
+    # Fifty periods, enough for all threads on a busy machine.
     monkeypatch.setattr(watchdog, "_LISTEN_SECONDS", 1.0)
 
 
 def test_silent_peer_is_reported_with_step_and_operation() -> None:
-    """Rank 1 lives, rank 2 has never been heard of; rank 0 meets the loss in a scan, which knows of no steps."""
+    """Rank 1 sends heartbeats, rank 2 never has; rank 0 fails in a scan, whose error has no step."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
     alive = [Watchdog(Launch(rank, 3, rank), store) for rank in range(2)]
@@ -43,7 +43,7 @@ def test_silent_peer_is_reported_with_step_and_operation() -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_terminated_rank_distinguishes_lost_peer_from_stop(lost: bool) -> None:
-    """Rank 0 has got SIGTERM. If rank 1 still answers, the launcher itself was told to end, and nobody is at fault."""
+    """Rank 0 has received SIGTERM. If rank 1 still sends heartbeats, the launcher was stopped; no rank is at fault."""
     store = dist.HashStore()
     first = Watchdog(Launch(0, 2, 0), store)
     other = None if lost else Watchdog(Launch(1, 2, 1), store)
@@ -56,7 +56,7 @@ def test_terminated_rank_distinguishes_lost_peer_from_stop(lost: bool) -> None:
 
 
 class CountingStore:
-    """A store that counts what is asked of it, by method."""
+    """A store that counts its requests by method."""
 
     def __init__(self) -> None:
         self.store, self.requests = dist.HashStore(), Counter[str]()
@@ -68,7 +68,7 @@ class CountingStore:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_one_rank_reads_heartbeats_and_all_get_diagnosis(is_lost: bool) -> None:
-    """Rank 2 of 8 is silent; with `is_lost`, whoever began to look is never heard of again, and another one does."""
+    """Rank 2 of 8 is silent; with `is_lost`, the rank that claimed the diagnosis is lost too; another takes over."""
     store = CountingStore()
     alive = [Watchdog(Launch(rank, 8, rank), cast(dist.Store, store)) for rank in (0, 1, 3, 4, 5, 6, 7)]
     for rank in alive:
@@ -84,7 +84,7 @@ def test_one_rank_reads_heartbeats_and_all_get_diagnosis(is_lost: bool) -> None:
     assert {str(error).partition(": ")[2] for error in errors} == {
         "step 7, optimizer: rank 2 no longer answers (killed, stopped or unreachable; last seen in start)"
     }
-    # The heartbeats of all, before and after listening, and what was found, once.
+    # Two reads of all heartbeats by one rank; one read of the diagnosis by each of the others.
     assert (store.requests["multi_get"], store.requests["get"]) == (2, len(alive) - 1)
 
 

@@ -1,4 +1,4 @@
-"""What is computed a second time (`recomputed_flops_per_token`) against counts of the products that are computed."""
+"""Recomputed FLOPs (`recomputed_flops_per_token`) against counts of the executed matrix products."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from zeco_train.training import step as step_module
 from zeco_train.training.step import TrainingStep
 
 TOKENS = 30
-# Of linear layers without and with a bias; the operator's own products are batched, and are counted apart.
+# Linear layers without and with bias; the operator uses batched products, which are counted separately.
 _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
 def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int, config: GLAConfig = SMALL) -> int:
     """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
     monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
-    # The counter does not see into custom ops; these are the same products.
+    # The counter does not see products inside custom ops.
     plain_products(monkeypatch)
     model = ModelSpec(config).build()
     model.init_weights(0)
@@ -53,7 +53,7 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
 
 
 def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLOPs:
-    """All that a step of TOKENS tokens computes, for one of them."""
+    """All FLOPs per token of a step of TOKENS tokens."""
     spec = spec_of(config)
     return spec.flops_per_token(TOKENS) + spec.recomputed_flops_per_token(TOKENS, recompute, segments)
 
@@ -75,7 +75,7 @@ def test_linear_flops_with_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyP
 
 
 def in_place_product(added_to: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **options: Any) -> int:
-    """Of shapes: `baddbmm_`, which torch's counter does not know."""
+    """FLOPs of `baddbmm_`, by shapes; torch's counter does not support it."""
     return 2 * a[0] * a[1] * a[2] * b[2]
 
 
@@ -86,8 +86,8 @@ def counted(call: Any, *arguments: Any) -> tuple[int, Any]:
 
 
 def test_recomputed_operator_flops_equal_counted_flops() -> None:
-    """Its backward pass is two products for each one of the forward pass, and once more the states; in PyTorch the
-    scores, too, which the kernels keep."""
+    """The backward pass has two products for each forward one and recomputes the states; in PyTorch also the scores,
+    which the kernels keep."""
     key, value, chunks = SMALL.head_k_dim, SMALL.head_v_dim, 3
     shape = (1, chunks * CHUNK, SMALL.num_heads)
     q, k, v, do = (torch.ones(*shape, size) for size in (key, key, value, value))

@@ -1,4 +1,4 @@
-"""The GLA model's numbers: against a plain reference, in low precision, sharded; and its FLOPs."""
+"""GLA model against a plain reference, in low precision and sharded; its FLOPs."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ SMALL = GLAConfig(
 )
 
 
-# A shard names its scan, and does not keep it.
+# Kept alive here: operators get only a handle of their scan.
 SCAN = LocalScan()
 
 
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Projections that share an input as products of their own: counters do not see into custom ops."""
+    """Replace projections that share an input by separate products: counters do not see inside custom ops."""
     for module in (gla, language_model):
         monkeypatch.setattr(module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
 
 
 def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
-    """The shard of a rank that has the sequence to itself."""
+    """The shard of a single rank with the whole sequence."""
     return SequenceShard(scan=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
 
 
@@ -139,7 +139,7 @@ def reference_logits(parameters: dict[str, Tensor], config: GLAConfig, ids: Tens
     return reference_norm(x, parameters["model.norm.weight"], config.norm_eps) @ head.T
 
 
-# Six heads of queries, two of keys; decays that are mostly below the bound.
+# Six query heads, two key heads; most decays lie below the clamp.
 GROUPS: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2}
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -177,7 +177,7 @@ def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) 
             parameter.grad, 0.25 * grad, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert sum(p.numel() for p in model.parameters()) == spec_of(config).num_parameters
-    # Token by token, from the states.
+    # Decoding token by token with recurrent states.
     states = model.zero_states(2, ids.device)
     steps = torch.stack([model.step(ids[:, t], states) for t in range(ids.shape[1])], dim=1)
     torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
@@ -272,8 +272,8 @@ def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> Non
         q, k, v, g = operands
         return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)
 
-    # In place of the operator something without a product of matrices, through which all gradients flow; and the
-    # projections as plain products, since the counter does not look into custom ops.
+    # Replace the operator by an elementwise function through which all gradients flow, and the projections by plain
+    # products, since the counter does not see inside custom ops.
     monkeypatch.setattr(gla, "mix_at", elementwise)
     plain_products(monkeypatch)
     model, (ids, labels) = build(), tokens_and_labels()
@@ -288,7 +288,7 @@ def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_operator_flops_equal_counted_flops() -> None:
-    """One head and one chunk, token by token in products of exactly the pairs that the formula counts."""
+    """One head and one chunk, with a product for exactly the pairs of tokens that the formula counts."""
     key, value = SMALL.head_k_dim, SMALL.head_v_dim
     q, k, v, do = (torch.ones(CHUNK, size, requires_grad=True) for size in (key, key, value, value))
     state = torch.ones(key, value, requires_grad=True)
@@ -316,7 +316,7 @@ def one_rank_mesh() -> Iterator[Any]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sharded_units_give_same_gradients(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:
-    """FSDP2 gathers and frees the weights around each unit: the loss must find its weight whole, also if it is tied."""
+    """FSDP2 gathers and frees weights around each unit: the loss needs its whole weight, also if it is tied."""
     config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
     master = torch.float64 if dtype == torch.float64 else torch.float32
     sharded, plain = build(config, master), build(config, master).to(dtype)

@@ -69,13 +69,13 @@ def test_parameter_names_and_shapes_equal_fla(name: str, tied: bool) -> None:
         ours, theirs = ModelSpec(config).build(), fla_models.GLAForCausalLM(fla_config(config))
     assert shapes(ours.state_dict()) == shapes(theirs.state_dict())
     assert shapes(dict(ours.named_parameters())) == shapes(dict(theirs.named_parameters()))
-    # fla's count is of what is in the model, so that no default of its layer has slipped in unseen.
+    # Counted on fla's model, so that parameters added by a default of its layer would show.
     assert sum(p.numel() for p in theirs.parameters()) == spec_of(config).num_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_equal_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fla's own model, its Triton kernels replaced by its own plain references, with our weights."""
+    """fla's model with its Triton kernels replaced by fla's plain references, and with our weights."""
     fla_models = importlib.import_module("fla.models")
     use_references(monkeypatch)
     config = GLAConfig(
@@ -98,7 +98,7 @@ def test_logits_equal_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(80).reshape(2, 40) * 7 % 29
     logits = ours(ids, SequenceShard(scan=LocalScan(), offset=0, seq_len=40))
     expected = theirs(ids, use_cache=False).logits
-    # fp32 on both sides, since fla's naive recurrence knows no other.
+    # fp32 on both sides, since fla's naive recurrence supports no other dtype.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert 1 < expected.abs().max() < 20
 
@@ -137,7 +137,7 @@ def test_initial_weights_are_distributed_as_in_fla() -> None:
         elif parameter.ndim == 1:
             assert (parameter == 1).all(), name
         else:
-            # Mean and deviation of n normal draws err by 0.02 / √n; five times that is never seen.
+            # The standard error of mean and deviation of n normal draws is about 0.02 / √n; five times that is safe.
             error = 5 * 0.02 / math.sqrt(parameter.numel())
             assert abs(parameter.mean().item()) < error, name
             assert abs(parameter.std().item() - 0.02) < error, name

@@ -1,4 +1,4 @@
-"""Linear layers of one input, in one operator, against each by itself."""
+"""Linear layers of a shared input in one operator, against separate layers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_gradients_with_frozen_input_and_weight() -> None:
 def test_unread_linear_gives_gradients_of_linear() -> None:
     x, (weight, *_), (dy, *_) = make_inputs()
     unread = unread_linear(x, weight)
-    assert unread.isnan().all()  # so that whoever reads it after all will notice
+    assert unread.isnan().all()  # so that an accidental read shows
     dx, dweight = torch.autograd.grad(unread, [x, weight], dy)
     check_sums(dx, [(dy, weight.detach())])
     check_sums(dweight, [(dy.flatten(0, 1).T, x.detach().flatten(0, 1))])

@@ -1,4 +1,4 @@
-"""What the program knows of a model without its class: the walk, rules for parameters, layer patterns."""
+"""Model specs: parameter shapes and counts from the meta device, parameter rules, layer patterns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.numeric
 
 @dataclass
 class _HybridConfig(GLAConfig):
-    """Every second layer has a mixer of its own."""
+    """Every second layer uses another mixer."""
 
     mixer: ClassVar[str] = "gla"
 
@@ -36,7 +36,7 @@ class _HybridConfig(GLAConfig):
 
 
 class _Scaled(GatedLinearAttention):
-    """GLA with a parameter that lies in the mixer itself, with a beginning of its own."""
+    """GLA with a parameter of the mixer itself that has its own initialisation."""
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)
@@ -59,7 +59,7 @@ def hybrid(monkeypatch: pytest.MonkeyPatch) -> _HybridConfig:
 
 
 def test_hybrid_layers_set_counts_flops_states_and_rules(hybrid: _HybridConfig) -> None:
-    """A mixer joins by a line in the registry; numbers, states and rules follow."""
+    """A mixer needs only an entry in the registry; counts, FLOPs, states and rules follow."""
     spec = ModelSpec(hybrid)
     model = spec.build()
     kinds = [type(layer.attn) for layer in model.model.blocks()]
@@ -99,7 +99,7 @@ def test_parameter_without_rule_is_refused() -> None:
 
 
 def test_counting_parameters_does_not_iterate_over_layers() -> None:
-    """A mistyped number of layers is refused by the memory that it would take, which has to be counted first."""
+    """A mistyped number of layers is refused for its memory, so counting has to be fast for any number."""
     many = ModelSpec(dataclasses.replace(SMALL, num_layers=10**12))
     one, two = (ModelSpec(dataclasses.replace(SMALL, num_layers=layers)).num_parameters for layers in (1, 2))
     assert many.num_parameters == one + (10**12 - 1) * (two - one)

@@ -1,4 +1,4 @@
-"""Chunks of tokens: how long they are."""
+"""Length of the chunks of tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 50, 100, 2048])
 def test_loss_and_gradients_equal_unchunked_reference(chunk_tokens: int) -> None:
     hidden, weight, labels = make_inputs()
-    # A factor that is neither 1 nor a power of two, as gradient scaling by the token count gives.
+    # A factor that is neither 1 nor a power of two, like gradient scaling by the token count.
     loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
     grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
     expected = reference(hidden, weight, labels)
@@ -85,7 +85,7 @@ def test_only_ignored_labels_give_zero_loss_and_gradients() -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[TokenLosses]:
-    """`token_losses` as a compiler sees it."""
+    """`token_losses` compiled as one graph."""
     torch._dynamo.reset()
     yield torch.compile(token_losses, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
@@ -94,7 +94,7 @@ def compiled() -> Iterator[TokenLosses]:
 @pytest.mark.parametrize("want_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.dtype, want_grad: bool) -> None:
-    """It takes the one out by comparing instead of scattering, and overwrites nothing."""
+    """The compiled form subtracts the target's 1 by comparison instead of a scatter, and not in place."""
     hidden, weight, labels = make_inputs()
     logits, targets = (hidden.detach() @ weight.detach().T).flatten(0, 1).to(dtype), labels.flatten()
     loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -103,7 +103,7 @@ def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.d
     assert torch.equal(logits, before)
     expected, expected_dlogits = token_losses(logits.clone(), targets, loss_dtype, want_grad)
     assert (loss.dtype, dlogits.dtype, dlogits.shape) == (loss_dtype, dtype, expected_dlogits.shape)
-    # The same operations: all but the order of a sum.
+    # The same operations except for the order of a sum.
     torch.testing.assert_close(loss, expected, rtol=4 * torch.finfo(loss_dtype).eps, atol=0)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(dlogits, expected_dlogits, rtol=eps, atol=torch.finfo(loss_dtype).eps)
@@ -113,7 +113,7 @@ def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.d
 
 
 def test_loss_with_compiled_token_losses_equals_eager(compiled: TokenLosses) -> None:
-    """A last chunk that is shorter, one of a single token, and labels of which none counts."""
+    """With a shorter last chunk, a last chunk of one token, and only ignored labels."""
     hidden, weight, labels = make_inputs()
     for chunk_tokens, targets in ((16, labels), (99, labels), (16, torch.full_like(labels, -100))):
         results = []
@@ -141,7 +141,7 @@ def test_logits_are_materialised_for_one_chunk_at_a_time() -> None:
     hidden, weight, labels = make_inputs(1, tokens, torch.float32, vocab)
     with _LargestTensor() as whole:
         reference(hidden, weight, labels).backward()
-    assert whole.largest == tokens * vocab  # the measure sees what it should
+    assert whole.largest == tokens * vocab  # the measurement sees whole logits
     with _LargestTensor() as chunked:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens).backward()
     assert chunked.largest == max(chunk_tokens * vocab, tokens * WIDTH, vocab * WIDTH)

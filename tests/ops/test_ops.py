@@ -26,7 +26,7 @@ NAMES = ("o", "dq", "dk", "dv", "dg", "incoming_states", "final_state", "initial
 
 @dataclass(frozen=True)
 class Case:
-    """A whole sequence with the gradients that come from outside: of its outputs and of its final state."""
+    """A whole sequence with the incoming gradients of its outputs and its final state."""
 
     q: Tensor
     k: Tensor
@@ -127,7 +127,7 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
         state = chunk_states.log_decay.exp()[..., None] * state + chunk_states.state
         scores = chunked.intra_scores(q, k, g, pieces, scale)
         o.append(chunked.outputs(q, v, g, scores, chunk_states, incoming_states[-1], pieces, scale))
-        torch.testing.assert_close(chunk_states.states[-1], state)  # the outputs have corrected it
+        torch.testing.assert_close(chunk_states.states[-1], state)  # updated in place by `outputs`
 
     grad, grads = case.final_grad, []
     for (q, k, v, g, do, pieces), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):

@@ -1,4 +1,4 @@
-"""The registry of operators: what is chosen on which device, and mistakes in a line."""
+"""Registry of operators: selection of passes by device, and errors."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_memory_by_kind_matches_formula() -> None:
     memory = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").memory
     numbers = make_case("model=gla_1b").spec.num_parameters
     assert set(memory.kinds) == set(KINDS)
-    # A shard of the master weights, and all of them in bf16.
+    # A shard of the master weights, and all weights in bf16.
     assert memory.kinds["weights"] == pytest.approx(numbers * (4 / 4 + 2), rel=1e-3)
     assert memory.kinds["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-3)
     assert memory.peak == sum(memory.kinds.values()) == max(sum(kinds.values()) for kinds in memory.phases.values())
@@ -49,7 +49,7 @@ def test_memory_by_kind_matches_formula() -> None:
 
 
 def test_peak_memory_follows_each_setting() -> None:
-    """What each setting is for, it does."""
+    """Recompute, segments, strategies and compilation change peak memory in the documented direction."""
 
     def peak(*arguments: str) -> float:
         return planned(*GLA_1B, "world_size=4", "data.seq_len=262144", *arguments).memory.peak
@@ -61,7 +61,7 @@ def test_peak_memory_follows_each_setting() -> None:
     assert halves == sorted(halves, reverse=True)
     assert peak("parallel=zero3") < whole < peak("parallel=ddp")
     assert peak("train.compile=never") > whole
-    # Longer sequences in as many more segments take no more but for the states between them.
+    # Longer sequences in proportionally more segments need only more states between segments.
     long = planned(*GLA_1B, "world_size=4", "data.seq_len=8388608", "train.segments=32").memory
     short = planned(*GLA_1B, "world_size=4", "data.seq_len=524288", "train.segments=2").memory
     assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
@@ -75,7 +75,7 @@ def test_step_time_by_kind_matches_formula() -> None:
     assert time.tokens == 65536
     assert time.tokens_per_second == pytest.approx(65536 / time.total)
     assert time.per_device == pytest.approx(time.tokens_per_second / 4)
-    # A second forward pass, a third of the blocks' products, but for what is left out; in segments, for all but one.
+    # Full recompute repeats most of the forward products, a third of all; segments repeat them for all but one.
     full = planned(*arguments, "matmul_tflops=500", "train.recompute=full").time.seconds["products"]
     assert 1.2 < full / time.seconds["products"] < 4 / 3
     segments = planned(*arguments, "matmul_tflops=500", "train.segments=4").time.seconds["products"]
@@ -94,7 +94,7 @@ def test_slow_links_bound_step_time() -> None:
     slow = planned(*GLA_1B, "world_size=4", "data.seq_len=65536", "link_gbps=1").time
     moved = parameter_traffic(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536")).total / 1e9
     assert slow.total > moved > fast.total
-    # Between nodes the network counts.
+    # Between nodes the network bandwidth applies.
     assert planned(*GLA_1B, "world_size=16", "data.seq_len=262144", "node_gbps=1").time.total > 5
 
 
@@ -118,7 +118,7 @@ def test_scan_link_and_cost_within_and_across_nodes() -> None:
 
 
 def json_of(*arguments: str) -> dict[str, Any]:
-    """What the command leaves as JSON."""
+    """The JSON file of the command."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         code, _, err = command(*arguments, f"json={path}")
@@ -130,7 +130,7 @@ def json_of(*arguments: str) -> dict[str, Any]:
 
 
 def test_legal_segment_counts_for_any_length() -> None:
-    """Of 2^40 tokens, too: a try of every number would take minutes."""
+    """Also for 2^40 tokens, where trying every number would take minutes."""
     for number in (1, 2, 36, 1000, 3 << 10, 9973, 2 * 9973):
         assert divisors(number) == [count for count in range(1, number + 1) if number % count == 0]
     assert legal_segments(make_case("sp=dp", f"data.seq_len={1 << 40}")) == [1 << power for power in range(31)]
@@ -145,11 +145,11 @@ def test_advice_is_fastest_setting_that_fits() -> None:
     assert times == sorted(times)
     for option in plan.options:
         assert option.memory.fits
-        # One fewer that the sequence divides into does not fit.
+        # No smaller legal number of segments fits.
         counts = legal_segments(option.case)
         fewer = counts[: counts.index(option.case.segments)]
         assert not any(plan_memory(option.case.with_changes(segments=count), 0.05).fits for count in fewer)
-    # By hand: every setting with every number of segments.
+    # Exhaustive search: every setting with every number of segments.
     everything = [
         plan.planned.case.with_changes(recompute=recompute, segments=segments)
         for recompute in Recompute
@@ -224,7 +224,7 @@ def test_command_output_is_complete_and_deterministic() -> None:
     assert sum(row["planned"] for row in data["wire"]["backends"].values()) == 1
     assert sum(data["time"]["seconds"].values()) == pytest.approx(data["time"]["step_seconds"])
     assert sum(data["memory"]["bytes"].values()) == pytest.approx(data["memory"]["peak_bytes"])
-    # A run that does not fit is an answer, too.
+    # A run that does not fit is a valid plan: exit code 0.
     assert command("+experiment=gla_1b_1m", "train.recompute=none")[0] == 0
 
 
@@ -272,7 +272,7 @@ def test_invalid_arguments_give_one_line_errors(arguments: list[str], expected: 
 
 
 def test_plan_for_model_larger_than_this_machine() -> None:
-    """What a cluster is to train is planned elsewhere."""
+    """Models for a cluster are planned on small machines."""
     large = ["model.hidden_size=32768", "model.num_heads=256", "model.intermediate_size=98304", "model.num_layers=120"]
     arguments = [*large, "train.dtype=bf16", "world_size=4096", "sp.size=8", "data.seq_len=65536"]
     plan = make(*arguments, "parallel=zero3")
@@ -296,7 +296,7 @@ def test_as_json_is_serialisable_without_file(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_command_needs_no_gpu_packages_or_process_group() -> None:
-    """A laptop has neither GPUs nor their packages."""
+    """The planner has to run on a laptop without GPU packages."""
     program = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('triton', 'fla', 'transformers', 'wandb')))\n"

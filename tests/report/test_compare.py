@@ -1,4 +1,4 @@
-"""`zeco_train.compare` and `launch/compare_backends.sh`: the same run on every backend, and how its curves differ."""
+"""`zeco_train.compare` and `launch/compare_backends.sh`: differences between curves of the same run."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_backends_give_same_curve(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "compare.json").read_text())["runs"]
     assert [row["compared"] for row in rows] == [2, 2]
     assert not (tmp_path / "dp" / "checkpoints").exists()
-    # Without its checkpoints a run starts anew, in the same folder, and comes to the same end.
+    # Without checkpoints a run restarts in the same folder and gives the same curve.
     assert compare_backends(tmp_path, *overrides, BACKENDS="dp", MAX_DIFFERENCE="0").returncode == 0
 
 
@@ -138,7 +138,7 @@ def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_missing_packages_are_reported(tmp_path: Path) -> None:
-    # A python of that name that has none of them.
+    # A stub of python without any packages.
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     run = compare_backends(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""The W&B dashboard: what it is made of, offline; and published, by the real client, to a server on this machine."""
+"""The W&B dashboard: its contents offline, and publishing with the real client to a local server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def panels(written: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def recorded(tmp_path: Path) -> set[str]:
-    """Every key that a run on GPUs leaves in W&B, in its rows and its summary."""
+    """Every key that a run on GPUs records in W&B, in its rows and its summary."""
 
     class Run:
         def log(self, row: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def test_every_panel_shows_recorded_metrics(tmp_path: Path) -> None:
         if panel["viewType"] == "Vega2":
             keys = {*config["fieldSettings"].values()}
             (summary,) = [f for f in config["userQuery"]["queryFields"][0]["fields"] if f["name"] == "summary"]
-            # What a chart draws is what it asks for.
+            # A chart queries exactly the keys that it draws.
             assert set(summary["args"][0]["value"]) == keys
         else:
             keys = {*config["metrics"]} | ({config["xAxis"]} if panel["viewType"] == "Run History Line Plot" else set())
@@ -86,7 +86,7 @@ def test_dashboard_is_read_back_as_written_or_refused() -> None:
 
 def test_chart_layers_use_defined_fields() -> None:
     spec = chart_spec()
-    # What a layer draws is a placeholder, or made by the transform.
+    # Each field is a placeholder or an output of the transform.
     made = {part["as"] for part in spec["transform"][1]["aggregate"]}
     for layer in spec["layer"]:
         for encoding in layer["encoding"].values():
@@ -158,7 +158,7 @@ def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.C
     ):
         outcome = main(arguments)
         check_line(Outcome(outcome, "", capsys.readouterr().err), code, part)
-    # In a process of its own: no account of whoever runs the tests.
+    # In a separate process, without the W&B account of the user.
     done = run_python([COMMAND], tmp_path)
     line = "error: wandb=login: W&B knows no account here; wandb login, or --offline OUT.json\n"
     assert (done.returncode, done.stderr) == (2, line)

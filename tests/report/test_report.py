@@ -1,4 +1,4 @@
-"""`zeco_train.report`: what is compared with what, and a page that is whole by itself."""
+"""`zeco_train.report`: grouping of measurements, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_run(
 
 
 class Page(HTMLParser):
-    """The tables and pictures of a page, and all that it would load."""
+    """The tables, images and loaded resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def report(tmp_path: Path, *paths: Path) -> Page:
 
 
 def test_run_has_one_measurement_per_split(tmp_path: Path) -> None:
-    # Steps 1 to 4 with dp; a resume from the checkpoint of step 3 does step 4 again, with zeco.
+    # Steps 1 to 4 with dp; a resume from the checkpoint of step 3 repeats step 4 with zeco.
     rates = {1: 1.0, 2: 100.0, 3: 110.0, 4: 7.0, 5: 200.0, 6: 220.0, 7: 300.0}
     resumed = write_run(tmp_path / "runs" / "resumed", rates, [(0, DP), (3, ZECO)])
     alone = write_run(tmp_path / "runs" / "alone", {1: 1.0, 2: 50.0}, [(0, DP)])
@@ -114,9 +114,9 @@ def test_run_has_one_measurement_per_split(tmp_path: Path) -> None:
     by_name = {(m.name, m.layout.backend): m for m in found.measurements}
     assert by_name["resumed", "dp"].rate == Spread(105.0, 101.0, 109.0, 2)
     zeco = by_name["resumed", "zeco"]
-    # The first row of a start is left out, with what it compiles.
+    # The first row of a start is excluded, since it includes compilation.
     assert (zeco.rate.median, zeco.rate.count, zeco.layout.tokens_per_device) == (220.0, 3, 1024)
-    # Over the first dp that is given.
+    # Relative to the first dp run.
     assert zeco.ratio == pytest.approx(220 / 50)
     assert zeco.step_seconds == pytest.approx(4096 / 440)
     assert [[run.name for run in family] for family in found.families] == [["alone", "resumed"]]
@@ -181,7 +181,7 @@ def test_benchmark_results_are_read(tmp_path: Path) -> None:
 
 
 def test_benchmarks_of_same_file_name_are_distinguished(tmp_path: Path) -> None:
-    """A benchmark leaves `results.json` in a folder of its own."""
+    """Each benchmark writes `results.json` in its own folder."""
     first, second = (json.loads((RESULTS / f"model_4xh200_16k{heads}.json").read_text()) for heads in ("", "_h32"))
     both = {**first, "rows": [row for row in first["rows"] + second["rows"] if row["variant"] in ("dp", "zeco")]}
     files = [tmp_path / name / "results.json" for name in ("one", "both")]

@@ -1,4 +1,4 @@
-"""Exposed communication: what is measured, on which rank, and what is not."""
+"""Exposed communication: which waits are measured, and on which rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zeco_train.sp.registry import Backend, SPConfig, build_scan
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")
-# Of a rank that keeps its peer waiting. A busy machine makes single waits longer, and those for a rank that sleeps
-# shorter: of so many measurements, a rank that waits is judged by the longest, one that does not by the shortest.
+# Seconds by which a rank delays its peer. A busy machine lengthens single waits, and shortens those for a sleeping
+# rank: of REPEATS measurements the longest counts for a waiting rank, the shortest for a rank that does not wait.
 DELAY = 0.3
 REPEATS = 3
 NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
@@ -55,8 +55,8 @@ def waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]
         scan = scans[name]._scan
         run_scan(scan, 0.0, 0.0)
         run_scan(scan, 0.0, 0.0, reverse=True)
-        # The second rank waits for the first one's state; and the first one for the second's; the state is there before
-        # it is asked for; and all of them wait for what lies behind the last rank.
+        # The second rank waits for the first one's state; the first one for the second's; the state arrives before it
+        # is needed; all ranks wait for the carry of the last rank.
         first, second = (DELAY if rank == 0 else 0.0), (DELAY if rank == 1 else 0.0)
         results[name] = {
             "forward": [measured(scan, first) for _ in range(REPEATS)],
@@ -78,7 +78,7 @@ def test_exposed_time_is_measured_on_waiting_rank() -> None:
         assert max(first[name]["reverse"]) > 0.7 * DELAY, name
         assert min(second[name]["reverse"]) < 0.5 * DELAY, name
         assert max(first[name]["carry"]) > 0.7 * DELAY, name
-        # lasp1 sends in `finish`, and gloo may keep a sender until it is received from.
+        # lasp1 sends in `finish`, and gloo may block a sender until the receiver is ready.
         if name != "lasp1":
             assert min(first[name]["forward"]) < 0.5 * DELAY, name
             assert min(first[name]["hidden"]) < 0.5 * DELAY, name
@@ -102,7 +102,7 @@ def test_single_rank_has_no_exposed_time() -> None:
 
 
 class SlowScan:
-    """Takes its time in each call."""
+    """Sleeps in each call."""
 
     def wait(self) -> Tensor:
         time.sleep(0.02)
@@ -126,7 +126,7 @@ def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
     assert meter.metered(unmetered, CPU, finish_waits=True) is unmetered
     with meter.measuring():
         scans = [meter.metered(SlowScan(), CPU, finish_waits=True) for _ in range(2)]
-    # Launched inside; that the waits come later changes nothing.
+    # Scans launched inside `measuring` are measured even if the waits come later.
     began = time.perf_counter()
     for scan in scans:
         assert scan.wait() is STATE
@@ -137,7 +137,7 @@ def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
 
 
 class FakeEvent:
-    """An event of a device whose clock stands still until `FakeEvent.passed` says how far it has come."""
+    """A CUDA event of a fake device: complete once `FakeEvent.passed` has reached its time."""
 
     clock = 0.0
     passed = -1.0
@@ -220,7 +220,7 @@ def test_nothing_is_measured_during_capture(capturing: list[bool]) -> None:
 
 
 def test_courier_scan_records_two_events(capturing: list[bool]) -> None:
-    """Its `finish` communicates nothing, so that two more events would only cost."""
+    """Its `finish` does not communicate, so it needs no events."""
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
     scan.incoming.deliver(STATE)
     with meter.measuring():

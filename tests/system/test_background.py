@@ -1,4 +1,4 @@
-"""Threads beside a command's own end before the interpreter does, whichever way the command ends."""
+"""Background threads end before the interpreter, however the command ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
 
 @pytest.mark.slow
 def test_process_ends_while_thread_is_inside_torch() -> None:
-    """Regular and other ends have their own exit codes and messages; a thread that is stuck is left behind."""
+    """Every kind of exit keeps its exit code and message; a stuck thread is not waited for."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     result = subprocess.run(
@@ -71,10 +71,10 @@ def test_stopped_courier_restarts_on_submit() -> None:
         assert ran.is_set()
 
 
-# pytest takes note of the SystemExit that threading ignores.
+# pytest warns of the SystemExit, which threading ignores.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_late_thread_ends_if_process_is_already_ending() -> None:
-    """The watchdog's, when the main thread is ending already: it must not be left for the interpreter's end."""
+    """A watchdog thread that fires during shutdown must not outlive the interpreter."""
     ending = Job(Launch(0, 1, 0), Advice("", "", ""))
     ending._end_alone()
     late = background.start(ending._abandon, RuntimeError("late"), name="late")

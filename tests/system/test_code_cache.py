@@ -1,4 +1,4 @@
-"""Compiled code is loaded only from folders that nobody else can write."""
+"""Compiled code is loaded only from folders that other users cannot write."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No variable names a folder, and the home and /tmp are the test's own."""
+    """Unset the cache variables; home and /tmp are temporary folders."""
     for name in VARIABLES:
-        # Set first, so that what the test itself sets is taken back.
+        # Set first, so that a value set by the code under test is restored.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -83,7 +83,7 @@ def test_folders_writable_by_others_are_refused(mode: int, tmp_path: Path) -> No
 
 
 def test_folders_owned_by_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also through a link of the user's own, and a folder of the user's own through the link of another."""
+    """Also through a symlink of the user, and a folder of the user through a symlink of another user."""
     (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("cache")
     user = os.geteuid()
@@ -119,7 +119,7 @@ def test_unusable_folder_paths_are_refused(tmp_path: Path) -> None:
 
 
 def test_cache_folders_by_environment_variable(tmp_path: Path) -> None:
-    """Without a folder only torch.compile gets one: the defaults of the others are in the user's home."""
+    """By default only TORCHINDUCTOR_CACHE_DIR is set: the other defaults lie in the user's home."""
     use_private_caches()
     assert {name for name in VARIABLES if name in os.environ} == {"TORCHINDUCTOR_CACHE_DIR"}
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(default_folder() / "inductor")

@@ -1,4 +1,4 @@
-"""Pictures are drawn whatever backend of matplotlib the environment names."""
+"""Figures are drawn whatever matplotlib backend MPLBACKEND names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 
-# Each in a process without matplotlib, forked from one that has all else imported.
+# Each figure in a process without matplotlib, forked from one with all other imports.
 _DRAW = """
 import os, sys
 from data import inspect

@@ -1,4 +1,4 @@
-"""Reading small files of strangers: regular, bounded in size and in depth; never waits."""
+"""Reading small untrusted files: regular files only, bounded size and depth, never blocking."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stored configurations of strangers: values only, of bounded size and depth; nothing of the environment enters."""
+"""Untrusted stored configurations: plain values of bounded size and depth, no environment variables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_interpolation_in_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_start_resolves_interpolations_and_refuses_leftovers() -> None:
-    """What is stored is resolved; a value that would be resolved when it is read back is refused at the start."""
+    """Stored values are resolved; one that still contains an interpolation is refused at the start."""
     assert load_config(["name=${oc.env:ZECO_TEST_SECRET}"]).name == SECRET
     with pytest.raises(ConfigError, match=r"^name=a\$\{seed\}: must not have \$\{ in it once it is resolved"):
         load_config(["name='a\\${seed}'"])

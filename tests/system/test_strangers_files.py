@@ -1,4 +1,4 @@
-"""Stores, runs and exports of strangers: their files are data, read in bounds, and shown without terminal escapes."""
+"""Untrusted stores, runs and exports: never executed, read within bounds, shown without terminal escapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.run_folder import read_identity
 
-# Sets the window's title, and, where terminals answer, types into the shell.
+# Sets the window title and, on terminals that answer, injects input into the shell.
 ESCAPE = "\x1b]0;title\x07\x9b2J\u202e"
 SHOWN = r"\x1b]0;title\x07\x9b2J\u202e"
 
@@ -128,7 +128,7 @@ def test_visible_escapes_only_control_characters() -> None:
 
 
 def test_inspect_escapes_control_characters(tmp_path: Path) -> None:
-    """Its text, and what its meta.json says of its making."""
+    """In the text and in the provenance of meta.json."""
     ids = ByteTokenizer().encode([f"text {ESCAPE} text\nsecond line"])[0]
     with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append_document(ids)
@@ -164,7 +164,7 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("out", "expected"), [(_Terminal(), SHOWN), (io.StringIO(), ESCAPE)])
 def test_generated_text_is_escaped_on_terminals_only(out: io.StringIO, expected: str) -> None:
-    """A file or a pipe gets the text as it is."""
+    """Files and pipes get the text unchanged."""
     printer = Printer(1, 1, out)
     printer.tell(0, 0, f"text\t{ESCAPE}\n", True)
     printer.finish([Completion(0, 0, f"text\t{ESCAPE}\n", [], "limit")])

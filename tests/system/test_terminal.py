@@ -1,4 +1,4 @@
-"""Terminals and files that cannot show all of what our commands print."""
+"""Output encodings that cannot represent everything that commands print."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_limited_encodings_do_not_end_command(encoding: str, monkeypatch: pytest
 
 
 def test_every_command_enables_encoding_fallback() -> None:
-    """All that README and docs/ name."""
+    """All commands that README and docs/ name."""
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     paths = {REPOSITORY / name for name in re.findall(r"(?:python|torchrun)[^|\n]* ((?:launch/)?\w+\.py)\b", text)}

@@ -1,4 +1,4 @@
-"""Experiment trackers: what they are told, offline and with TensorBoard; `test_wandb_server.py` has W&B online."""
+"""Experiment trackers: offline W&B and TensorBoard; `test_wandb_server.py` tests W&B online."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_invalid_settings_are_refused_if_tracker_is_on(values: dict, message: st
 
 @pytest.mark.parametrize("kind", [LoggerKind.wandb, LoggerKind.tensorboard])
 def test_missing_package_is_named(kind: LoggerKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only a folder of this name is there, as an offline run leaves it.
+    # A folder of this name, as an offline run creates, is not the package.
     (tmp_path / kind.value).mkdir()
     monkeypatch.delitem(sys.modules, kind.value, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -111,8 +111,8 @@ def test_layout_tags_and_group() -> None:
     assert all(len(tag) <= 64 for tag in Layout("zeco", "m" * 100, 1, 1, 1).tags)
 
 
-# W&B starts a process and keeps state in the interpreter: this runs in one of its own. The second start knows the
-# run's id only from its folder, as after a kill before the first checkpoint.
+# Runs in a separate interpreter, since W&B starts a process and keeps state. The second start finds the run's id only
+# in its folder, as after a kill before the first checkpoint.
 _OFFLINE = """
 import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
 layout = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
@@ -130,7 +130,7 @@ print(*ids)
 
 
 def run_python(command: list[str], home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command without the W&B account of the machine's user, that writes nothing to the home folder."""
+    """Run Python without the user's W&B account and with a temporary home folder."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     environment |= {"NETRC": str(home / "netrc"), "HOME": str(home), "PYTHONPATH": str(REPOSITORY), **variables}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=ENOUGH)
@@ -155,17 +155,17 @@ def test_wandb_offline_runs_share_id_and_sync(tmp_path: Path) -> None:
     assert config["layout"] == LAYOUT.as_dict()
     assert config["environment"] == {"commit": "abc+", "dirty": True}
 
-    # The first was stopped to be started again; exit codes are the last record's.
+    # The first start was preempted (exit code 75).
     assert [any(r.HasField("preempting") for r in records(path)) for path in (first, second)] == [True, False]
     ends = [[r.exit.exit_code for r in records(path) if r.HasField("exit")] for path in (first, second)]
     assert ends == [[75], [0]]
 
     rows = history(second)
     assert [row["step"] for row in rows] == [3, 4, 5]
-    # The median leaves the first row of a start out, with what it compiles.
+    # The median excludes the first row of a start, which includes compilation.
     assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
 
-    # The client's own way of reading the files: both become one run, and no row is lost.
+    # `wandb sync` merges both into one run without losing a row.
     with WandbServer() as server:
         folders = [str(first.parent), str(second.parent)]
         synced = run_python(["-m", "wandb", "sync", *folders], home, **server.environment(home))
@@ -184,7 +184,7 @@ def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows."""
+    """Scalars as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
@@ -196,7 +196,7 @@ def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
     assert train_here(*overrides, "train.steps=5").code == 0
-    # As if killed in step 5: what came after the checkpoint of step 4 is done again.
+    # As if killed in step 5: training resumes from the checkpoint of step 4.
     (run_dir / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
     assert train_here(*overrides, "train.steps=7").code == 0
     rows = read_metrics(run_dir / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""metrics.jsonl and the picture of a run."""
+"""metrics.jsonl, the plot of a run, and recorded utilisation."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def record(
         recorder.add(result, progress)
         if progress.step % 2 == 0:
             recorder.write(progress, None)
-            recorder.write(progress, None)  # without a step since, no row
+            recorder.write(progress, None)  # no row without a new step
     recorder.close()
     return read_metrics(run_dir / "metrics.jsonl")
 
@@ -223,7 +223,7 @@ def test_device_memory_mfu_and_hfu_are_recorded(tmp_path: Path, monkeypatch: pyt
 
 
 def rows_of_two_ranks(rank: int, world_size: int, run_dir: str) -> list[dict[str, Any]]:
-    # Means over two steps, of those that were measured; then the longest over the ranks.
+    # A row has the mean over the measured steps, then the maximum over ranks.
     waits = {
         0: [(0.2, 0.01), (0.4, 0.03), (0.0, None), (0.0, None), (0.0, None), (0.0, None)],
         1: [(0.1, 0.05), (0.1, None), (0.6, 0.0), (0.2, 0.0), (0.0, None), (0.0, None)],

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal and writes to its log files."""
+"""Terminal output and log files of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_progress_lines_without_terminal() -> None:
     display = ProgressDisplay(100, stream=stream, clock=lambda: now[0])
     display.advance(1)
     display.report(metrics(1, step_seconds=2.0).as_dict())
-    # 40 s for 10 steps, validation and checkpoints included: the 89 steps left take 356 s.
+    # 40 s for 10 steps, including validation and checkpoints: the 89 remaining steps take 356 s.
     now[0] = 40.0
     display.report(metrics(11, val_loss=5.1, memory_gb=3.26, mfu=0.412, hfu=0.4567).as_dict())
     display.note("checkpoint → step 11")
@@ -112,7 +112,7 @@ def test_warnings_appear_above_progress_bar(tmp_path: Path) -> None:
         while piece := os.read(controller, 65536):
             shown += piece
     except OSError:
-        pass  # how Linux says that the other end of a terminal is closed
+        pass  # Linux reports a closed terminal as an error
     os.close(controller)
     assert process.wait(timeout=ENOUGH) == 0
     assert b"\rwarning: watch out\r\n" in shown

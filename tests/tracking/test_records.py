@@ -1,4 +1,4 @@
-"""metrics.jsonl, validation.jsonl and starts.jsonl as others may have left them: named by line and field, and early."""
+"""Invalid metrics.jsonl, validation.jsonl and starts.jsonl: reported by line and field before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def change(path: Path, number: int, **values: object) -> None:
-    """Give fields of a line other values."""
+    """Change fields of a line."""
     lines = path.read_text().splitlines()
     lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | values)
     path.write_text("\n".join(lines) + "\n")
@@ -52,7 +52,7 @@ def replace(path: Path, number: int, line: str) -> None:
 
 
 def go_on(run: Path) -> Outcome:
-    """The run's next start, which has one more step to do."""
+    """Resume the run for one more step."""
     return train_here(f"run_dir={run}", "train.steps=4", "train.eval_sequences=2", "train.eval_every=1")
 
 
@@ -90,7 +90,7 @@ def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, 
     path = run / METRICS_FILE
     change(path, 2, **{field: value})
     before = snapshot(run)
-    # All of them once; they share how rows are read.
+    # All readers for one value only, since they share the parser.
     for read in READERS if value == "abc" else (READERS[0], go_on):
         outcome = read(run)
         check_line(outcome, DATA, f"{path}: line 2: {field} is ", shown, "; correct or remove the line")
@@ -122,7 +122,7 @@ def test_non_finite_losses_are_accepted(value: str, run: Path) -> None:
 
 
 def test_readers_accept_extreme_numbers(run: Path) -> None:
-    """As large as JSON and a float allow: pictures and tables are drawn all the same."""
+    """Limits of floats and large integers: figures and tables are still written."""
     change(run / METRICS_FILE, 1, loss=1e308, grad_norm=-1e308, tokens=10**100, tokens_per_second=1e-308)
     change(run / METRICS_FILE, 2, loss=-1e308, step=10**15, tokens_per_second_per_device=0)
     for read in READERS[:3]:
@@ -136,7 +136,7 @@ def _torn(path: Path) -> None:
 
 
 def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace of a kill in the middle of a write; each file is repaired once, with a warning."""
+    """As after a kill during a write; each file is repaired once, with a warning."""
     names = (METRICS_FILE, VALIDATION_FILE, STARTS_FILE)
     whole = {name: (run / name).read_bytes() for name in names}
     for name in names:
@@ -242,7 +242,7 @@ def test_invalid_benchmark_results_are_refused(values: dict[str, object], proble
 
 
 def test_rows_with_missing_columns_are_read(run: Path) -> None:
-    """As other programs may write them; what is there is compared."""
+    """Rows of other programs: present columns are compared."""
     (run / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "loss": 3.5}\n')
     for read in READERS[:3]:
         outcome = read(run)

@@ -1,4 +1,4 @@
-"""A run's folder: one process at a time, one and the same on all ranks, and what it says of how the run was started."""
+"""Run folders: locked by one process, shared by all ranks, with the configuration and command line of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STARTS = 10
 
 
 def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
-    """Open and begin `path` from many threads; a lock belongs to an open file, so they exclude each other as processes.
+    """Open and begin `path` from many threads; a lock belongs to an open file, so threads exclude each other.
 
     Returns:
         The folders that were opened, and the errors of the other starts.
@@ -74,7 +74,7 @@ def test_refused_start_leaves_folder_unchanged(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="seed=1: the run in"):
         RunFolder(run, IDENTITY | {"seed": 1})
     for path in (run, empty, new):
-        # Refused for a reason that comes after the lock.
+        # A start that is refused after taking the lock.
         RunFolder(path, IDENTITY).release()
     assert snapshot(tmp_path) == before
 
@@ -91,7 +91,7 @@ def test_file_system_without_locks_gives_warning(tmp_path: Path) -> None:
 
 
 def _open_own_folders(rank: int, world_size: int, folder: str) -> list[str]:
-    """Open runs in folders that are another one on each rank, as on disks of two nodes; returns the errors."""
+    """Open runs in a different folder on each rank, as on local disks of two nodes; returns the errors."""
     messages = []
     run_folder._SECONDS_TO_APPEAR = 0.5
     for name in ("new", "run"):
@@ -135,7 +135,7 @@ def test_stored_configuration_is_resolved(tmp_path: Path) -> None:
 
 
 def test_tokenizer_is_identified_by_digest_not_path(tmp_path: Path) -> None:
-    """What it is, its digest says."""
+    """The digest identifies it."""
 
     def of(path: str, digest: str) -> dict[str, object]:
         return {**IDENTITY, "data.tokenizer": {"kind": "huggingface", "path": path, "sha256": digest}}

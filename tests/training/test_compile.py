@@ -1,4 +1,4 @@
-"""Compiled blocks compute the same, in few graphs without a break; the operators keep a custom operator's rules."""
+"""Compiled blocks equal eager ones in few graphs without breaks; custom operators pass `opcheck`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from zeco_train.training.nonfinite import explain
 
 pytestmark = pytest.mark.numeric
 
-# Norms and products that are written out for eager mode are left to autograd here: measured 3e-15 for gradients and
-# 5e-15 for parameters.
+# Norms and products with handwritten gradients in eager mode use autograd when compiled: measured 3e-15 for gradients
+# and 5e-15 for parameters.
 TOLERANCE = 1e-12
 
 CASES = {
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _compiler() -> Iterator[None]:
-    """Nothing compiled is left from another test, nor for one."""
+    """Reset the compiler before and after each test."""
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
@@ -68,7 +68,7 @@ def mesh() -> Iterator[ProcessMesh]:
     dist.destroy_process_group()
 
 
-# The first is quick; the last one has all that the others have.
+# The first is quick; the last one combines the others.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "whole" else pytest.mark.slow) for name in CASES],
@@ -85,14 +85,14 @@ def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh,
         check(result, expected, TOLERANCE, str(case))
         assert result.launches == expected.launches
         graphs.append(counter.frame_count)
-    # Blocks are alike, and so are steps. A block, the norm and the loss, each with gradients and without; and the block
-    # once more for each way of replaying, of carrying states on, and of being computed again.
+    # The number of graphs does not depend on layers or steps: block, norm and loss, each with and without gradients,
+    # and the block once more for each of replay, carried states and recompute.
     assert graphs[0] == graphs[1] <= 9
     assert not counters["graph_break"]
 
 
 def test_no_recompilation_after_second_length() -> None:
-    """As in benchmarks: what was compiled for two lengths serves every other one."""
+    """As in benchmarks: after two lengths the graphs are dynamic and serve all others."""
     scan = LocalScan()
     eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
@@ -124,7 +124,7 @@ def _two_ranks(rank: int, world_size: int, store: str) -> None:
         assert result.launches == expected.launches, f"{name}, {case}"
     for scan in scans.values():
         scan.drain()
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             arguments = (leaves, "gla", 0.5, handle_of(scan), pieces, incoming_state, carry_in, carry)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
-                # It compares outputs, but a replay's carry_out is NaN.
+                # This check compares outputs, and the carry_out of a replay is NaN.
                 tests.append("test_aot_dispatch_dynamic")
             opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Muon: against torch's, over strategies and ranks, and what is left out or stacked."""
+"""Muon: against torch, over strategies and ranks, with other parameters and stacked matrices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_orthogonalised_zero_matrix_stays_zero() -> None:
 @pytest.mark.parametrize("adjust", AdjustLR)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_torch(adjust: AdjustLR, nesterov: bool) -> None:
-    """In bf16, torch's precision, to fp32's rounding; in fp32 as far from torch's as bf16 rounds."""
+    """In bf16, the precision of torch's Muon, equal up to fp32 rounding; in fp32 different by bf16 rounding."""
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 5}
     start = [_random(*shape, seed=number).float() for number, shape in enumerate([(24, 40), (40, 24), (16, 16)])]
     theirs = [nn.Parameter(x.clone()) for x in start]
@@ -130,7 +130,7 @@ def test_values_out_of_range(change: dict[str, Any], field: str) -> None:
 
 
 def _round_trip(rank: int, world_size: int) -> None:
-    """Every rank gets back its rows of twice every matrix; heights that do not divide, fewer rows than ranks."""
+    """Gather, double, scatter: every rank gets its rows, also of heights that do not divide by the ranks."""
     mesh = make_mesh(rank, world_size, world_size // 2 if world_size % 2 == 0 else world_size)
     shapes = [(7, 3), (1, 5), (world_size, 2), (12, 4), (2, 2), (9, 1)]
     for strategy in Strategy:
@@ -171,7 +171,7 @@ def _reference(rank: int, world_size: int, store: str) -> Result:
 def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, backends: list[str], reference: bytes) -> None:
     expected: Result = pickle.loads(reference)
     mesh = make_mesh(rank, world_size, sp_size)
-    # All ranks make the groups of all.
+    # Creating process groups is collective: all ranks create all groups.
     scans = [build_scans(tuple(range(first, first + sp_size))) for first in range(0, world_size, sp_size)][mesh.dp_rank]
     for number, strategy in enumerate(Strategy):
         for backend in backends if world_size > 2 else [backends[number % len(backends)]]:
@@ -184,7 +184,7 @@ def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, backends: li
     [(2, 2), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_ten_steps_equal_one_rank(world_size: int, sp_size: int, tmp_path: Path) -> None:
-    """Losses, norms, gradients and parameters: every strategy, with every backend on four ranks."""
+    """Losses, norms, gradients and parameters, for every strategy; on four ranks with every backend."""
     store = str(write_documents(tmp_path / "store"))
     reference = pickle.dumps(run_distributed(_reference, 1, store)[0])
     backends = ["lasp1", "lasp2", "chain/3", "two_shot"]

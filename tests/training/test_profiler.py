@@ -1,4 +1,4 @@
-"""`train.profile`: which steps are profiled, on which ranks, into which files."""
+"""`train.profile`: profiled steps and ranks, and the files written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {step: 100 + step for step in range(1, 10)}
 
 
 def run_steps(profiler: StepProfiler, *steps: int, device: torch.device = CPU) -> None:
-    """Steps that can be told from each other by the size of a product."""
+    """Run steps that differ in the size of a product."""
     for step in steps:
         profiler.begin(step)
         x = torch.ones(SIZES[step], 3, device=device, requires_grad=True)
@@ -141,7 +141,7 @@ def test_unwritable_folder_is_refused_or_loses_profile_only(tmp_path: Path, capl
     with pytest.raises(DataError, match=r"profile: cannot be written"):
         StepProfiler("1:1", [0], tmp_path / "file", 0, CPU)
     StepProfiler(None, [0], tmp_path / "file", 0, CPU)
-    # In the middle of a run, and at its end, where something else may be going wrong and is not hidden by this.
+    # In the middle of a run, and at its end, where the warning must not hide another error.
     for steps in ((1, 2, 3), (1,)):
         profiler = StepProfiler("1:2", [0], tmp_path, 0, CPU)
         shutil.rmtree(tmp_path / "profile")
@@ -155,7 +155,7 @@ def test_unwritable_folder_is_refused_or_loses_profile_only(tmp_path: Path, capl
 
 
 def test_full_disk_loses_profile_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run goes on, and no half of a trace is left to take the room that is needed."""
+    """The run continues, and the partial trace is removed."""
     profiler = StepProfiler("1:1", [0], tmp_path, 0, CPU)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
@@ -223,7 +223,7 @@ def test_gpu_profile_has_kernels_and_allocations(tmp_path: Path) -> None:
     products = [e for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::mm"]
     assert len(products) == 2 * 3
     snapshot = pickle.loads((tmp_path / "profile" / "rank_0_steps_2_3_memory.pickle").read_bytes())
-    # In blocks of 512 bytes, whether a history has sizes as they were asked for or as they were given.
+    # In blocks of 512 bytes, since a history may have requested or allocated sizes.
     sizes = {-(-e["size"] // 512) for e in snapshot["device_traces"][0] if e["action"] == "alloc"}
     assert {-(-4 * SIZES[step] ** 2 // 512) for step in (2, 3)} <= sizes
     assert -(-4 * SIZES[4] ** 2 // 512) not in sizes

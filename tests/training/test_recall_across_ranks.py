@@ -1,4 +1,4 @@
-"""That states cross ranks in training: what is told on one rank is learnt to be recalled on another, or not at all."""
+"""Training learns recall across ranks, which needs the states that cross ranks."""
 
 from __future__ import annotations
 

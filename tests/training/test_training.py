@@ -44,7 +44,7 @@ THREE, FOUR = (pytest.param(world_size, marks=pytest.mark.slow) for world_size i
 
 
 def short_documents(folder: Path) -> Path:
-    """A token store of documents of 20 to 400 bytes, many of which straddle the shards of a sequence."""
+    """A token store of documents of 20 to 400 bytes, many of which cross shards of a sequence."""
     lines = (Path(__file__).parents[2] / "LICENSE").read_text() * 4
     rng, start, texts = np.random.default_rng(0), 0, []
     while start < len(lines):
@@ -81,7 +81,7 @@ def _dtypes(rank: int, world_size: int, folder: str, store: str) -> dict[str, di
 
 
 class Runs:
-    """Of `_splits`, `_documents` or `_dtypes` on so many ranks, by rank and name; each once, when it is asked for."""
+    """Results of `_splits`, `_documents` or `_dtypes` by world size, rank and name; computed once on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._store = folder, str(short_documents(folder))
@@ -152,7 +152,7 @@ def test_bf16_loss_is_close_to_fp32_with_fp32_weights(runs: Runs, world_size: in
 
 @pytest.mark.parametrize("world_size", [2, THREE, FOUR])
 def test_fp32_losses_agree_for_ten_steps(runs: Runs, world_size: int) -> None:
-    # The contract; from mere rounding two fp32 runs differ by about 1e-6 here.
+    # The contract; by rounding alone two fp32 runs differ by about 1e-6 here.
     expected, found = (runs(_dtypes, n)[0]["fp32"]["rows"] for n in (1, world_size))
     assert largest_difference(found, expected, "loss") <= 1e-4
 

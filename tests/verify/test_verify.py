@@ -1,4 +1,4 @@
-"""`zeco_train.verify`: sound code passes, every kind of broken scan is found and named, mistakes are one line."""
+"""`zeco_train.verify`: correct code passes, every kind of broken scan is reported, invalid arguments are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
-    # The ranks have joined by a file; a launcher says where they meet all the same.
+    # The ranks have joined through a file, but the command expects the variables of a launcher.
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -77,7 +77,7 @@ def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> No
 
 
 class BrokenScan:
-    """A scan with a fault: changes what goes in, or what comes out."""
+    """A scan with a fault in its inputs or outputs."""
 
     def __init__(self, scan: Any, rank: int, fault: str) -> None:
         self._scan, self._rank, self._fault = scan, rank, fault
@@ -137,7 +137,7 @@ def test_broken_scans_fail_with_tensor_and_rank() -> None:
     assert not any(text.startswith(("o ", "R ", "dq ")) for text in reverse)
     assert any(text.startswith("R on rank 1 is off by 2.0e-02 > 1e-02") for text in first["off on rank 1"])
     assert not any("rank 0" in text for text in first["off on rank 1"] if text.startswith(("R", "o", "dq")))
-    # within 1e-3 of float64 in no tensor, and far from one device
+    # detected only by the comparison with one device
     assert any("as much as another chunking there" in text for text in first["low precision"])
 
 
