@@ -102,7 +102,7 @@ def oracle(case: Case, edges: list[int]) -> dict[str, Tensor]:
 
 
 def cut(cu_seqlens: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The pieces of the tokens [start, stop). The sequence's own first document goes on from the initial state here."""
+    """The pieces of the tokens [start, stop). The first document of the sequence continues from the initial state."""
     if cu_seqlens is None:
         return None
     inner = cu_seqlens[(cu_seqlens > start) & (cu_seqlens < stop)]
@@ -146,7 +146,7 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
 def errors(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Largest error of each result, relative to its largest element, or for dg to the largest term of its sum."""
     found = {}
-    # where all decays are e^-50, dg is 1e-22 of the terms q ⊙ dq and k ⊙ dk, whose rounding is what is left of it
+    # where all decays are e^-50, dg is 1e-22 of the terms q ⊙ dq and k ⊙ dk, so only their rounding remains
     term = float((case.q.double() * expected["dq"]).abs().max())
     for name in NAMES:
         assert actual[name].shape == expected[name].shape, name

@@ -1,4 +1,4 @@
-"""The planner's memory and time against what was measured."""
+"""The planner's memory and time against measurements."""
 
 from __future__ import annotations
 

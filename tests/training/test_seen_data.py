@@ -88,7 +88,7 @@ class Run:
         assert self.start().code == 0
 
     def start(self, *overrides: str, steps: int = 1) -> Outcome:
-        """Go on for some steps."""
+        """Resume for some more steps."""
         self.steps += steps
         data = ["data=tokens", f"data.path={self.store}", "train.eval_sequences=2", "train.log_every=1"]
         outcome = train_here(*data, f"run_dir={self.run}", f"train.steps={self.steps}", *overrides)
