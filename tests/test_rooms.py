@@ -31,7 +31,8 @@ def imports() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                assert node.module and node.level == 0, f"{path}: a relative import, which these rules would not see"
+                assert node.module is not None, f"{path}: a relative import, which these rules would not see"
+                assert node.level == 0, f"{path}: a relative import, which these rules would not see"
                 members = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= members & modules.keys() or {node.module}
         found[module] = names & modules.keys() - {module}

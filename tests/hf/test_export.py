@@ -1,4 +1,4 @@
-"""Export to Hugging Face's form, and back: bit for bit, on any split, and into fla's own model."""
+"""Export to the Hugging Face format and back: exact weights, any split, and loading by fla."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zeco_train.training.build import init
 pytestmark = pytest.mark.numeric
 
 __all__ = ["hugging_face"]
-# All that fla's configuration and ours can both say, but for tied embeddings.
+# All settings that fla's configuration and ours share, except tied embeddings.
 MODEL = [
     "model.num_heads=6",
     "model.num_kv_heads=2",
@@ -49,7 +49,7 @@ def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A run of two ranks, and its weights as they were in memory."""
+    """A run of two ranks and its weights in memory."""
     folder = tmp_path_factory.mktemp("export") / "run"
     return folder, run_distributed(_train, 2, str(folder), *MODEL)[0]
 
@@ -63,7 +63,7 @@ def exported(run: tuple[Path, dict[str, Tensor]]) -> Path:
     return out
 
 
-def test_files_hold_the_weights_bit_for_bit(run: tuple[Path, dict[str, Tensor]], exported: Path) -> None:
+def test_export_writes_exact_weights_and_model_card(run: tuple[Path, dict[str, Tensor]], exported: Path) -> None:
     found, (_, expected) = load_file(exported / WEIGHTS_FILE), run
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -80,9 +80,11 @@ def test_files_hold_the_weights_bit_for_bit(run: tuple[Path, dict[str, Tensor]],
     assert "validation loss at step 2" in card
 
 
-def test_fla_loads_it(run: tuple[Path, dict[str, Tensor]], exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through transformers' Auto classes, without code from the folder; then its logits, and its greedy text."""
-    import fla  # noqa: F401 - which registers its models
+def test_fla_loads_export_and_agrees(
+    run: tuple[Path, dict[str, Tensor]], exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Load with transformers' Auto classes, without code from the folder; compare logits and generated text."""
+    import fla  # noqa: F401 - registers fla's models
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     theirs, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
@@ -110,8 +112,8 @@ def test_fla_loads_it(run: tuple[Path, dict[str, Tensor]], exported: Path, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-def test_fla_agrees_on_a_gpu(exported: Path, dtype: Dtype) -> None:
-    """Minutes, where fla has not tuned its kernels for these shapes; fp32 needs TRITON_F32_DEFAULT=ieee."""
+def test_fla_agrees_with_export_on_gpu(exported: Path, dtype: Dtype) -> None:
+    """Takes minutes until fla has tuned its kernels for these shapes; fp32 needs TRITON_F32_DEFAULT=ieee."""
     trained = find_trained(str(exported))
     mesh = init(trained.configure([]), Launch(0, 1, 0))
     (found,) = compare(trained, mesh, ParitySettings(tokens=1000), [dtype])
@@ -128,10 +130,10 @@ def _load(rank: int, world_size: int, folder: str, layouts: list[tuple[Strategy,
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_shards_are_read_on_any_split(
+def test_sharded_export_loads_on_any_split(
     tied: bool, run: tuple[Path, dict[str, Tensor]], exported: Path, tmp_path: Path
 ) -> None:
-    """Files of a bounded size; a model with a tied head has no second copy of it."""
+    """File sizes are bounded; a tied head is stored once."""
     source, (checkpoint_run, expected) = tmp_path / "sharded", run
     shutil.copytree(exported, source)
     for name in (WEIGHTS_FILE, "checksums.json"):
@@ -155,5 +157,5 @@ def test_shards_are_read_on_any_split(
 
 
 def find_model(folder: Path) -> GLAConfig:
-    """The shape in config.json, whatever there is of weights."""
+    """The model of config.json, whether or not weights exist."""
     return from_fla(json.loads((folder / "config.json").read_text()), folder).model

@@ -1,4 +1,4 @@
-"""Folders that others wrote: read where our model is theirs, refused by name where it is not; and training on."""
+"""Import of Hugging Face folders: supported models are read, others refused by name; training from an import."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zeco_train.training.build import init
 pytestmark = pytest.mark.numeric
 
 __all__ = ["hugging_face"]
-# The file of fla-hub's 1.3B models of 2024, without what later versions added.
+# config.json of fla-hub's 1.3B models of 2024, without keys of later versions.
 PUBLISHED: dict[str, Any] = {
     "architectures": ["GLAForCausalLM"], "attn_mode": "chunk", "bos_token_id": 1, "clamp_min": None, "conv_size": 4,
     "elementwise_affine": True, "eos_token_id": 2, "expand_k": 0.5, "expand_v": 1, "feature_map": None,
@@ -50,7 +50,7 @@ PUBLISHED: dict[str, Any] = {
 HERE = Path("model")
 
 
-def test_a_published_configuration() -> None:
+def test_published_fla_config_is_read() -> None:
     model = from_fla(PUBLISHED, HERE).model
     assert (model.head_k_dim, model.head_v_dim, model.intermediate_size) == (256, 512, 5632)
     assert from_fla({"model_type": "gla"}, HERE).model == model
@@ -79,7 +79,7 @@ def test_a_published_configuration() -> None:
         ("use_output_gate", 1, "must be true or false"),
     ],
 )
-def test_what_our_model_is_not_is_refused_by_name(key: str, value: Any, problem: str) -> None:
+def test_unsupported_fla_settings_are_refused_by_name(key: str, value: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_fla({**PUBLISHED, key: value}, HERE)
     assert "config.json" in str(error.value)
@@ -95,8 +95,8 @@ def test_what_our_model_is_not_is_refused_by_name(key: str, value: Any, problem:
     ],
     ids=["plain norms", "no gate"],
 )
-def test_a_model_that_fla_wrote(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Its names and shapes; in fp64, our forward pass is that of the recurrence with the tensors of its file."""
+def test_model_saved_by_fla_gives_reference_logits(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Names and shapes agree; in fp64 our logits equal the reference recurrence with the stored tensors."""
     from fla.models import GLAConfig as FlaConfig
     from fla.models import GLAForCausalLM as FlaModel
 
@@ -144,8 +144,8 @@ def exported(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "exported")
 
 
-def test_training_goes_on_from_an_export(run: Path, exported: Path, tmp_path: Path) -> None:
-    """A step with a learning rate that fp32 cannot hold, and out again: the same weights."""
+def test_training_starts_from_export(run: Path, exported: Path, tmp_path: Path) -> None:
+    """Import, a step with a learning rate too small to change fp32 weights, and export: the same weights."""
     load = [f"checkpoint.load=hf:{exported}", "train.steps=1", "optim.lr=1e-20", "optim.weight_decay=0"]
     outcome = train_here(*load, f"run_dir={tmp_path / 'on'}")
     assert (outcome.code, outcome.err) == (0, "")
@@ -154,7 +154,7 @@ def test_training_goes_on_from_an_export(run: Path, exported: Path, tmp_path: Pa
     assert first.keys() == again.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name]), name
-    # An export is no run's folder, and the prefix says which of both is meant.
+    # An export is not a run folder: without the prefix `hf:` it is refused.
     outcome = train_here(f"checkpoint.load={exported}", f"run_dir={tmp_path / 'other'}")
     assert outcome.errors == [
         f"checkpoint.load={exported}: holds no complete checkpoint; name a run's folder, a step_… folder, or hf:PATH "
@@ -239,7 +239,7 @@ def other_origin(folder: Path) -> str:
     [cut, pickled, doubled, without_norm, with_more, other_shape, whole_numbers, not_json, other_origin],
     ids=lambda damage: damage.__name__,
 )
-def test_folders_that_cannot_be_read(damage: Callable[[Path], str], exported: Path) -> None:
+def test_damaged_model_folders_are_refused(damage: Callable[[Path], str], exported: Path) -> None:
     expected = damage(exported)
     with pytest.raises(CheckpointError) as error:
         find_trained(str(exported))
@@ -249,14 +249,14 @@ def test_folders_that_cannot_be_read(damage: Callable[[Path], str], exported: Pa
             checked_fla_model(exported)
 
 
-def test_a_flipped_bit(exported: Path, tmp_path: Path) -> None:
+def test_training_refuses_export_with_flipped_bit(exported: Path, tmp_path: Path) -> None:
     problem = flip(exported)
     outcome = train_here(f"checkpoint.load=hf:{exported}", f"run_dir={tmp_path / 'on'}")
     assert outcome.errors == [f"{exported}: damaged: {problem}; name another checkpoint"]
     assert outcome.code == 4
 
 
-def test_exports_that_are_refused(
+def test_invalid_export_commands_are_refused(
     run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken = tmp_path / "taken"
@@ -288,7 +288,7 @@ def test_exports_that_are_refused(
     assert json.loads((Path(out) / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_fla_cannot_say_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_unknown_to_fla_block_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_here(f"run_dir={tmp_path / 'run'}", "train.steps=1", "model.gate_logit_normalizer=8").code == 0
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     errors = capsys.readouterr().err
@@ -297,15 +297,15 @@ def test_what_fla_cannot_say_is_not_exported(tmp_path: Path, capsys: pytest.Capt
     assert GLAConfig().gate_logit_normalizer == 16
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_said(exported: Path) -> None:
+def test_unloadable_tokenizer_is_reported(exported: Path) -> None:
     (exported / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
     told = other_tokenizer(exported, {"kind": "huggingface", "sha256": "of the data"})
     assert told is not None
     assert told.startswith(f"whether its tokens are those of the data, nobody can check: {exported}: transformers can")
 
 
-def test_a_tokenizer_outlives_its_store(hugging_face: Path, tmp_path: Path) -> None:
-    """The run keeps the files; the export has them as they are."""
+def test_run_and_export_keep_tokenizer_without_store(hugging_face: Path, tmp_path: Path) -> None:
+    """The run keeps a copy of the tokenizer files, and the export contains them unchanged."""
     words = " ".join(f"w{index}" for index in range(200))
     source = write_lines(tmp_path / "a.jsonl", [{"text": words}] * 3)
     copy = shutil.copytree(hugging_face / "whole", tmp_path / "tokenizer")

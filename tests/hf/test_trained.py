@@ -1,4 +1,4 @@
-"""A trained model is found wherever it lies, and loaded on any split."""
+"""Trained models are found in runs, checkpoints and exports, and load on any split."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _load(rank: int, world_size: int, folder: str) -> list[dict[str, torch.Tenso
     return loaded
 
 
-def test_weights_on_other_splits(tmp_path: Path) -> None:
+def test_weights_load_on_other_splits(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     expected = run_distributed(_train, 2, run)[0]
     for loaded in run_distributed(_load, 3, run):
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_found_in_a_run_or_a_checkpoint(run: Path) -> None:
+def test_model_is_found_in_run_or_checkpoint_folder(run: Path) -> None:
     newest = find_trained(str(run))
     older = find_trained(str(run / "checkpoints" / "step_00000001"))
     assert (newest.step, older.step) == (2, 1)
@@ -89,19 +89,19 @@ def _load_different(rank: int, world_size: int, checkpoints: str, exports: str) 
     ):
         with pytest.raises(ConfigError, match=rf"^{found}; name one step_… folder, or one export, for all ranks$"):
             load_trained(find_trained(f"{folder}/{name}"), mesh, dtype=Dtype.fp32, strategy=Strategy.ddp)
-        # As a training does with checkpoint.load.
+        # The same check in training with checkpoint.load.
         model = build_model(config.model, config.train, Strategy.ddp, mesh, seed=0)
         with pytest.raises(ConfigError, match=found):
             load_weights(Path(folder, name), model, mesh, host_group(mesh))
 
 
-def test_another_checkpoint_on_another_rank(run: Path, tmp_path: Path) -> None:
+def test_different_checkpoints_across_ranks_are_refused(run: Path, tmp_path: Path) -> None:
     for name in ("step_00000001", "step_00000002"):
         export(f"{run}/checkpoints/{name}", tmp_path / name, ExportSettings())
     run_distributed(_load_different, 2, f"{run}/checkpoints", str(tmp_path))
 
 
-def test_configuration_on_top_of_the_runs(run: Path) -> None:
+def test_overrides_apply_on_top_of_run_configuration(run: Path) -> None:
     trained = find_trained(str(run))
     config = trained.configure(["data.seq_len=128", "sp=zeco"])
     assert (config.data.seq_len, config.data.global_batch) == (128, 4)
@@ -109,7 +109,7 @@ def test_configuration_on_top_of_the_runs(run: Path) -> None:
     assert trained.configure([]).sp.backend.value == "lasp2"
     assert trained.configure(["data=tokens", "data.path=other"]).data.seq_len == 64
     assert trained.configure(["data=tokens", "data.path=other", "data.seq_len=128"]).data.seq_len == 128
-    # Those of the machine that it was trained on.
+    # Settings of the training machine are reset.
     assert (config.sp.size, config.train.device) == (-1, Device.auto)
     with pytest.raises(ConfigError, match=r"model.num_layers=3: is decided by the trained model"):
         trained.configure(["model.num_layers=3"])
@@ -117,7 +117,7 @@ def test_configuration_on_top_of_the_runs(run: Path) -> None:
         trained.configure(["data.seq_lne=3"])
 
 
-def test_mistakes(run: Path, tmp_path: Path) -> None:
+def test_folders_without_usable_model_are_refused(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "step_00000001"
     shutil.copytree(run / "checkpoints" / "step_00000001", moved)
     empty = tmp_path / "empty"

@@ -1,4 +1,4 @@
-"""`launch/*.sh --help`: a script's own first lines, before anything is installed."""
+"""`launch/*.sh --help` prints the script's header comment and installs nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.commands import REPOSITORY
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["check_export", "compare_backends", "length_extension", "recall"])
-def test_help(name: str, tmp_path: Path) -> None:
+def test_help_prints_usage_without_installing(name: str, tmp_path: Path) -> None:
     script = REPOSITORY / "launch" / f"{name}.sh"
     for arguments in (["--help"], ["train.steps=2", "-h"]):
         ended = subprocess.run(

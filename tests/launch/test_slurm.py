@@ -27,13 +27,13 @@ pytestmark = [
 
 SCRIPT = REPOSITORY / "launch" / "slurm_256gpu.sh"
 STEPS = 32
-# A step a row, a checkpoint now and then; what is compared with an unbroken run is the whole curve.
+# One row per step and a checkpoint every 4: the whole curve is compared with an uninterrupted run.
 SETTINGS = [*SMALL, "train.device=cpu", f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=0"]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
 class SlurmJob:
-    """A job, of four nodes unless told otherwise, and what it leaves."""
+    """A submitted job, by default of four nodes, and its output files."""
 
     def __init__(
         self, cluster: SlurmCluster, folder: Path, *options: str, settings: list[str] = SETTINGS, **variables: str
@@ -55,12 +55,12 @@ class SlurmJob:
         return self.cluster.job(self.number)["JobState"]
 
     def lines(self) -> list[dict[str, Any]]:
-        """All rows of metrics, those of steps that were done twice included."""
+        """All rows of metrics, including those of repeated steps."""
         path = self.run_dir / METRICS_FILE
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for_step(self, step: int, start: str) -> None:
-        """Wait for a step to be done in a certain start, `REQUEUES.ATTEMPT`."""
+        """Wait until a start, `REQUEUES.ATTEMPT`, has finished a step."""
 
         def reached() -> bool:
             assert self.state not in ENDED, self.output
@@ -86,14 +86,14 @@ def cluster() -> Iterator[SlurmCluster]:
     with SlurmCluster() as cluster:
         cluster.environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         yield cluster
-        # By their environment, so that nothing that a job has started is overlooked.
+        # Found by environment variables, so that every process of a job counts.
         cluster.wait(lambda: not cluster.processes_of_jobs(), "end of all processes of jobs", 20)
     assert not cluster.processes()
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The same run on the same split, without Slurm and without an interruption."""
+    """Metrics of the same run without Slurm and without interruption."""
     folder = tmp_path_factory.mktemp("unbroken")
     with torchrun(4, folder, *SETTINGS, "name=unbroken") as command:
         assert command.wait(2 * ENOUGH).code == 0
@@ -101,7 +101,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def check_curve(job: SlurmJob, unbroken: list[dict[str, Any]]) -> None:
-    """No step is missing, and each is to the last bit what it is without an interruption."""
+    """No step is missing, and all are bit-identical to the uninterrupted run."""
     rows = read_metrics(job.run_dir / METRICS_FILE)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm", "lr", "tokens"):
@@ -109,20 +109,20 @@ def check_curve(job: SlurmJob, unbroken: list[dict[str, Any]]) -> None:
 
 
 def resumed_at(output: str) -> list[int]:
-    """The steps from which the starts of a job went on."""
+    """The steps from which the starts of a job resumed."""
     return [int(step or 0) for step in re.findall(r"from (?:the start|step (\d+))$", output, re.M)]
 
 
-def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
+def test_curve_is_unchanged_after_lost_rank_and_requeue(
     cluster: SlurmCluster, unbroken: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = SlurmJob(cluster, tmp_path)
     job.wait_for_step(6, "0.0")
     os.kill(cluster.ranks(job.number)[2], signal.SIGKILL)
 
-    # In the same allocation, from the newest checkpoint.
+    # Restarts in the same allocation from the newest checkpoint.
     job.wait_for_step(10, "0.1")
-    # As Slurm does a while before the time limit.
+    # The signal that Slurm sends shortly before the time limit.
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
 
     output = job.finish()
@@ -138,7 +138,7 @@ def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
     assert "Traceback" not in output
     first, second, third = resumed_at(output)
     assert (first, second % 4) == (0, 0)
-    # Nothing that the warned ranks had done is done again.
+    # The signalled ranks saved first: none of their steps is repeated.
     done = [row["step"] for row in job.lines()]
     assert third >= 10
     assert done[done.index(second + 1, second + 1) :] == list(range(second + 1, STEPS + 1))
@@ -146,7 +146,7 @@ def test_a_lost_rank_and_a_warning_do_not_break_the_curve(
     check_folder(job)
 
 
-def test_what_another_start_would_not_change_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_permanent_failure_ends_job_without_restart(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = SlurmJob(cluster, tmp_path, "--nodes=2", settings=[*SETTINGS, "data.global_batch=3", "sp=dp"], CHECKS="off")
     output = job.finish()
     print(output)
@@ -157,8 +157,8 @@ def test_what_another_start_would_not_change_ends_the_job(cluster: SlurmCluster,
     assert output.count(", start ") == 1
 
 
-def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
-    # Slurm counts two GPUs on each node, and there are none.
+def test_failed_node_checks_end_job_before_training(cluster: SlurmCluster, tmp_path: Path) -> None:
+    # Slurm is configured with two GPUs per node, but there are none.
     job = SlurmJob(cluster, tmp_path, "--nodes=2", "--gpus-per-node=2")
     output = job.finish()
     assert job.state == "FAILED"
@@ -169,7 +169,7 @@ def test_nodes_that_are_not_fit_end_the_job_before_it_starts(cluster: SlurmClust
     assert not (job.run_dir / "logs").exists()
 
 
-def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_sweep_submits_only_unfinished_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     def sweep(*options: str) -> list[str]:
         grid = ["--backends", "dp", "lasp2", "--lengths", "1k", "--ranks-per-node=1", "--cpu", "--folder=a sweep"]
         settings = [s for s in SMALL if not s.startswith("data.seq_len")]
@@ -194,15 +194,15 @@ def test_a_sweep_submits_what_is_to_be_done(cluster: SlurmCluster, tmp_path: Pat
 
 
 def check_folder(job: SlurmJob) -> None:
-    """One run's folder for all starts, with what each rank of each start has printed, and caches elsewhere."""
+    """All starts share one run folder, with the output of each rank of each start; caches lie elsewhere."""
     starts = sorted(path.name for path in (job.run_dir / "slurm").iterdir())
     assert starts == [f"{job.number}.{start}" for start in ("0.0", "0.1", "1.0")]
     for start in starts:
         printed = {path.name for path in (job.run_dir / "slurm" / start).glob("rank_*")}
-        # Rank 0 prints to the job's own output.
+        # Rank 0 prints to the job's output file.
         assert printed == {f"rank_000{rank}.{kind}" for rank in (1, 2, 3) for kind in ("out", "err")}
     logs = {path.name for path in (job.run_dir / "logs").iterdir()}
-    # The ranks that were left after the kill have written what they were in the middle of.
+    # The ranks that survived the kill have dumped their pending collectives.
     evidence = {name for name in logs if re.fullmatch(r"\w+_gloo_rank_[013]\.json", name)}
     assert evidence
     assert logs - evidence == {f"rank_{rank}.log" for rank in range(4)}

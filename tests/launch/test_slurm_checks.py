@@ -1,4 +1,4 @@
-"""`launch/slurm_checks.py`: each fault of a node is one line that names it, and sound nodes have none."""
+"""`launch/slurm_checks.py`: one finding per fault of a node, none for healthy nodes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sound_nodes_have_no_findings() -> None:
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Facts]], None]:
-    """A fault of n2: another value; `gpus/3/name` for an element."""
+    """Fault of n2: replace the value at a path such as `gpus/3/name`."""
 
     def apply(facts: dict[str, Facts]) -> None:
         *sections, last = path.split("/", 2)
@@ -89,7 +89,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Facts]], None]:
         (change("skew", -40.0), False, "its clock is -40.0 s off the first node's"),
     ],
 )
-def test_each_fault_is_one_line(fault: Callable[[dict[str, Facts]], object], fatal: bool, text: str) -> None:
+def test_each_fault_gives_one_finding(fault: Callable[[dict[str, Facts]], object], fatal: bool, text: str) -> None:
     facts = sound()
     fault(facts)
     (finding,) = judge(facts, NODES, uses_gpus=True)
@@ -97,7 +97,7 @@ def test_each_fault_is_one_line(fault: Callable[[dict[str, Facts]], object], fat
     assert finding.line.startswith(f"check: n2: {'error' if fatal else 'warning'}: {text}")
 
 
-def test_another_kind_of_gpu_is_named() -> None:
+def test_different_gpu_model_is_reported() -> None:
     facts = sound()
     for gpu in facts["n2"]["gpus"]:
         gpu["name"] = "NVIDIA A100"
@@ -105,7 +105,7 @@ def test_another_kind_of_gpu_is_named() -> None:
     assert finding.line == ("check: n2: error: GPU NVIDIA A100, 3 nodes have NVIDIA H100 80GB HBM3")
 
 
-def test_a_job_on_gpus_is_not_for_nodes_without() -> None:
+def test_nodes_without_gpus_fail_only_gpu_jobs() -> None:
     facts = sound()
     for fact in facts.values():
         fact |= {"gpus": [], "throughput": []}
@@ -117,7 +117,7 @@ def test_a_job_on_gpus_is_not_for_nodes_without() -> None:
 @pytest.mark.parametrize(
     "text", ["[1]", "null", '{"node": 3, "token": "job"}', '{"token": "job"}', '{"node": "x"}', "[" * 100_000, "\xff"]
 )
-def test_what_strangers_send_is_left_out(text: str) -> None:
+def test_invalid_reports_are_ignored(text: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     deadline = time.monotonic() + 60.0
@@ -140,10 +140,10 @@ def test_what_strangers_send_is_left_out(text: str) -> None:
 
 
 @pytest.mark.processes
-def test_nodes_report_over_the_network_with_their_clocks() -> None:
+def test_reports_are_gathered_with_clock_skew_until_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Reports of this process have long arrived by then.
+    # Long enough for the reports of this process to arrive.
     deadline = time.monotonic() + 8.0
 
     def report(node: str, token: str, ahead: float) -> None:

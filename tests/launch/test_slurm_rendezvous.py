@@ -1,4 +1,4 @@
-"""The rendezvous of a Slurm job: no stranger's bytes are unpickled, and its stores listen where they are told to."""
+"""Rendezvous of a Slurm job: unsigned state is never unpickled; stores listen on the configured interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from launch.slurm_rendezvous import SignedBackend
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
 
-# Where a rank is told to meet others, what listens there, and what it inherits.
+# Prints which addresses listen on the store ports, MASTER_ADDR, and whether the rank inherits the key.
 RANK = """
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Payload:
 
 
 def connect(port: int) -> dist.TCPStore:
-    """To a store that is about to listen."""
+    """Connect to a store that may not listen yet."""
     deadline = time.monotonic() + ENOUGH
     while True:
         try:
@@ -80,8 +80,8 @@ def connect(port: int) -> dist.TCPStore:
             time.sleep(0.05)
 
 
-def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
-    """One that finds the name of the rendezvous in the store, and writes a state of its own there."""
+def test_unsigned_rendezvous_state_is_not_unpickled(tmp_path: Path) -> None:
+    """A foreign process finds the key of the rendezvous in the store and writes a forged state."""
     port, target = free_port(), tmp_path / "executed"
     with node(tmp_path, port, nodes=2) as process:
         store = connect(port)
@@ -90,7 +90,7 @@ def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         forged = b64encode(pickle.dumps(Payload(target)))
-        # Whenever the agent writes its own state, until it has read this one.
+        # Repeatedly, since the agent overwrites it, until the agent has read the forged state.
         with contextlib.suppress(dist.DistNetworkError):  # the store ends with its process
             while process.poll() is None and not target.exists() and time.monotonic() < deadline:
                 store.set(names[0], forged.decode())
@@ -101,9 +101,9 @@ def test_a_strangers_state_is_not_unpickled(tmp_path: Path) -> None:
     assert "the rendezvous' state is not signed by this job: somebody else writes there" in errors
 
 
-def test_a_state_is_opened_by_the_key_that_signed_it() -> None:
+def test_state_is_read_only_with_signing_key() -> None:
     class Kept:
-        """A backend in this process."""
+        """In-process rendezvous backend."""
 
         name = "kept"
         state: tuple[bytes, object] | None = None
@@ -130,7 +130,7 @@ def test_a_state_is_opened_by_the_key_that_signed_it() -> None:
 
 
 @pytest.mark.parametrize("interface", ["lo", ""])
-def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path: Path) -> None:
+def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> None:
     port = free_port()
     with node(tmp_path, port, CLUSTER_INTERFACE=interface) as process:
         output, errors = process.communicate(timeout=ENOUGH)
@@ -146,7 +146,7 @@ def test_stores_listen_on_the_interface_of_the_cluster(interface: str, tmp_path:
         assert last.split()[0] == "127.0.0.1"
 
 
-def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_interface_ends_node(tmp_path: Path) -> None:
     with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
         _, errors = process.communicate(timeout=ENOUGH)
     line = "error: CLUSTER_INTERFACE=none0: no interface with an IPv4 address on n0 (No such device)\n"

@@ -1,4 +1,4 @@
-"""`launch/slurm_256gpu.sh` without a Slurm: on which nodes it trains, where their ranks meet, what it refuses."""
+"""`launch/slurm_256gpu.sh` with stubs of Slurm: choice of nodes, rendezvous address, restarts, refused settings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ case "$1 $2" in
 "show node") echo "   NodeAddr=address-of-$3 NodeHostName=$3" ;;
 esac
 """
-# The checks find the nodes of BAD at fault; the ranks fail as often as ENDS has words, then they finish. With the word
-# "saved" they leave a new checkpoint first.
+# The checks report the nodes of BAD as faulty. Each word of ENDS is a start that fails, later starts succeed; with the
+# word "saved" the start writes a new checkpoint before it fails.
 SRUN = """#!/bin/bash
 echo "srun at $HEAD_ADDRESS $*"
 echo "$HEAD_PORT $RENDEZVOUS_ID $RENDEZVOUS_KEY" >>meetings
@@ -51,7 +51,7 @@ fi
 
 
 def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as Slurm would, on three nodes."""
+    """Run the script with the environment of a Slurm job on three nodes."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -78,15 +78,15 @@ def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def steps(output: str) -> list[tuple[str, str, str | None]]:
-    """Of each step of the job: where the first node is, how many there are, and which are left out."""
+    """Per job step: head address, number of nodes, and excluded nodes."""
     lines = re.findall(r"^srun at (\S+) --nodes=(\d) .*", output, re.M)
     excluded = [re.search(r"--exclude=(\S+)", line) for line in output.splitlines() if line.startswith("srun at ")]
     return [(*line, match and match[1]) for line, match in zip(lines, excluded, strict=True)]
 
 
 @pytest.mark.processes
-def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
-    """The ranks meet on the first node that trains, and each start's checks are for all nodes again."""
+def test_spare_node_replaces_faulty_first_node(tmp_path: Path) -> None:
+    """The rendezvous is on the first training node; each start checks all nodes again."""
     job = submit(tmp_path, TRAIN_NODES="2")
     assert job.returncode == 0, job.stderr
     start = [("address-of-n0", "3", None), ("address-of-n1", "2", "n0")]
@@ -95,21 +95,21 @@ def test_a_spare_takes_the_place_of_the_first_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_where_ranks_meet_can_be_said(tmp_path: Path) -> None:
+def test_head_address_variable_sets_rendezvous_address(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", HEAD_ADDRESS="10.0.0.1", CHECKS="off")
     assert steps(job.stdout) == [("10.0.0.1", "2", None)] * 2
 
 
 @pytest.mark.processes
-def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
-    """Nothing about it follows from the job's number, which is the same in both jobs."""
+def test_each_start_has_unique_rendezvous_id_and_key(tmp_path: Path) -> None:
+    """Ports, names and keys do not depend on the job number, which is the same in both jobs."""
     for _ in range(2):
         assert submit(tmp_path, ENDS="failed failed", CHECKS="off").returncode == 0
         (tmp_path / "starts").unlink()
     meetings = [line.split() for line in (tmp_path / "meetings").read_text().splitlines()]
     assert len(meetings) == 6
     ports, names, keys = zip(*meetings, strict=True)
-    # Six of 6,000 are equal once in 10^16 times.
+    # Six random ports of about 6,000 are practically never all equal.
     assert len(set(ports)) > 1
     assert all(20000 <= int(port) < 32200 and int(port) % 2 == 0 for port in ports)
     assert len({*names, *keys}) == 12
@@ -120,8 +120,8 @@ def test_each_start_meets_under_a_name_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: Path) -> None:
-    """The step that asks for the address is the real program, on this machine."""
+def test_cluster_interface_sets_head_address(tmp_path: Path) -> None:
+    """The address comes from the real `slurm_network.py` on this machine."""
     stub = SRUN.replace("bad=(", 'case "$*" in *slurm_network.py) exec "${@: -2}" ;; esac\nbad=(', 1)
     stub = stub.replace('echo "srun', '[[ "$*" = *slurm_network.py ]] || echo "srun', 1)
     with mock.patch(f"{__name__}.SRUN", stub):
@@ -133,7 +133,7 @@ def test_the_first_node_is_addressed_on_the_interface_of_the_cluster(tmp_path: P
 
 
 @pytest.mark.processes
-def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> None:
+def test_warn_mode_keeps_faulty_nodes_if_too_few_are_sound(tmp_path: Path) -> None:
     job = submit(tmp_path, TRAIN_NODES="2", BAD="n0 n1", CHECKS="warn")
     assert job.returncode == 0, job.stderr
     assert steps(job.stdout) == [("address-of-n0", nodes, None) for nodes in "3232"]
@@ -152,7 +152,7 @@ def test_warnings_leave_out_nobody_where_too_few_are_sound(tmp_path: Path) -> No
         ("1", "saved failed failed", 3, 2),
     ],
 )
-def test_only_failures_without_a_new_checkpoint_count(
+def test_only_failures_without_new_checkpoint_count_as_restarts(
     restarts: str, ends: str, starts: int, code: int, tmp_path: Path
 ) -> None:
     job = submit(tmp_path, RESTARTS=restarts, ENDS=ends, CHECKS="off")
@@ -165,7 +165,7 @@ def test_only_failures_without_a_new_checkpoint_count(
 @pytest.mark.parametrize(
     ("code", "written", "lines", "of_node"),
     [
-        # The first to end may be a peer of the rank that failed, which told the user, here or on another node.
+        # The first rank to end may be a peer of the failed one, which has reported, here or on another node.
         (3, "", [], 103),
         (7, "", [], 70),
         (6, "", [], 70),
@@ -174,7 +174,7 @@ def test_only_failures_without_a_new_checkpoint_count(
         (-9, "", ["rank 1 on n0 was ended by SIGKILL"], 70),
     ],
 )
-def test_what_a_node_says_of_its_ranks(
+def test_node_reports_failed_rank_and_exit_code(
     code: int, written: str, lines: list[str], of_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
@@ -185,11 +185,9 @@ def test_what_a_node_says_of_its_ranks(
     assert ([line.partition("; its output")[0] for line in said], found) == (lines, of_node)
 
 
-def test_a_cache_that_cannot_be_made_ends_the_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uncreatable_cache_folder_ends_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["slurm_node.py", "--nodes", "1", "--ranks", "1", "--output", "o", "--", "x"])
-    # It sets variables for the ranks.
+    # `main` sets environment variables.
     with mock.patch.dict(os.environ, {"CACHE_DIR": "/proc/cache", "SLURMD_NODENAME": "n0"}):
         os.environ.pop("TRITON_CACHE_DIR", None)
         assert slurm_node.main() == 102
@@ -208,6 +206,6 @@ def test_a_cache_that_cannot_be_made_ends_the_job(
         ("CHECKS", "no", "error: CHECKS=no: must be stop, warn or off"),
     ],
 )
-def test_mistakes(name: str, value: str, line: str, tmp_path: Path) -> None:
+def test_invalid_variables_are_refused(name: str, value: str, line: str, tmp_path: Path) -> None:
     job = submit(tmp_path, **{name: value})
     assert (job.returncode, job.stderr.strip()) == (2, line)

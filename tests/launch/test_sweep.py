@@ -1,4 +1,4 @@
-"""`launch/sweep.py` without a Slurm: what it would submit, what it refuses, what it leaves alone."""
+"""`launch/sweep.py` without Slurm: submitted commands, refused options, skipped runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = [*(s for s in SMALL if not s.startswith("data.seq_len")), "train.step
 
 
 def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[list[str]], list[str]]:
-    """The commands that a sweep would run, as lists of words, and the rows of its table."""
+    """The commands of a dry run, as lists of words, and the rows of its table."""
     code = main(["--dry-run", "--folder", str(folder), *options])
     captured = capsys.readouterr()
     assert code == 0, captured.err
@@ -27,7 +27,7 @@ def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
     return [shlex.split(line) for line in lines[:head]], lines[head + 1 :]
 
 
-def test_one_job_for_each_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_job_per_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--backends", "dp", "zeco:chain", "--lengths", "1k", "2k", "--nodes", "1", "4", "--ranks-per-node", "2"]
     options = ["--sbatch", "--partition 'a b' --time 9", "--at-once", "3", "--", "sp.size=2", "data.global_batch=8"]
     commands, rows = dry_run(tmp_path, capsys, *grid, *options)
@@ -39,7 +39,7 @@ def test_one_job_for_each_combination(tmp_path: Path, capsys: pytest.CaptureFixt
         waits = [word for word in command if word.startswith("--dependency=")]
         assert waits == ([f"--dependency=afterany:JOB{number - 2}"] if number >= 3 else [])
         configs.append(load_config(command[command.index("--") + 1 :]))
-    # dp keeps sequences whole, whatever size the others are told to have.
+    # dp keeps sequences whole, so sp.size=2 does not apply to it.
     assert [(c.sp.backend.value, c.sp.size, c.data.seq_len) for c in configs[::2]] == [
         *(("dp", -1, length) for length in (1024, 2048)),
         *(("zeco", 2, length) for length in (1024, 2048)),
@@ -49,7 +49,7 @@ def test_one_job_for_each_combination(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not any(tmp_path.iterdir())
 
 
-def test_a_size_of_an_experiment_is_not_for_dp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sp_size_of_experiment_does_not_apply_to_dp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--backends", "dp", "lasp2", "--lengths", "64k", "--ranks-per-node", "8"]
     commands, _ = dry_run(tmp_path, capsys, *grid, "--", "+experiment=gla_1b_16k", "data.global_batch=8")
     sizes = [load_config(command[command.index("--") + 1 :]).sp.size for command in commands]
@@ -57,7 +57,7 @@ def test_a_size_of_an_experiment_is_not_for_dp(tmp_path: Path, capsys: pytest.Ca
     assert sizes[1] > 1
 
 
-def test_finished_runs_are_left_alone_and_broken_ones_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_runs_are_skipped_and_partial_runs_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for backend, steps in (("lasp1", 3), ("lasp2", 2)):
         folder = tmp_path / f"{backend}-1k-1n"
         folder.mkdir()
@@ -93,7 +93,7 @@ def test_finished_runs_are_left_alone_and_broken_ones_go_on(tmp_path: Path, caps
         (["--lengths", "1k", "--sbatch", "--comment 'x"], "error: --sbatch=--comment 'x: cannot be split into words"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_submitted(
+def test_invalid_options_are_refused_before_submission(
     options: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--folder", str(tmp_path / "sweep"), *options]) == 2
@@ -104,8 +104,8 @@ def test_mistakes_are_found_before_anything_is_submitted(
     assert not (tmp_path / "sweep").exists()
 
 
-def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever they are called, it is there that runs go, or they are refused."""
+def test_folder_names_are_quoted_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folder names with special characters are passed on exactly, or refused."""
     for name in ("a b", 'a"b', "a $b", "a%j=,b"):
         commands, _ = dry_run(tmp_path / name, capsys, "--lengths", "1k", "--backends", "dp")
         config = load_config(commands[0][commands[0].index("--") + 1 :])
@@ -116,8 +116,8 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr() == ("", line)
 
 
-def test_a_run_here_ends_before_an_interrupted_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends Ctrl-C to the run, too, and that saves; no other is started then."""
+def test_interrupted_local_sweep_waits_for_current_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal sends Ctrl-C to the run as well: wait until it has saved, and start no further run."""
     start = mock.MagicMock()
     process = start.return_value.__enter__.return_value
     start.return_value.__exit__.return_value = False
@@ -128,10 +128,10 @@ def test_a_run_here_ends_before_an_interrupted_sweep(tmp_path: Path, monkeypatch
     assert start.call_count == 1
 
 
-def test_what_is_not_there_is_said(
+def test_missing_slurm_or_folder_and_bad_record_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without Slurm; a folder that cannot be made; a record that is none."""
+    """No sbatch on the PATH; a folder that cannot be created; an invalid sweep.json."""
     monkeypatch.setenv("PATH", "")
     options = ["--lengths", "1k", "--backends", "dp", "--ranks-per-node", "1"]
     assert main([*options, "--folder", str(tmp_path / "sweep")]) == 1
@@ -143,5 +143,5 @@ def test_what_is_not_there_is_said(
     assert capsys.readouterr().err.endswith("is not what a sweep has left; remove it, or take another --folder\n")
 
 
-def test_lengths_are_powers_of_two() -> None:
+def test_length_suffixes_are_powers_of_1024() -> None:
     assert [tokens(text) for text in ("16k", "1M", "3000")] == [1 << 14, 1 << 20, 3000]

@@ -1,4 +1,4 @@
-"""Ranks that die or hang, signals, and non-finite losses: the job ends in time and saves only what is whole."""
+"""Ranks that die or hang, signals, non-finite losses: the job ends in bounded time and saves only valid states."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from zeco_train.training.validation import Validation
 
 # Bound of a wait for a peer in these runs.
 TIMEOUT = 10.0
-# What it takes to act on a loss: to listen to the others, and to hear of it from a neighbour.
+# Seconds to react to a lost peer: reading heartbeats, or receiving the diagnosis of another rank.
 REACTION = 11.0
-# Ranks that meet before they join, see tests/support/faulty_train.py.
+# No fault; ranks synchronise before they join, see tests/support/faulty_train.py.
 NONE = "none:0"
 
 UNSTABLE = ["optim.grad_clip=0", "sched.warmup_steps=0", "checkpoint.every=1"]
@@ -42,19 +42,19 @@ def checkpoints(folder: Path) -> set[str]:
 
 
 def wait_for_steps(job: Command, folder: Path, count: int) -> float:
-    """Returns how many seconds a loss may take from here to the end of the ranks.
+    """Returns the seconds within which the ranks have to end after a fault.
 
-    They are the product's bounds and as long again as the start took, which a busy machine slows down as it does the
-    end. The default of `parallel.timeout_seconds`, 300, is beyond them.
+    The bounds of the product plus the duration of the start, since a busy machine slows down both. The default of
+    `parallel.timeout_seconds`, 300, is larger.
     """
     started = job.wait_until(lambda: steps_done(folder) >= count, f"step {count}")
-    # Looked up while they live, for `check_gone`.
+    # Looked up while they are alive, for `check_gone`.
     job.ranks()
     return TIMEOUT + REACTION + max(10.0, started)
 
 
 def check_named(outcome: Outcome, *parts: str) -> None:
-    """One rank spoke, and said each of `parts`; no traceback came with it."""
+    """One rank has reported one line with all `parts`, without a traceback."""
     assert outcome.code != 0
     assert len(outcome.errors) == 1, outcome.err
     for part in parts:
@@ -69,31 +69,31 @@ def check_gone(job: Command) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+def test_killed_rank_ends_job(tmp_path: Path) -> None:
     with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", "checkpoint.every=3", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 7)
         os.kill(job.ranks()[1], signal.SIGKILL)
         last = steps_done(tmp_path)
         check_named(job.wait(bound), "rank 1 no longer answers", "step ")
         check_gone(job)
-    # At most the step that was under way came to its end.
+    # At most the step in progress was finished.
     assert steps_done(tmp_path) <= last + 2
-    # A save that was under way has left a folder *.tmp, which nobody loads.
+    # An interrupted save leaves a folder *.tmp, which is never loaded.
     complete = {int(name.removeprefix("step_")) for name in checkpoints(tmp_path) if not name.endswith(".tmp")}
     assert {3, 6} <= complete <= set(range(3, steps_done(tmp_path) + 1, 3))
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
+def test_stopped_rank_is_reported_and_nothing_is_saved(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
         ranks = dict(job.ranks())
-        # The one that holds the folder and the progress bar, and speaks where it can.
+        # Rank 0 holds the lock of the folder and the progress bar, and reports first.
         os.kill(ranks[0], signal.SIGSTOP)
         job.wait_until(lambda: not is_running(ranks[1]), "end of rank 1", bound)
         assert is_running(ranks[0])
-        # torchrun does this after the 30 s that it gives a rank to answer its SIGTERM.
+        # torchrun does this 30 s after its SIGTERM.
         os.kill(ranks[0], signal.SIGKILL)
         check_named(job.wait(), "rank 0 no longer answers", "stopped")
         check_gone(job)
@@ -102,7 +102,7 @@ def test_a_stopped_rank_is_named_and_nobody_saves(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_path: Path) -> None:
+def test_stopped_rank_is_reported_with_hsdp(tmp_path: Path) -> None:
     with torchrun(4, tmp_path, *ENDLESS, "parallel=hsdp", "sp.size=2", "data.seq_len=96", fault=NONE) as job:
         bound = wait_for_steps(job, tmp_path, 3)
         ranks = dict(job.ranks())
@@ -115,11 +115,11 @@ def test_a_stopped_rank_is_named_when_parameters_are_sharded_over_groups(tmp_pat
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
+def test_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
         ranks = dict(job.ranks())
-        # It is importing, which takes seconds.
+        # Rank 1 is still importing, which takes seconds.
         os.kill(ranks[1], signal.SIGSTOP)
         job.wait_until(lambda: not is_running(ranks[0]), "end of rank 0")
         os.kill(ranks[1], signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
+def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None:
     before = 0
     for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
         with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
@@ -139,14 +139,14 @@ def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
                 job.warn()
             else:
                 job.signal(number)
-            # It saves, and draws its plot.
+            # The job saves and draws its plot.
             outcome = job.wait()
             check_gone(job)
         step = steps_done(tmp_path)
         assert f"{number.name} after step {step}: saved; the same command goes on from there" in outcome.out
         assert outcome.errors == []
         assert "zeco_train/" not in outcome.err
-        # torchrun tells of its ranks' codes only if it was not told to stop itself.
+        # torchrun prints the exit codes of its ranks only if it was not signalled itself.
         assert code is None or f"(exitcode: {code})" in outcome.err
         assert f"step_{step:08d}" in checkpoints(tmp_path)
         before = step
@@ -154,14 +154,12 @@ def test_a_stopped_job_goes_on_by_the_same_command(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, before + 1))
 
 
-def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of the run, and after the last step: nothing of it is missing at the end."""
+def test_interrupted_validation_runs_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of the run and after the last step; the final metrics equal those of an uninterrupted run."""
     monkeypatch.chdir(tmp_path)
     settings = ["train.steps=4", "train.eval_every=2", "train.eval_sequences=2", "checkpoint.every=0"]
     assert train_here(*settings, "run_dir=unbroken").code == 0
-    # After step 2; the next start's of step 2, and after step 4; the next start's of step 4.
+    # Validations: step 2; step 2 after the restart, step 4; step 4 after the restart.
     whole, stops = Validation.loss, iter([True, False, True, False])
 
     def loss(self: Validation, *arguments: Any, **options: Any) -> ValidationLoss | None:
@@ -185,7 +183,7 @@ def test_a_validation_that_a_signal_came_into_is_done_by_the_next_start(
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
+def test_non_finite_gradient_stops_run(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, *UNSTABLE, "optim.lr=1e30", fault=NONE) as job:
         outcome = job.wait()
     step = steps_done(tmp_path) + 1
@@ -195,7 +193,7 @@ def test_a_non_finite_gradient_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_a_non_finite_loss_stops_the_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_loss_stops_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = train_here(*ENDLESS, *UNSTABLE, "optim.lr=1e5", f"train.segments={segments}")
     step = steps_done(tmp_path) + 1
@@ -205,7 +203,7 @@ def test_a_non_finite_loss_stops_the_run(segments: int, tmp_path: Path, monkeypa
 
 
 def check_checkpoints(folder: Path, count: int) -> None:
-    """There is one of each step up to `count`, and all that they hold is finite."""
+    """There is one checkpoint per step up to `count`, and all tensors are finite."""
     assert checkpoints(folder) == {f"step_{step:08d}" for step in range(1, count + 1)}
     for name in checkpoints(folder):
         dcp_to_torch_save(folder / "run" / "checkpoints" / name, folder / "whole.pt")
@@ -217,8 +215,8 @@ def check_checkpoints(folder: Path, count: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
-    """One that lacks memory speaks for itself; one with a fault of ours shows its traceback, and another names it."""
+def test_rank_failing_alone_is_reported(tmp_path: Path) -> None:
+    """Out of memory is reported by the rank itself; after an unexpected exception a peer names the rank."""
     large = ["data.seq_len=16384", "model.hidden_size=128"]
     cases = {
         "memory": (": out of memory ([enforce fail", *large),
@@ -242,8 +240,8 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> None:
-    """One that is alive but does not come on hears from the others that the job is lost."""
+def test_hanging_rank_is_reported_with_dumps_of_all_ranks(tmp_path: Path) -> None:
+    """A rank that is alive but makes no progress learns from its peers that the job has failed."""
     with torchrun(3, tmp_path, *ENDLESS, "data.seq_len=96", fault="hang:2:3") as job:
         started = job.wait_until((tmp_path / "fault").exists, "fault")
         job.ranks()
@@ -265,13 +263,13 @@ def test_a_rank_that_hangs_is_named_and_all_leave_evidence(tmp_path: Path) -> No
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+def test_ranks_end_when_launcher_is_killed(tmp_path: Path) -> None:
     with torchrun(2, tmp_path, *ENDLESS, fault=NONE) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
         deadline = time.monotonic() + wait_for_steps(job, tmp_path, 1)
         job.signal(signal.SIGKILL)
         job.wait()
-        # The kernel's doing; by themselves ranks would train on.
+        # By the parent-death signal of the kernel; otherwise the ranks would continue.
         while any(is_running(process) for process in job.ranks().values()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

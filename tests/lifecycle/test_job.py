@@ -1,4 +1,4 @@
-"""How a command ends: what is expected in one line and with its exit code, what is not with its traceback."""
+"""How a command ends: expected errors give one line and an exit code, unexpected ones a traceback."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def fail_with(error: BaseException, closed: list[str]) -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["evaluate", "generate", "export"])
-def test_interrupted_while_torch_is_imported(name: str, tmp_path: Path) -> None:
-    # Who starts the tests in the background may have SIGINT ignored, and children inherit that.
+def test_interrupt_during_torch_import_is_silent(name: str, tmp_path: Path) -> None:
+    # Background jobs of a script ignore SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path) as command:
         maps = Path(f"/proc/{command.pid}/maps")
         command.wait_until(lambda: "libtorch" in maps.read_text(), "import")
         command.signal(signal.SIGINT)
         outcome = command.wait()
-    # A shell calls that 130.
+    # Exit code 130 in a shell.
     assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "")
 
 
-def test_a_command_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_return_value_is_exit_code_and_closing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     closed: list[str] = []
 
     def command(running: Job) -> int:
@@ -74,22 +74,26 @@ def test_a_command_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_expected_failures(error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expected_errors_print_one_line_and_set_exit_code(
+    error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     closed: list[str] = []
     assert fail_with(error, closed) == code
     assert closed == ["closed"]
     assert capsys.readouterr() == ("", f"error: {line}\n")
 
 
-def test_faults_are_raised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_errors_are_raised(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyError):
         fail_with(KeyError("ours"), [])
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_user_who_leaves(joined: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C, and `| head`: an end in silence, with the code that a shell has for it."""
+def test_ctrl_c_and_closed_stdout_end_command_silently(
+    joined: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C and `| head`: no output, and the exit codes 130 and 141."""
     monkeypatch.setattr(job.signal, "signal", mock.Mock())
     monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
     reading, writing = os.pipe()
@@ -109,15 +113,17 @@ def test_a_user_who_leaves(joined: bool, capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_pipe_of_our_own_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_pipe_other_than_stdout_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "out").open("w") as read:
         monkeypatch.setattr(job.sys, "stdout", read)
         with pytest.raises(BrokenPipeError):
             fail_with(BrokenPipeError(), [])
 
 
-def test_a_lost_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for, and what is open stays open."""
+def test_lost_peer_ends_process_without_closing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process exits at once, without running the closing callbacks."""
     closed: list[str] = []
     monkeypatch.setattr(job.signal, "signal", mock.Mock())
     with mock.patch.object(job.os, "_exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
@@ -128,10 +134,10 @@ def test_a_lost_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("joined", "speaks"), [(False, True), (True, False)])
-def test_a_rank_that_is_alone_with_its_mistake(
+def test_rank_failing_alone_waits_and_reports_unless_joined(
     joined: bool, speaks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a launcher's store: it gives rank 0 time, and speaks unless the ranks have joined and so agreed."""
+    """Without a launcher's store: the rank waits for rank 0, then reports unless the ranks had joined."""
     waits: list[float] = []
     monkeypatch.setattr(job, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
     monkeypatch.setattr(job.dist, "is_initialized", lambda: joined)
@@ -143,7 +149,7 @@ def test_a_rank_that_is_alone_with_its_mistake(
     assert capsys.readouterr().err == ("error: alone\n" if speaks else "")
 
 
-def test_a_rank_leaves_once_rank_0_has_spoken(
+def test_rank_ends_once_rank_0_has_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
@@ -160,10 +166,8 @@ def test_a_rank_leaves_once_rank_0_has_spoken(
 @pytest.mark.parametrize(
     ("error", "code"), [(DataError("a file", "is gone"), DataError.exit_code), (KeyError("ours"), 6)]
 )
-def test_peers_end_with_the_code_of_the_rank_that_failed(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its closing may take longer than they stay, and whoever ends first says whether another start would help."""
+def test_peers_end_with_exit_code_of_failed_rank(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the failed rank is still closing; the first exit code decides whether a restart would help."""
     store = dist.HashStore()
     monkeypatch.setattr(job, "launcher_store", lambda launch: store)
     monkeypatch.setattr(job.time, "sleep", mock.Mock())
@@ -177,18 +181,18 @@ def test_peers_end_with_the_code_of_the_rank_that_failed(
 
 
 @pytest.mark.slow
-def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_goes_to_watchdog_but_ends_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(job, "launcher_store", lambda launch: store)
     before = signal.getsignal(signal.SIGTERM)
-    # The watchdog acts within two seconds, and would end this process.
+    # The watchdog would end this process within two seconds.
     monkeypatch.setattr(Job, "_abandon", lambda *arguments: None)
     running = Job(Launch(0, 2, 0), ADVICE)
     try:
         running.guard(timedelta(seconds=60))
         os.kill(os.getpid(), signal.SIGTERM)
         assert running.watchdog.is_terminated
-        # Many, since the signal has to come while a child is being made.
+        # Many attempts, since the signal has to arrive during the fork.
         for _ in range(100):
             child = os.fork()
             if child == 0:
@@ -202,7 +206,7 @@ def test_sigterm_is_kept_for_the_watchdog_but_ends_a_forked_child(monkeypatch: p
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_terminal_that_is_gone_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_terminal_does_not_change_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.tqdm, "write", mock.Mock(side_effect=BrokenPipeError))
     assert fail_with(ConfigError("field", 1, "must be 2"), []) == ConfigError.exit_code
 
@@ -214,7 +218,7 @@ def test_a_terminal_that_is_gone_does_not_change_the_exit_code(monkeypatch: pyte
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "variable RANK=x: must be a"),
     ],
 )
-def test_half_a_launcher(
+def test_incomplete_launcher_variables_are_refused(
     variables: dict[str, str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -226,10 +230,10 @@ def test_half_a_launcher(
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_a_launcher_that_is_gone(
+def test_unreachable_launcher_store_is_reported_once_per_node(
     local_rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is on a slow node, when the first one has ended with a failure: one rank of the node says so."""
+    """A slow node finds the store closed after the first node has failed; one rank of the node reports it."""
     launcher = {
         "RANK": "9",
         "WORLD_SIZE": "16",
@@ -246,6 +250,6 @@ def test_a_launcher_that_is_gone(
     assert capsys.readouterr().err == (line if local_rank == "0" else "")
 
 
-def test_a_number_of_ranks_that_a_cluster_has_set_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_without_rank_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert Launch.from_environment() == Launch(0, 1, 0)

@@ -1,4 +1,4 @@
-"""What is said of a lost peer: which rank, in which step, in which operation."""
+"""Diagnosis of a lost peer: which rank, in which step, in which operation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True)
 def moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_PERIOD_SECONDS", 0.02)
-    # Fifty periods: threads of a busy machine get their turn in that.
+    # Fifty periods, enough for all threads on a busy machine.
     monkeypatch.setattr(watchdog, "_LISTEN_SECONDS", 1.0)
 
 
-def test_a_silent_peer_is_named_with_step_and_operation() -> None:
-    """Rank 1 lives, rank 2 has never been heard of; rank 0 meets the loss in a scan, which knows of no steps."""
+def test_silent_peer_is_reported_with_step_and_operation() -> None:
+    """Rank 1 sends heartbeats, rank 2 never has; rank 0 fails in a scan, whose error has no step."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
     alive = [Watchdog(Launch(rank, 3, rank), store) for rank in range(2)]
@@ -42,8 +42,8 @@ def test_a_silent_peer_is_named_with_step_and_operation() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_terminated_ranks_tell_a_loss_from_a_stop(lost: bool) -> None:
-    """Rank 0 has got SIGTERM. If rank 1 still answers, the launcher itself was told to end, and nobody is at fault."""
+def test_terminated_rank_distinguishes_lost_peer_from_stop(lost: bool) -> None:
+    """Rank 0 has received SIGTERM. If rank 1 still sends heartbeats, the launcher was stopped; no rank is at fault."""
     store = dist.HashStore()
     first = Watchdog(Launch(0, 2, 0), store)
     other = None if lost else Watchdog(Launch(1, 2, 1), store)
@@ -56,7 +56,7 @@ def test_terminated_ranks_tell_a_loss_from_a_stop(lost: bool) -> None:
 
 
 class CountingStore:
-    """A store that counts what is asked of it, by method."""
+    """A store that counts its requests by method."""
 
     def __init__(self) -> None:
         self.store, self.requests = dist.HashStore(), Counter[str]()
@@ -67,8 +67,8 @@ class CountingStore:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_one_rank_looks_and_all_know(is_lost: bool) -> None:
-    """Rank 2 of 8 is silent; with `is_lost`, whoever began to look is never heard of again, and another one does."""
+def test_one_rank_reads_heartbeats_and_all_get_diagnosis(is_lost: bool) -> None:
+    """Rank 2 of 8 is silent; with `is_lost`, the rank that claimed the diagnosis is lost too; another takes over."""
     store = CountingStore()
     alive = [Watchdog(Launch(rank, 8, rank), cast(dist.Store, store)) for rank in (0, 1, 3, 4, 5, 6, 7)]
     for rank in alive:
@@ -84,18 +84,18 @@ def test_one_rank_looks_and_all_know(is_lost: bool) -> None:
     assert {str(error).partition(": ")[2] for error in errors} == {
         "step 7, optimizer: rank 2 no longer answers (killed, stopped or unreachable; last seen in start)"
     }
-    # The heartbeats of all, before and after listening, and what was found, once.
+    # Two reads of all heartbeats by one rank; one read of the diagnosis by each of the others.
     assert (store.requests["multi_get"], store.requests["get"]) == (2, len(alive) - 1)
 
 
-def test_the_activity_is_not_said_twice() -> None:
+def test_activity_is_not_repeated_in_diagnosis() -> None:
     watchdog = Watchdog(Launch(0, 2, 0), None)
     watchdog.enter("step 7, optimizer")
     error = watchdog.diagnose(CommunicationError(0, "step 7, optimizer", "silent for 10 s", 1))
     assert str(error) == "rank 0: step 7, optimizer: with rank 1: silent for 10 s"
 
 
-def test_one_rank_speaks_and_the_others_know_it() -> None:
+def test_one_rank_claims_reporting_and_peers_see_it() -> None:
     store = dist.HashStore()
     first, second = (Watchdog(Launch(rank, 2, rank), store) for rank in range(2))
     assert not first.has_spoken()

@@ -1,4 +1,4 @@
-"""What is computed a second time (`recomputed_flops_per_token`) against counts of the products that are computed."""
+"""Recomputed FLOPs (`recomputed_flops_per_token`) against counts of the executed matrix products."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from zeco_train.training import step as step_module
 from zeco_train.training.step import TrainingStep
 
 TOKENS = 30
-# Of linear layers without and with a bias; the operator's own products are batched, and are counted apart.
+# Linear layers without and with bias; the operator uses batched products, which are counted separately.
 _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
 def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int, config: GLAConfig = SMALL) -> int:
     """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
     monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
-    # The counter does not see into custom ops; these are the same products.
+    # The counter does not see products inside custom ops.
     plain_products(monkeypatch)
     model = ModelSpec(config).build()
     model.init_weights(0)
@@ -53,23 +53,21 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
 
 
 def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLOPs:
-    """All that a step of TOKENS tokens computes, for one of them."""
+    """All FLOPs per token of a step of TOKENS tokens."""
     spec = spec_of(config)
     return spec.flops_per_token(TOKENS) + spec.recomputed_flops_per_token(TOKENS, recompute, segments)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize("recompute", Recompute)
-def test_linear_layers_equal_those_counted(
-    monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int
-) -> None:
+def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int) -> None:
     flops = flops_of(SMALL, recompute, segments)
     assert count_step(monkeypatch, recompute, segments) == pytest.approx(
         TOKENS * (flops.linear + flops.head), rel=1e-12
     )
 
 
-def test_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_flops_with_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
     flops = flops_of(config, Recompute.full, 1)
     counted = count_step(monkeypatch, Recompute.full, 1, config)
@@ -77,7 +75,7 @@ def test_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_place_product(added_to: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **options: Any) -> int:
-    """Of shapes: `baddbmm_`, which torch's counter does not know."""
+    """FLOPs of `baddbmm_`, by shapes; torch's counter does not support it."""
     return 2 * a[0] * a[1] * a[2] * b[2]
 
 
@@ -87,9 +85,9 @@ def counted(call: Any, *arguments: Any) -> tuple[int, Any]:
     return counter.get_total_flops(), result
 
 
-def test_what_the_operator_computes_again() -> None:
-    """Its backward pass is two products for each one of the forward pass, and once more the states; in PyTorch the
-    scores, too, which the kernels keep."""
+def test_recomputed_operator_flops_equal_counted_flops() -> None:
+    """The backward pass has two products for each forward one and recomputes the states; in PyTorch also the scores,
+    which the kernels keep."""
     key, value, chunks = SMALL.head_k_dim, SMALL.head_v_dim, 3
     shape = (1, chunks * CHUNK, SMALL.num_heads)
     q, k, v, do = (torch.ones(*shape, size) for size in (key, key, value, value))
@@ -117,7 +115,7 @@ def test_what_the_operator_computes_again() -> None:
     assert chunks * CHUNK * formula == SMALL.num_layers * of_states
 
 
-def test_whole_blocks_take_the_operator_with_them() -> None:
+def test_full_recompute_and_segments_repeat_operator_flops() -> None:
     forward = spec_of(SMALL).flops_per_token(TOKENS, backward=False).operator
     own = spec_of(SMALL).recomputed_flops_per_token(TOKENS, Recompute.none).operator
     for recompute, times in ((Recompute.none, 0), (Recompute.selective, 0), (Recompute.full, 1)):
@@ -127,7 +125,7 @@ def test_whole_blocks_take_the_operator_with_them() -> None:
             assert flops.head == 0
 
 
-def test_sums() -> None:
+def test_token_flops_add_by_kind() -> None:
     total = TokenFLOPs(1.0, 2.0, 3.0) + TokenFLOPs(10.0, 20.0, 30.0)
     assert total == TokenFLOPs(11.0, 22.0, 33.0)
     assert total.total == 66.0

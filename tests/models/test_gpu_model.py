@@ -1,4 +1,4 @@
-"""The 1B model on a GPU: what only its size shows. The last results are in gpu_results.md."""
+"""The 1B model on a GPU, at full size. The last results are in gpu_results.md."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SEQ_LEN, SEGMENTS = 262_144, 8
-# bf16: matrix products of other heights, and a gradient of the weights that is a sum of 8 rounded ones. What they round
-# apart grows from layer to layer: a whole model's gradient in bf16 is 0.17 from that in fp32 (12 layers, on a CPU).
+# bf16: matrix products of other heights, and weight gradients that are sums of 8 rounded ones. Differences by rounding
+# grow from layer to layer: a whole model's gradient in bf16 is 0.17 from that in fp32 (12 layers, on a CPU).
 TOLERANCE = {2: 1e-2, 20: 0.15}
 
 
@@ -58,7 +58,7 @@ def gradients(model: LanguageModel, step: TrainingStep, segments: int) -> tuple[
 
 @pytest.mark.parametrize("layers", TOLERANCE)
 def test_segments_give_the_gradient_of_the_whole_sequence(layers: int) -> None:
-    """256k tokens of gla_1b, or two layers of it: in 8 segments without recomputation, and at once with."""
+    """256k tokens of gla_1b, or two of its layers: 8 segments without recomputation against one with full recompute."""
     device = torch.device("cuda", 0)
     mesh = init_mesh(Launch.from_environment(), 1, device, timedelta(seconds=60))
     config = load_config(["model=gla_1b", f"model.num_layers={layers}", "train.dtype=bf16", "sp=dp", "name=segments"])

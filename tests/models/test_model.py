@@ -1,4 +1,4 @@
-"""The GLA model's numbers: against a plain reference, in low precision, sharded; and its FLOPs."""
+"""GLA model against a plain reference, in low precision and sharded; its FLOPs."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ SMALL = GLAConfig(
 )
 
 
-# A shard names its scan, and does not keep it.
+# Kept alive here: operators get only a handle of their scan.
 SCAN = LocalScan()
 
 
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Projections that share an input as products of their own: counters do not see into custom ops."""
+    """Replace projections that share an input by separate products: counters do not see inside custom ops."""
     for module in (gla, language_model):
         monkeypatch.setattr(module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
 
 
 def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:
-    """The shard of a rank that has the sequence to itself."""
+    """The shard of a single rank with the whole sequence."""
     return SequenceShard(scan=SCAN, offset=0, seq_len=tokens, cu_seqlens=cu_seqlens)
 
 
@@ -139,7 +139,7 @@ def reference_logits(parameters: dict[str, Tensor], config: GLAConfig, ids: Tens
     return reference_norm(x, parameters["model.norm.weight"], config.norm_eps) @ head.T
 
 
-# Six heads of queries, two of keys; decays that are mostly below the bound.
+# Six query heads, two key heads; most decays lie below the clamp.
 GROUPS: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2}
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -177,13 +177,13 @@ def test_logits_loss_and_gradients_equal_the_reference(variant: dict[str, Any]) 
             parameter.grad, 0.25 * grad, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert sum(p.numel() for p in model.parameters()) == spec_of(config).num_parameters
-    # Token by token, from the states.
+    # Decoding token by token with recurrent states.
     states = model.zero_states(2, ids.device)
     steps = torch.stack([model.step(ids[:, t], states) for t in range(ids.shape[1])], dim=1)
     torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
+def test_packed_documents_are_independent() -> None:
     model = build()
     ids, labels = tokens_and_labels(1, 70)
     borders = [0, 1, 30, 70]
@@ -197,7 +197,7 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_follows_fp64(dtype: torch.dtype) -> None:
+def test_low_precision_stays_close_to_fp64(dtype: torch.dtype) -> None:
     model, (ids, labels) = build(spread=1.0).to(dtype), tokens_and_labels()
     loss = model(ids, whole(70), labels)
     loss.backward()
@@ -265,15 +265,15 @@ def test_elementwise_functions_round_once() -> None:
     assert (swiglu(x, gate) != exact.bfloat16()).double().mean() < 1e-3
 
 
-def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     def elementwise(
         operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
     ) -> tuple[Tensor, Crossing]:
         q, k, v, g = operands
         return v * (q * k * g).sum(-1, keepdim=True), Crossing(g, g)
 
-    # In place of the operator something without a product of matrices, through which all gradients flow; and the
-    # projections as plain products, since the counter does not look into custom ops.
+    # Replace the operator by an elementwise function through which all gradients flow, and the projections by plain
+    # products, since the counter does not see inside custom ops.
     monkeypatch.setattr(gla, "mix_at", elementwise)
     plain_products(monkeypatch)
     model, (ids, labels) = build(), tokens_and_labels()
@@ -287,8 +287,8 @@ def test_flops_equal_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.get_total_flops() == ids.numel() * (flops.linear + flops.head)
 
 
-def test_flops_of_the_operator_equal_those_counted() -> None:
-    """One head and one chunk, token by token in products of exactly the pairs that the formula counts."""
+def test_operator_flops_equal_counted_flops() -> None:
+    """One head and one chunk, with a product for exactly the pairs of tokens that the formula counts."""
     key, value = SMALL.head_k_dim, SMALL.head_v_dim
     q, k, v, do = (torch.ones(CHUNK, size, requires_grad=True) for size in (key, key, value, value))
     state = torch.ones(key, value, requires_grad=True)
@@ -315,8 +315,8 @@ def one_rank_mesh() -> Iterator[Any]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:
-    """FSDP2 gathers and frees the weights around each unit: the loss must find its weight whole, also if it is tied."""
+def test_sharded_units_give_same_gradients(one_rank_mesh: Any, tied: bool, dtype: torch.dtype) -> None:
+    """FSDP2 gathers and frees weights around each unit: the loss needs its whole weight, also if it is tied."""
     config = dataclasses.replace(SMALL, tie_word_embeddings=tied)
     master = torch.float64 if dtype == torch.float64 else torch.float32
     sharded, plain = build(config, master), build(config, master).to(dtype)
@@ -331,6 +331,6 @@ def test_sharded_units_compute_the_same(one_rank_mesh: Any, tied: bool, dtype: t
         assert theirs.grad is not None, name
         assert ours.grad.dtype == master
         # Gathered weights lie elsewhere than a model's own, and a math library may add in another order then: some eps
-        # in each product, as in `test_low_precision_follows_fp64`.
+        # in each product, as in `test_low_precision_stays_close_to_fp64`.
         error = (ours.grad.full_tensor() - theirs.grad.to(master)).norm() / theirs.grad.norm()
         assert error <= 8 * torch.finfo(dtype).eps, f"{name} is off by {error:.1e}"

@@ -51,7 +51,7 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_parameter_counts(name: str) -> None:
+def test_parameter_counts_match_built_models(name: str) -> None:
     config = load_config(name)
     with torch.device("meta"):
         model = ModelSpec(config).build()
@@ -62,20 +62,20 @@ def test_parameter_counts(name: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_names_and_shapes_equal_those_of_fla(name: str, tied: bool) -> None:
+def test_parameter_names_and_shapes_equal_fla(name: str, tied: bool) -> None:
     fla_models = importlib.import_module("fla.models")
     config = dataclasses.replace(load_config(name), tie_word_embeddings=tied)
     with torch.device("meta"):
         ours, theirs = ModelSpec(config).build(), fla_models.GLAForCausalLM(fla_config(config))
     assert shapes(ours.state_dict()) == shapes(theirs.state_dict())
     assert shapes(dict(ours.named_parameters())) == shapes(dict(theirs.named_parameters()))
-    # fla's count is of what is in the model, so that no default of its layer has slipped in unseen.
+    # Counted on fla's model, so that parameters added by a default of its layer would show.
     assert sum(p.numel() for p in theirs.parameters()) == spec_of(config).num_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_equal_those_of_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fla's own model, its Triton kernels replaced by its own plain references, with our weights."""
+def test_logits_equal_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla's model with its Triton kernels replaced by fla's plain references, and with our weights."""
     fla_models = importlib.import_module("fla.models")
     use_references(monkeypatch)
     config = GLAConfig(
@@ -98,16 +98,16 @@ def test_logits_equal_those_of_fla(tied: bool, monkeypatch: pytest.MonkeyPatch) 
     ids = torch.arange(80).reshape(2, 40) * 7 % 29
     logits = ours(ids, SequenceShard(scan=LocalScan(), offset=0, seq_len=40))
     expected = theirs(ids, use_cache=False).logits
-    # fp32 on both sides, since fla's naive recurrence knows no other.
+    # fp32 on both sides, since fla's naive recurrence supports no other dtype.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert 1 < expected.abs().max() < 20
 
 
-def test_defaults_are_those_of_the_tiny_model() -> None:
+def test_defaults_equal_tiny_model() -> None:
     assert GLAConfig() == load_config("gla_tiny")
 
 
-def test_initial_weights_depend_on_the_seed_only() -> None:
+def test_initial_weights_depend_only_on_seed() -> None:
     config = load_config("gla_tiny")
     weights = {}
     for label, dtype, device, seed in (
@@ -137,13 +137,13 @@ def test_initial_weights_are_distributed_as_in_fla() -> None:
         elif parameter.ndim == 1:
             assert (parameter == 1).all(), name
         else:
-            # Mean and deviation of n normal draws err by 0.02 / √n; five times that is never seen.
+            # The standard error of mean and deviation of n normal draws is about 0.02 / √n; five times that is safe.
             error = 5 * 0.02 / math.sqrt(parameter.numel())
             assert abs(parameter.mean().item()) < error, name
             assert abs(parameter.std().item() - 0.02) < error, name
 
 
-def test_tied_weights_stay_tied_through_to_empty() -> None:
+def test_tied_weights_stay_tied_after_to_empty() -> None:
     with torch.device("meta"):
         model = ModelSpec(GLAConfig(tie_word_embeddings=True)).build()
     model.to_empty(device="cpu").init_weights(0)
@@ -171,14 +171,14 @@ def test_tied_weights_stay_tied_through_to_empty() -> None:
         ),
     ],
 )
-def test_impossible_shapes_are_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+def test_invalid_shapes_are_refused_with_one_line(change: dict[str, Any], message: str) -> None:
     merged = OmegaConf.merge(OmegaConf.structured(GLAConfig), change)
     with pytest.raises(ConfigError) as error:
         OmegaConf.to_object(merged)
     assert str(error.value) == message
 
 
-def test_only_matrices_decay() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     model = ModelSpec(GLAConfig()).build()
     decayed = {name: rule.decays for name, _, rule in parameter_rules(model)}
     assert decayed["model.embeddings.weight"]

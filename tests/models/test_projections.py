@@ -1,4 +1,4 @@
-"""Linear layers of one input, in one operator, against each by itself."""
+"""Linear layers of a shared input in one operator, against separate layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_inputs(dtype: torch.dtype = torch.float64, strided: bool = False) -> tu
     return x, weights, [random(2, 7, size) for size in SIZES]
 
 
-def test_gradients_are_exact() -> None:
+def test_parallel_linear_passes_gradcheck() -> None:
     x, weights, _ = make_inputs()
     assert torch.autograd.gradcheck(lambda x, *weights: tuple(parallel_linear(x, *weights)), (x, *weights))
 
@@ -46,7 +46,7 @@ def check_sums(found: Tensor, products: list[tuple[Tensor, Tensor]]) -> None:
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_outputs_and_gradients_equal_those_of_linear_layers(dtype: torch.dtype, strided: bool) -> None:
+def test_outputs_and_gradients_equal_separate_linear_layers(dtype: torch.dtype, strided: bool) -> None:
     x, weights, dys = make_inputs(dtype, strided)
     outputs = parallel_linear(x, *weights)
     dx, *dweights = torch.autograd.grad(outputs, [x, *weights], dys)
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_equal_those_of_linear_layers(dtype: torch.dtype, 
     check_sums(dx, [*zip(dys, weights, strict=True)])
 
 
-def test_one_output_may_be_left_unused() -> None:
+def test_unused_output_gives_zero_weight_gradient() -> None:
     x, weights, dys = make_inputs()
     outputs = parallel_linear(x, *weights)
     grads = torch.autograd.grad([outputs[0], outputs[2]], [x, *weights], [dys[0], dys[2]])
@@ -67,7 +67,7 @@ def test_one_output_may_be_left_unused() -> None:
     assert not grads[2].any()
 
 
-def test_an_input_without_gradient() -> None:
+def test_gradients_with_frozen_input_and_weight() -> None:
     x, weights, dys = make_inputs()
     x.requires_grad_(False)
     weights[1].requires_grad_(False)
@@ -76,10 +76,10 @@ def test_an_input_without_gradient() -> None:
     torch.testing.assert_close(grads[1], dys[2].flatten(0, 1).T @ x.flatten(0, 1))
 
 
-def test_an_unread_product_has_the_gradients_of_a_read_one() -> None:
+def test_unread_linear_gives_gradients_of_linear() -> None:
     x, (weight, *_), (dy, *_) = make_inputs()
     unread = unread_linear(x, weight)
-    assert unread.isnan().all()  # so that whoever reads it after all will notice
+    assert unread.isnan().all()  # so that an accidental read shows
     dx, dweight = torch.autograd.grad(unread, [x, weight], dy)
     check_sums(dx, [(dy, weight.detach())])
     check_sums(dweight, [(dy.flatten(0, 1).T, x.detach().flatten(0, 1))])

@@ -1,4 +1,4 @@
-"""What the program knows of a model without its class: the walk, rules for parameters, layer patterns."""
+"""Model specs: parameter shapes and counts from the meta device, parameter rules, layer patterns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.numeric
 
 @dataclass
 class _HybridConfig(GLAConfig):
-    """Every second layer has a mixer of its own."""
+    """Every second layer uses another mixer."""
 
     mixer: ClassVar[str] = "gla"
 
@@ -36,7 +36,7 @@ class _HybridConfig(GLAConfig):
 
 
 class _Scaled(GatedLinearAttention):
-    """GLA with a parameter that lies in the mixer itself, with a beginning of its own."""
+    """GLA with a parameter of the mixer itself that has its own initialisation."""
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)
@@ -58,8 +58,8 @@ def hybrid(monkeypatch: pytest.MonkeyPatch) -> _HybridConfig:
     return _HybridConfig(**{**dataclasses.asdict(SMALL), "num_layers": 5})
 
 
-def test_a_layer_pattern(hybrid: _HybridConfig) -> None:
-    """A mixer joins by a line in the registry; numbers, states and rules follow."""
+def test_hybrid_layers_set_counts_flops_states_and_rules(hybrid: _HybridConfig) -> None:
+    """A mixer needs only an entry in the registry; counts, FLOPs, states and rules follow."""
     spec = ModelSpec(hybrid)
     model = spec.build()
     kinds = [type(layer.attn) for layer in model.model.blocks()]
@@ -80,7 +80,7 @@ def test_a_layer_pattern(hybrid: _HybridConfig) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_parameter_lies_in_one_unit(hybrid: _HybridConfig, tied: bool) -> None:
+def test_each_parameter_belongs_to_one_unit(hybrid: _HybridConfig, tied: bool) -> None:
     spec = ModelSpec(dataclasses.replace(hybrid, tie_word_embeddings=tied))
     embedding, norm = (hybrid.vocab_size, hybrid.hidden_size), (hybrid.hidden_size,)
     layers = [14, 15, 14, 15, 14]
@@ -91,21 +91,21 @@ def test_each_parameter_lies_in_one_unit(hybrid: _HybridConfig, tied: bool) -> N
     assert ("lm_head.weight" in spec.parameter_shapes) is not tied
 
 
-def test_a_parameter_without_a_rule_is_noticed() -> None:
+def test_parameter_without_rule_is_refused() -> None:
     model = ModelSpec(SMALL).build()
     model.model.blocks()[0].attn.extra = nn.Parameter(torch.ones(3))
     with pytest.raises(KeyError, match="extra"):
         model.init_weights(0)
 
 
-def test_the_walk_takes_no_time_for_layers() -> None:
-    """A mistyped number of layers is refused by the memory that it would take, which has to be counted first."""
+def test_counting_parameters_does_not_iterate_over_layers() -> None:
+    """A mistyped number of layers is refused for its memory, so counting has to be fast for any number."""
     many = ModelSpec(dataclasses.replace(SMALL, num_layers=10**12))
     one, two = (ModelSpec(dataclasses.replace(SMALL, num_layers=layers)).num_parameters for layers in (1, 2))
     assert many.num_parameters == one + (10**12 - 1) * (two - one)
 
 
-def test_the_walk_finds_the_projections_that_there_are() -> None:
+def test_spec_lists_projections_of_grouped_heads_without_gate() -> None:
     config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
     (block,) = ModelSpec(config).blocks.values()
     projections, gate, output = block.mixer_products

@@ -1,4 +1,4 @@
-"""Chunks of tokens: how long they are."""
+"""Length of the chunks of tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from zeco_train.ops.gla.chunked import intra_scores
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 64)])
-def test_chunks_are_no_longer_than_they_need_be(num_tokens: int, chunk: int) -> None:
+def test_chunk_is_smallest_size_that_fits_up_to_64(num_tokens: int, chunk: int) -> None:
     case = make_case(num_tokens)
     assert intra_scores(case.q, case.k, case.g, None, 1.0).shape[-2:] == (chunk, chunk)

@@ -42,13 +42,13 @@ SMALL = {
     "documents": KernelCase((1, 300, 1, 16, 16), documents=(0, 70, 128, 129, 200, 300), programs=2),
     "a document starts the rank": KernelCase((1, 200, 1, 16, 16), documents=(0, 64, 200), before=0),
     "one document, that continues": KernelCase((1, 100, 1, 16, 16), documents=(0, 100)),
-    # a tile of keys is at least 64 wide in bf16, 32 in fp32: the rest of it must count for nothing
+    # a tile has at least 64 keys in bf16, 32 in fp32: padded keys must not contribute
     "16 keys": KernelCase((1, 200, 2, 16, 64), documents=(0, 70, 128, 200)),
     "32 keys": KernelCase((2, 130, 2, 32, 64), rate=1.0),
     "dv apart": KernelCase((1, 150, 2, 32, 48), documents=(0, 70, 150), fused=False),
     "48 keys": KernelCase((1, 130, 2, 48, 64), rate=1.0, documents=(0, 100, 130)),
 }
-# The interpreter takes a second for each.
+# The interpreter takes about a second per case.
 QUICK = ["odd sizes", "the strongest reset", "a document starts the rank"]
 LARGE = {
     **SMALL,
@@ -62,8 +62,8 @@ LARGE = {
     "long with resets": KernelCase((1, 4096, 2, 64, 128), reset=-1e9),
     "long": KernelCase((1, 65536, 1, 64, 128)),
 }
-# fp32: sums of decays round relative to what came before in the chunk, hence less exact where decays are strong.
-# bf16: 8 bits in each operand, rms 2^-9/√3 each; a few of them in a row.
+# fp32: cumulative decays round relative to their sum within the chunk, hence less exact for strong decays.
+# bf16: 8 bits in each operand, an rms error of 2^-9/√3 each; a few in a row.
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 
 
@@ -77,15 +77,15 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict
     [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
     ids=["quick", "others"],
 )
-def test_kernels_under_the_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # It is chosen when Triton is imported, so the kernels run in a process of their own.
+def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name, errors in run_distributed(_interpreted, 1, names, fresh=True)[0].items():
         assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
         assert len(errors) == 8
 
 
-# Bytes of shared memory that a program may have, by architecture.
+# Limit of shared memory per program in bytes, by architecture.
 SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
 COMPILED = {
     "sm_90, the paper's heads": (90, torch.bfloat16, KernelCase((1, 192, 2, 64, 128))),
@@ -97,7 +97,7 @@ COMPILED = {
 
 
 def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
-    """Shared memory of each kernel, by case, compiled for GPUs that are not here. Also what the passes would save."""
+    """Shared memory of each kernel by case, compiled for GPUs that this machine need not have."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
@@ -134,8 +134,8 @@ def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow  # 40 s with an empty cache of Triton, 2 s otherwise
-def test_kernels_fit_gpus_that_are_not_here() -> None:
-    """The compiler for GPUs runs anywhere; it refuses what the interpreter takes."""
+def test_kernels_compile_within_shared_memory() -> None:
+    """The GPU compiler runs without a GPU and refuses code that the interpreter accepts."""
     found = run_distributed(_compiled, 1, fresh=True)[0]
     assert set(found) == set(COMPILED)
     for name, (capability, *_) in COMPILED.items():
@@ -144,7 +144,7 @@ def test_kernels_fit_gpus_that_are_not_here() -> None:
 
 
 def _saved(rank: int, world_size: int) -> list[str]:
-    """What the forward pass saves, where that is not what it says that it will."""
+    """Cases in which the tensors saved by the forward pass differ from `saved_like`."""
     from zeco_train.ops.gla.cuda import CUDA
 
     wrong = []
@@ -164,8 +164,8 @@ def _saved(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_saved_tensors_are_those_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler plans with the latter."""
+def test_saved_tensors_match_saved_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile plans with `saved_like`."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_saved, 1, fresh=True) == [[]]
 
@@ -174,7 +174,7 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
 
 
 def _block(x: Tensor, place: Place, boundary: Boundary, is_read: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator alone, of x [B, T, H·(3K + V)]."""
+    """The operator alone; its operands are parts of x [B, T, H·(3K + V)]."""
     q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
     operands = q, k, v, torch.nn.functional.logsigmoid(g)
     o, crossing = mix_at("gla", operands, KEY_DIM**-0.5, place, boundary)
@@ -182,7 +182,7 @@ def _block(x: Tensor, place: Place, boundary: Boundary, is_read: bool = True) ->
 
 
 def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """dx, and the shapes of what autograd kept."""
+    """dx, and the shapes of the tensors that autograd saved."""
     kept: list[tuple[int, ...]] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Ten
 
 
 def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
-    """The operator under autograd on the kernels: what is wrong with it."""
+    """Failures of the kernels under autograd: saved scores and gradients, with and without recompute."""
     from zeco_train.ops.gla.cuda import CUDA
 
     torch.set_num_threads(1)
@@ -221,13 +221,13 @@ def _kept_and_made_again(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_scores_are_kept_or_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_saved_or_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_kept_and_made_again, 1, fresh=True) == [[]]
 
 
 class Recorder:
-    """In place of a kernel: what it is launched with."""
+    """Stands in for a kernel and records its constants."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
         return self
@@ -237,8 +237,8 @@ class Recorder:
 
 
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
-def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, of the kernels of gradients: fewer than 64 keys or values; whatever options are kept."""
+def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 the gradient kernels never use tiles of fewer than 64 keys or values, whatever the stored tuning."""
     from zeco_train.kernels.gla import launch, tuning
 
     kernels = Recorder(), Recorder()
@@ -260,15 +260,15 @@ def test_tiles_that_are_compiled_wrongly_are_never_asked_for(K: int, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", LARGE)
-def test_kernels_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
     errors = kernel_errors(LARGE[name], dtype, torch.device("cuda"))
     print(name, dtype, {tensor: f"{error:.1e}" for tensor, error in errors.items()})
     assert all(error <= LIMITS[dtype] for error in errors.values()), errors
 
 
 @pytest.mark.gpu
-def test_kernels_do_not_wait_for_the_gpu() -> None:
-    """No synchronisation of the host in both passes, also with documents; and the same bits each time."""
+def test_kernels_do_not_synchronise_and_are_deterministic() -> None:
+    """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
     case = KernelCase((1, 1000, 2, 64, 128), documents=(0, 300, 1000))
     from zeco_train.ops.gla.cuda import CUDA
 
@@ -284,7 +284,7 @@ def test_kernels_do_not_wait_for_the_gpu() -> None:
         assert torch.equal(x, second[name]), name
 
 
-# As a user's first step: a process that has compiled nothing yet, with an empty cache.
+# A user's first step: a new process with an empty Triton cache.
 FIRST_PASSES = """
 import time
 import torch
@@ -303,7 +303,7 @@ for dims in ((16, 64, 128), (16, 128, 128), (4, 256, 512)):
 
 @pytest.mark.processes
 @pytest.mark.gpu
-def test_first_passes_take_seconds(tmp_path: Path) -> None:
+def test_first_passes_take_at_most_30_seconds(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", FIRST_PASSES],

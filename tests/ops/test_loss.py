@@ -36,9 +36,9 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 50, 100, 2048])
-def test_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens: int) -> None:
+def test_loss_and_gradients_equal_unchunked_reference(chunk_tokens: int) -> None:
     hidden, weight, labels = make_inputs()
-    # A factor that is neither 1 nor a power of two, as gradient scaling by the token count gives.
+    # A factor that is neither 1 nor a power of two, like gradient scaling by the token count.
     loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
     grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
     expected = reference(hidden, weight, labels)
@@ -49,7 +49,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens: int) -> No
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_weight_that_is_also_the_embedding_gets_both_gradients() -> None:
+def test_tied_weight_gets_both_gradients() -> None:
     _, weight, labels = make_inputs()
     ids = torch.arange(labels.numel()).reshape(labels.shape) % VOCAB
     (ours,) = torch.autograd.grad(linear_cross_entropy(F.embedding(ids, weight).tanh(), weight, labels, 16), weight)
@@ -58,7 +58,7 @@ def test_weight_that_is_also_the_embedding_gets_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_is_one_rounding_away(dtype: torch.dtype) -> None:
+def test_low_precision_stays_within_rounding_of_fp64(dtype: torch.dtype) -> None:
     hidden, weight, labels = make_inputs(dtype=dtype)
     loss = linear_cross_entropy(hidden, weight, labels, 16)
     assert loss.dtype == torch.float32
@@ -75,7 +75,7 @@ def test_low_precision_is_one_rounding_away(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=8 * eps, atol=8 * eps * theirs.abs().max().item())
 
 
-def test_no_labels_that_count_give_zero() -> None:
+def test_only_ignored_labels_give_zero_loss_and_gradients() -> None:
     hidden, weight, labels = make_inputs()
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), 16)
     grads = torch.autograd.grad(loss, (hidden, weight))
@@ -85,7 +85,7 @@ def test_no_labels_that_count_give_zero() -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[TokenLosses]:
-    """`token_losses` as a compiler sees it."""
+    """`token_losses` compiled as one graph."""
     torch._dynamo.reset()
     yield torch.compile(token_losses, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
@@ -93,8 +93,8 @@ def compiled() -> Iterator[TokenLosses]:
 
 @pytest.mark.parametrize("want_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_compiled_form_equals_the_eager_one(compiled: TokenLosses, dtype: torch.dtype, want_grad: bool) -> None:
-    """It takes the one out by comparing instead of scattering, and overwrites nothing."""
+def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.dtype, want_grad: bool) -> None:
+    """The compiled form subtracts the target's 1 by comparison instead of a scatter, and not in place."""
     hidden, weight, labels = make_inputs()
     logits, targets = (hidden.detach() @ weight.detach().T).flatten(0, 1).to(dtype), labels.flatten()
     loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -103,7 +103,7 @@ def test_the_compiled_form_equals_the_eager_one(compiled: TokenLosses, dtype: to
     assert torch.equal(logits, before)
     expected, expected_dlogits = token_losses(logits.clone(), targets, loss_dtype, want_grad)
     assert (loss.dtype, dlogits.dtype, dlogits.shape) == (loss_dtype, dtype, expected_dlogits.shape)
-    # The same operations: all but the order of a sum.
+    # The same operations except for the order of a sum.
     torch.testing.assert_close(loss, expected, rtol=4 * torch.finfo(loss_dtype).eps, atol=0)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(dlogits, expected_dlogits, rtol=eps, atol=torch.finfo(loss_dtype).eps)
@@ -112,8 +112,8 @@ def test_the_compiled_form_equals_the_eager_one(compiled: TokenLosses, dtype: to
         assert not dlogits[targets == -100].any()
 
 
-def test_the_loss_with_a_compiled_part(compiled: TokenLosses) -> None:
-    """A last chunk that is shorter, one of a single token, and labels of which none counts."""
+def test_loss_with_compiled_token_losses_equals_eager(compiled: TokenLosses) -> None:
+    """With a shorter last chunk, a last chunk of one token, and only ignored labels."""
     hidden, weight, labels = make_inputs()
     for chunk_tokens, targets in ((16, labels), (99, labels), (16, torch.full_like(labels, -100))):
         results = []
@@ -136,12 +136,12 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_never_holds_the_logits_of_more_than_a_chunk() -> None:
+def test_logits_are_materialised_for_one_chunk_at_a_time() -> None:
     tokens, vocab, chunk_tokens = 1000, 500, 20
     hidden, weight, labels = make_inputs(1, tokens, torch.float32, vocab)
     with _LargestTensor() as whole:
         reference(hidden, weight, labels).backward()
-    assert whole.largest == tokens * vocab  # the measure sees what it should
+    assert whole.largest == tokens * vocab  # the measurement sees whole logits
     with _LargestTensor() as chunked:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens).backward()
     assert chunked.largest == max(chunk_tokens * vocab, tokens * WIDTH, vocab * WIDTH)
@@ -151,7 +151,7 @@ def test_never_holds_the_logits_of_more_than_a_chunk() -> None:
     ("grad_enabled", "train_hidden", "train_weight", "products"),
     [(True, True, True, 3), (True, True, False, 2), (True, False, True, 2), (False, True, True, 1)],
 )
-def test_only_wanted_gradients_are_computed(
+def test_only_required_gradients_are_computed(
     grad_enabled: bool, train_hidden: bool, train_weight: bool, products: int
 ) -> None:
     hidden, weight, labels = make_inputs()
@@ -171,7 +171,7 @@ def test_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_misuse_is_refused() -> None:
+def test_mismatched_shapes_and_invalid_labels_are_refused() -> None:
     hidden, weight, labels = make_inputs()
     with pytest.raises(ValueError, match="do not fit"):
         linear_cross_entropy(hidden, weight, labels[:, 1:])

@@ -26,7 +26,7 @@ NAMES = ("o", "dq", "dk", "dv", "dg", "incoming_states", "final_state", "initial
 
 @dataclass(frozen=True)
 class Case:
-    """A whole sequence with the gradients that come from outside: of its outputs and of its final state."""
+    """A whole sequence with the incoming gradients of its outputs and its final state."""
 
     q: Tensor
     k: Tensor
@@ -102,7 +102,7 @@ def oracle(case: Case, edges: list[int]) -> dict[str, Tensor]:
 
 
 def cut(cu_seqlens: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """The pieces of the tokens [start, stop). The sequence's own first document goes on from the initial state here."""
+    """The pieces of the tokens [start, stop). The first document of the sequence continues from the initial state."""
     if cu_seqlens is None:
         return None
     inner = cu_seqlens[(cu_seqlens > start) & (cu_seqlens < stop)]
@@ -127,7 +127,7 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
         state = chunk_states.log_decay.exp()[..., None] * state + chunk_states.state
         scores = chunked.intra_scores(q, k, g, pieces, scale)
         o.append(chunked.outputs(q, v, g, scores, chunk_states, incoming_states[-1], pieces, scale))
-        torch.testing.assert_close(chunk_states.states[-1], state)  # the outputs have corrected it
+        torch.testing.assert_close(chunk_states.states[-1], state)  # updated in place by `outputs`
 
     grad, grads = case.final_grad, []
     for (q, k, v, g, do, pieces), incoming_state in reversed(list(zip(shards, incoming_states, strict=True))):
@@ -146,7 +146,7 @@ def sharded(case: Case, edges: list[int]) -> dict[str, Tensor]:
 def errors(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Largest error of each result, relative to its largest element, or for dg to the largest term of its sum."""
     found = {}
-    # where all decays are e^-50, dg is 1e-22 of the terms q ⊙ dq and k ⊙ dk, whose rounding is what is left of it
+    # where all decays are e^-50, dg is 1e-22 of the terms q ⊙ dq and k ⊙ dk, so only their rounding remains
     term = float((case.q.double() * expected["dq"]).abs().max())
     for name in NAMES:
         assert actual[name].shape == expected[name].shape, name
@@ -205,7 +205,7 @@ def test_recurrence_equals_masked_attention(cu_seqlens: list[int] | None) -> Non
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_recurrence_gradients_are_its_finite_differences() -> None:
+def test_recurrence_passes_gradcheck() -> None:
     case = make_case(4, "weak", heads=1, key_dim=2, value_dim=3, cu_seqlens=[0, 3, 4])
     inputs = tuple(x.requires_grad_() for x in (case.q, case.k, case.v, case.g, case.initial_state))
 
@@ -231,18 +231,18 @@ def test_recurrence_restarts_at_token_zero_unless_it_continues() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130, 200])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
-def test_one_rank(num_tokens: int, decay: str) -> None:
+def test_one_rank_equals_recurrence(num_tokens: int, decay: str) -> None:
     check(make_case(num_tokens, decay), [0, num_tokens])
 
 
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong"])
-def test_sharded(edges: list[int], decay: str) -> None:
+def test_sharded_ranks_equal_recurrence(edges: list[int], decay: str) -> None:
     check(make_case(edges[-1], decay), edges)
 
 
 @pytest.mark.parametrize("edges", [[0, 150], [0, 20, 150]])
-def test_batches_heads_and_odd_dims(edges: list[int]) -> None:
+def test_batches_heads_and_odd_dims_equal_recurrence(edges: list[int]) -> None:
     check(make_case(150, batch=3, heads=3, key_dim=33, value_dim=17), edges)
     check(make_case(150, batch=2, heads=1, key_dim=1, value_dim=1), edges)
 
@@ -260,13 +260,13 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("decay", ["none", "mixed", "strongest"])
-def test_documents(documents: str, decay: str) -> None:
+def test_documents_equal_recurrence(documents: str, decay: str) -> None:
     check(make_case(200, decay, cu_seqlens=DOCUMENTS[documents]), [0, 200])
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 90, 200], [0, 64, 128, 200], [0, 1, 63, 200], [0, 65, 66, 150, 200]])
-def test_documents_sharded(documents: str, edges: list[int]) -> None:
+def test_sharded_documents_equal_recurrence(documents: str, edges: list[int]) -> None:
     check(make_case(200, cu_seqlens=DOCUMENTS[documents]), edges)
 
 
@@ -281,13 +281,13 @@ def test_documents_sharded(documents: str, edges: list[int]) -> None:
     ],
 )
 @pytest.mark.parametrize("decay", ["none", "mixed"])
-def test_documents_straddle_shards(cu_seqlens: list[int], edges: list[int], decay: str) -> None:
+def test_documents_straddling_shards_equal_recurrence(cu_seqlens: list[int], edges: list[int], decay: str) -> None:
     check(make_case(260, decay, cu_seqlens=cu_seqlens), edges)
 
 
 @pytest.mark.parametrize("edges", [[0, 150], [0, 70, 150]])
 @pytest.mark.parametrize("loud", [slice(0, 70), slice(70, 150)])
-def test_nothing_passes_a_restart(edges: list[int], loud: slice) -> None:
+def test_no_value_or_gradient_crosses_restart(edges: list[int], loud: slice) -> None:
     quiet, other = make_case(150, "none", cu_seqlens=[0, 70, 150]), make_case(150, "none", cu_seqlens=[0, 70, 150])
     for x in (other.q, other.k, other.v, other.do):
         x[:, loud] *= 1e8
@@ -315,13 +315,13 @@ def test_log_decay_of_a_restart_is_minus_infinity() -> None:
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 60, 61, 170, 300]])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
-def test_fp32(decay: str, cu_seqlens: list[int] | None) -> None:
+def test_fp32_error_is_bounded(decay: str, cu_seqlens: list[int] | None) -> None:
     # sums of up to 300 terms in fp32 (eps 6e-8): errors seen are up to 4e-7
     check(make_case(300, decay, cu_seqlens=cu_seqlens, dtype=torch.float32), [0, 100, 300], tolerance=4e-6)
 
 
 @pytest.mark.parametrize("decay", ["none", "mixed", "strong"])
-def test_bf16(decay: str) -> None:
+def test_bf16_error_is_bounded(decay: str) -> None:
     # bf16 inputs are exact in fp64, arithmetic and states are fp32, so only the rounding of the results to bf16 is left
     # (half of 2^-7 = 3.9e-3 of an element); dg and states are not rounded
     case = make_case(200, decay, dtype=torch.bfloat16)
@@ -333,7 +333,7 @@ def test_bf16(decay: str) -> None:
         assert error <= (4e-3 if name in ("o", "dq", "dk", "dv") else 4e-6), found
 
 
-def test_long_shard_forgets_without_nan() -> None:
+def test_long_shard_with_strong_decay_stays_finite() -> None:
     case = make_case(1000, "strong", dtype=torch.float32)
     chunk_states = chunked.local_states(case.k, case.v, case.g, None)
     assert chunk_states.log_decay.isfinite().all()
@@ -360,7 +360,7 @@ def wrong_inputs() -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize(("name", "wrong"), list(wrong_inputs()))
-def test_mistakes_name_the_tensor(name: str, wrong: dict[str, Tensor]) -> None:
+def test_invalid_tensors_are_named(name: str, wrong: dict[str, Tensor]) -> None:
     case = make_case(10, batch=2)
     arguments = {"q": case.q, "k": case.k, "v": case.v, "g": case.g} | wrong
     pieces = find_pieces(arguments.pop("cu_seqlens", None), 1, 10, case.q.device)
@@ -372,7 +372,7 @@ def test_mistakes_name_the_tensor(name: str, wrong: dict[str, Tensor]) -> None:
         chunked.intra_grads(**arguments, do=case.do, pieces=pieces, scale=1.0)
 
 
-def test_mistaken_states_are_named() -> None:
+def test_invalid_state_is_named() -> None:
     case = make_case(10)
     chunk_states = chunked.local_states(case.k, case.v, case.g, None)
     scores = chunked.intra_scores(case.q, case.k, case.g, None, 1.0)
@@ -383,12 +383,12 @@ def test_mistaken_states_are_named() -> None:
 @pytest.mark.parametrize(
     "cu_seqlens", [[0, 5, 9], [1, 10], [0, 7, 3, 10], [10], [[0, 10]], [0.0, 10.0], [0, *range(50), 9]]
 )
-def test_mistaken_borders_are_named(cu_seqlens: list[int]) -> None:
+def test_invalid_cu_seqlens_are_refused(cu_seqlens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected"):
         find_pieces(torch.tensor(cu_seqlens), 0, 10, torch.device("cpu"))
 
 
-def test_documents_of_another_length_are_refused() -> None:
+def test_cu_seqlens_of_other_length_are_refused() -> None:
     case = make_case(10)
     pieces = find_pieces(torch.tensor([0, 11]), 0, 11, torch.device("cpu"))
     assert find_pieces(None, 0, 10, torch.device("cpu")) is None

@@ -1,4 +1,4 @@
-"""The registry of operators: what is chosen on which device, and mistakes in a line."""
+"""Registry of operators: selection of passes by device, and errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from zeco_train.ops.registry import OPERATORS, operator_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_cpu_has_the_passes_in_pytorch(dtype: torch.dtype) -> None:
+def test_cpu_selects_pytorch_passes(dtype: torch.dtype) -> None:
     assert OPERATORS["gla"].select([torch.zeros(1, dtype=dtype)] * 3 + [torch.zeros(1)]) is CHUNKED
 
 
-def test_mistakes_are_named() -> None:
+def test_unknown_operator_and_wrong_operands_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^operator: must be one of gla.*; got 'gala'$"):
         operator_of("gala", [])
     with pytest.raises(ValueError, match=r"^operands: gla takes q, k, v, g; got 3 tensors$"):

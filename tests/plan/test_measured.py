@@ -1,4 +1,4 @@
-"""The planner's memory and time against what was measured."""
+"""The planner's memory and time against measurements."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from zeco_train.plan import calibration
 from zeco_train.plan.step_time import exposed_scan_seconds
 from zeco_train.sp.registry import BACKENDS
 
-# --- what was measured: GB at the peak of a rank (on CPUs of its process), seconds a step ---
+# --- measurements: peak GB of a rank (on CPUs of its process), seconds per step ---
 
 
 def _h200(world_size: int, kilotokens: int, sp: str, *more: str) -> list[str]:
-    """So many tokens a GPU, as one sequence of each or of all."""
+    """Settings for a number of tokens per GPU: one sequence per GPU with dp, one over all GPUs otherwise."""
     sequences = world_size if sp == "sp=dp" else 1
     seq_len = 1024 * kilotokens * world_size // sequences
     split = [f"world_size={world_size}", f"data.seq_len={seq_len}", f"data.global_batch={sequences}"]
     return ["model=gla_1b", "train.dtype=bf16", "gpu=h200", sp, *split, *more]
 
 
-# Without a number of ranks of their own, or a length.
+# Arguments, peak GB, seconds per step.
 MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
-    # docs/benchmarks.md: 2 CPU ranks, 13.1 GB in all. Its time is that of a first step on cores that others used, too.
+    # docs/benchmarks.md: 2 CPU ranks, 13.1 GB in all. No time: it was a first step on shared cores.
     (["gpu=cpu", "world_size=2", "data.seq_len=262144", "data.global_batch=1"], 13.1 / 2, None),
     (["gpu=cpu", "sp=dp", "data.seq_len=65536", "data.global_batch=1"], 3.76, None),
     (["gpu=cpu", "sp=dp", "data.seq_len=16384", "data.global_batch=1"], 1.39, None),
@@ -39,7 +39,7 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (_h200(4, 16, "sp=lasp1"), 33.49, 0.239),
     (_h200(4, 32, "sp=dp"), 58.92, 0.451),
     (_h200(4, 32, "sp=zeco"), 58.91, 0.446),
-    # Taken when `full` still computed the mlps' last product again, about 4 % of these times.
+    # Measured when `full` still recomputed the last product of the MLPs, about 4 % of these times.
     (_h200(1, 64, "sp=dp", "train.recompute=full"), 28.22, 1.152),
     (_h200(4, 16, "sp=zeco", "train.recompute=full"), 9.47, 0.316),
     (_h200(4, 256, "sp=zeco", "train.recompute=full"), 51.85, 4.475),
@@ -72,7 +72,7 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
 
 
 @pytest.mark.parametrize(("arguments", "peak_gb", "seconds"), MEASURED_CASES)
-def test_measured_cases(arguments: list[str], peak_gb: float, seconds: float | None) -> None:
+def test_plan_agrees_with_measured_memory_and_time(arguments: list[str], peak_gb: float, seconds: float | None) -> None:
     option = planned(*arguments)
     assert option.memory.peak / 1e9 == pytest.approx(peak_gb, rel=0.1)
     if seconds is not None:
@@ -82,7 +82,7 @@ def test_measured_cases(arguments: list[str], peak_gb: float, seconds: float | N
 @pytest.mark.parametrize(
     ("heads", "tokens", "exposed_us"), [(16, 16384, 1362), (16, 32768, 2457), (32, 16384, 2494), (32, 32768, 4655)]
 )
-def test_measured_exposure_of_a_layer(
+def test_exposed_scan_time_agrees_with_measurement(
     heads: int, tokens: int, exposed_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 H200s, one layer alone, at full clocks (bench/results/operator_4xh200.txt); All-Scan is hidden there."""
@@ -97,8 +97,8 @@ def test_measured_exposure_of_a_layer(
     assert exposed_scan_seconds(case, BACKENDS["dp"]) == 0
 
 
-def test_ranks_of_lasp1_drift_apart() -> None:
-    """In a model of many layers a short turn through the ranks is waited for once a pass, a long one in every layer."""
+def test_lasp1_exposure_depends_on_layers_for_many_ranks_only() -> None:
+    """With few ranks the chain is waited for once per pass, with many in every layer."""
 
     def exposed(ranks: int, layers: int) -> float:
         split = [f"model.num_layers={layers}", f"world_size={ranks}", f"data.seq_len={16384 * ranks}"]

@@ -34,11 +34,11 @@ NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
 # --- memory and time as formulas ---
 
 
-def test_memory_by_kind() -> None:
+def test_memory_by_kind_matches_formula() -> None:
     memory = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").memory
     numbers = make_case("model=gla_1b").spec.num_parameters
     assert set(memory.kinds) == set(KINDS)
-    # A shard of the master weights, and all of them in bf16.
+    # A shard of the master weights, and all weights in bf16.
     assert memory.kinds["weights"] == pytest.approx(numbers * (4 / 4 + 2), rel=1e-3)
     assert memory.kinds["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-3)
     assert memory.peak == sum(memory.kinds.values()) == max(sum(kinds.values()) for kinds in memory.phases.values())
@@ -48,8 +48,8 @@ def test_memory_by_kind() -> None:
     assert tighter.peak == memory.peak
 
 
-def test_memory_by_setting() -> None:
-    """What each setting is for, it does."""
+def test_peak_memory_follows_each_setting() -> None:
+    """Recompute, segments, strategies and compilation change peak memory in the documented direction."""
 
     def peak(*arguments: str) -> float:
         return planned(*GLA_1B, "world_size=4", "data.seq_len=262144", *arguments).memory.peak
@@ -61,13 +61,13 @@ def test_memory_by_setting() -> None:
     assert halves == sorted(halves, reverse=True)
     assert peak("parallel=zero3") < whole < peak("parallel=ddp")
     assert peak("train.compile=never") > whole
-    # Longer sequences in as many more segments take no more but for the states between them.
+    # Longer sequences in proportionally more segments need only more states between segments.
     long = planned(*GLA_1B, "world_size=4", "data.seq_len=8388608", "train.segments=32").memory
     short = planned(*GLA_1B, "world_size=4", "data.seq_len=524288", "train.segments=2").memory
     assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
 
 
-def test_step_time_by_kind() -> None:
+def test_step_time_by_kind_matches_formula() -> None:
     arguments = [*GLA_1B, "world_size=4", "data.seq_len=65536"]
     own = make_case(*GLA_1B).spec.flops_per_token(1)
     time = planned(*arguments, "matmul_tflops=500").time
@@ -75,7 +75,7 @@ def test_step_time_by_kind() -> None:
     assert time.tokens == 65536
     assert time.tokens_per_second == pytest.approx(65536 / time.total)
     assert time.per_device == pytest.approx(time.tokens_per_second / 4)
-    # A second forward pass, a third of the blocks' products, but for what is left out; in segments, for all but one.
+    # Full recompute repeats most of the forward products, a third of all; segments repeat them for all but one.
     full = planned(*arguments, "matmul_tflops=500", "train.recompute=full").time.seconds["products"]
     assert 1.2 < full / time.seconds["products"] < 4 / 3
     segments = planned(*arguments, "matmul_tflops=500", "train.segments=4").time.seconds["products"]
@@ -89,12 +89,12 @@ def test_step_time_by_kind() -> None:
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
 
 
-def test_traffic_that_compute_is_too_short_for() -> None:
+def test_slow_links_bound_step_time() -> None:
     fast = planned(*GLA_1B, "world_size=4", "data.seq_len=65536").time
     slow = planned(*GLA_1B, "world_size=4", "data.seq_len=65536", "link_gbps=1").time
     moved = parameter_traffic(make_case(*GLA_1B, "world_size=4", "data.seq_len=65536")).total / 1e9
     assert slow.total > moved > fast.total
-    # Between nodes the network counts.
+    # Between nodes the network bandwidth applies.
     assert planned(*GLA_1B, "world_size=16", "data.seq_len=262144", "node_gbps=1").time.total > 5
 
 
@@ -102,7 +102,7 @@ def _link(case: Case, backend: str) -> Link:
     return costs_of(case, BACKENDS[backend].scans).link
 
 
-def test_scans_across_nodes_and_their_costs() -> None:
+def test_scan_link_and_cost_within_and_across_nodes() -> None:
     within, across = (make_case(*GLA_1B, f"world_size={n}", f"data.seq_len={16384 * n}") for n in (8, 16))
     assert _link(within, "zeco") is Link.symmetric
     assert _link(within, "lasp2") is Link.nccl
@@ -118,7 +118,7 @@ def test_scans_across_nodes_and_their_costs() -> None:
 
 
 def json_of(*arguments: str) -> dict[str, Any]:
-    """What the command leaves as JSON."""
+    """The JSON file of the command."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         code, _, err = command(*arguments, f"json={path}")
@@ -129,14 +129,14 @@ def json_of(*arguments: str) -> dict[str, Any]:
 # --- advice ---
 
 
-def test_numbers_of_segments_are_found_for_any_length() -> None:
-    """Of 2^40 tokens, too: a try of every number would take minutes."""
+def test_legal_segment_counts_for_any_length() -> None:
+    """Also for 2^40 tokens, where trying every number would take minutes."""
     for number in (1, 2, 36, 1000, 3 << 10, 9973, 2 * 9973):
         assert divisors(number) == [count for count in range(1, number + 1) if number % count == 0]
     assert legal_segments(make_case("sp=dp", f"data.seq_len={1 << 40}")) == [1 << power for power in range(31)]
 
 
-def test_advice_is_the_fastest_that_fits() -> None:
+def test_advice_is_fastest_setting_that_fits() -> None:
     arguments = [*GLA_1B, "world_size=4", "data.seq_len=1048576"]
     plan = make(*arguments)
     assert not plan.planned.memory.fits
@@ -145,11 +145,11 @@ def test_advice_is_the_fastest_that_fits() -> None:
     assert times == sorted(times)
     for option in plan.options:
         assert option.memory.fits
-        # One fewer that the sequence divides into does not fit.
+        # No smaller legal number of segments fits.
         counts = legal_segments(option.case)
         fewer = counts[: counts.index(option.case.segments)]
         assert not any(plan_memory(option.case.with_changes(segments=count), 0.05).fits for count in fewer)
-    # By hand: every setting with every number of segments.
+    # Exhaustive search: every setting with every number of segments.
     everything = [
         plan.planned.case.with_changes(recompute=recompute, segments=segments)
         for recompute in Recompute
@@ -159,7 +159,7 @@ def test_advice_is_the_fastest_that_fits() -> None:
     assert plan.options[0].time.total == min(fitting)
 
 
-def test_advice_where_it_fits() -> None:
+def test_advice_when_planned_setting_fits() -> None:
     plan = make(*GLA_1B, "world_size=4", "data.seq_len=65536", "train.segments=2")
     assert plan.planned.memory.fits
     assert plan.options[0].setting == "train.recompute=none train.segments=1"
@@ -167,7 +167,7 @@ def test_advice_where_it_fits() -> None:
     assert as_text(plan).count("(as planned)") == 2  # the backend, and the setting
 
 
-def test_advice_where_nothing_fits() -> None:
+def test_advice_when_nothing_fits() -> None:
     arguments = [*GLA_1B, "world_size=2", "data.seq_len=131072", "memory_gb=13"]
     plan = make(*arguments)
     assert plan.options == []
@@ -206,7 +206,7 @@ def test_experiments_fit_their_machine(name: str) -> None:
         assert plan_memory(case, 0.05).peak < 2.5e9
 
 
-def test_command() -> None:
+def test_command_output_is_complete_and_deterministic() -> None:
     arguments = ["+experiment=gla_1b_16k", "world_size=256"]
     code, text, err = command(*arguments)
     assert (code, err) == (0, "")
@@ -224,17 +224,17 @@ def test_command() -> None:
     assert sum(row["planned"] for row in data["wire"]["backends"].values()) == 1
     assert sum(data["time"]["seconds"].values()) == pytest.approx(data["time"]["step_seconds"])
     assert sum(data["memory"]["bytes"].values()) == pytest.approx(data["memory"]["peak_bytes"])
-    # A run that does not fit is an answer, too.
+    # A run that does not fit is a valid plan: exit code 0.
     assert command("+experiment=gla_1b_1m", "train.recompute=none")[0] == 0
 
 
-def test_hours() -> None:
+def test_hours_follow_token_budget() -> None:
     data = json_of("+experiment=gla_1b_16k", "token_budget=100e9")["time"]
     assert data["hours"] == pytest.approx(100e9 / data["tokens_per_second"] / 3600)
     assert json_of("+experiment=gla_1b_16k", "train.steps=7")["time"]["token_budget"] == 7 * 65536
 
 
-def test_help() -> None:
+def test_help_lists_every_setting() -> None:
     code, text, _ = command("--help")
     assert code == 0
     assert text == describe() + "\n"
@@ -264,15 +264,15 @@ def test_help() -> None:
         (["4"], "argument=4: must be KEY=VALUE"),
     ],
 )
-def test_mistakes(arguments: list[str], expected: str) -> None:
+def test_invalid_arguments_give_one_line_errors(arguments: list[str], expected: str) -> None:
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {expected}")
     assert err.count("\n") == 1
 
 
-def test_a_model_too_large_for_this_machine() -> None:
-    """What a cluster is to train is planned elsewhere."""
+def test_plan_for_model_larger_than_this_machine() -> None:
+    """Models for a cluster are planned on small machines."""
     large = ["model.hidden_size=32768", "model.num_heads=256", "model.intermediate_size=98304", "model.num_layers=120"]
     arguments = [*large, "train.dtype=bf16", "world_size=4096", "sp.size=8", "data.seq_len=65536"]
     plan = make(*arguments, "parallel=zero3")
@@ -281,22 +281,22 @@ def test_a_model_too_large_for_this_machine() -> None:
     assert plan.planned.memory.kinds["weights"] > parameters * 4 / 4096
 
 
-def test_keys_of_both_kinds_do_not_meet() -> None:
+def test_plan_keys_do_not_clash_with_training_keys() -> None:
     own = {entry.name for entry in dataclasses.fields(PlanSettings)}
     assert not own & {*group_options(), *(entry.name for entry in dataclasses.fields(parse([]).config))}
     with pytest.raises(ConfigError):
         parse(["world_size=two"])
 
 
-def test_as_json_needs_no_file(tmp_path: Path) -> None:
+def test_as_json_is_serialisable_without_file(tmp_path: Path) -> None:
     plan = make("+experiment=gla_tiny_1m")
     assert json.loads(json.dumps(as_json(plan)))["case"]["gpu"] == "cpu"
     assert command("+experiment=gla_tiny_1m", f"json={tmp_path}")[0] == 2
 
 
 @pytest.mark.processes
-def test_starts_nothing_and_needs_few_packages() -> None:
-    """A laptop has neither GPUs nor their packages."""
+def test_command_needs_no_gpu_packages_or_process_group() -> None:
+    """The planner has to run on a laptop without GPU packages."""
     program = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('triton', 'fla', 'transformers', 'wandb')))\n"

@@ -1,4 +1,4 @@
-"""The planner counts what models, optimizers and collectives really hold and send."""
+"""The planner's memory and traffic against real models, optimizers and collectives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
 
-# --- what ranks hold and send, in a real step ---
+# --- memory and traffic of a real step ---
 
 STEPS = [
     (strategy, sp_size, segments, micro_steps, dtype)
@@ -70,7 +70,7 @@ class _CountingScan:
 
 @contextlib.contextmanager
 def _recorded_parameters() -> Iterator[Counter[str]]:
-    """Bytes that this rank sends for parameters and gradients: rings of n ranks."""
+    """Bytes that this rank sends for parameters and gradients, with ring algorithms."""
     sent = Counter[str]()
 
     def recording(name: str, kind: str, payload: Callable[..., Tensor], times: int) -> Any:
@@ -98,7 +98,7 @@ def _recorded_parameters() -> Iterator[Counter[str]]:
 
 
 def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """For each of `STEPS`: what this rank holds after a step, and what it sent and launched in it."""
+    """For each of `STEPS`: bytes held by this rank after a step, bytes sent and scans launched in it."""
     results = []
     for setting in STEPS:
         strategy, sp_size, segments, micro_steps, dtype = setting
@@ -155,9 +155,9 @@ def real_steps() -> list[list[dict[str, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(STEPS)))
-def test_a_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None:
-    """Parameters, gradients and optimizer state, to the byte, of the rank that has most; scans launched; and FSDP's
-    traffic, the same on every rank."""
+def test_plan_equals_counts_of_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None:
+    """Exact bytes of parameters, gradients and optimizer state on the rank with most; number of scans; FSDP traffic of
+    every rank."""
     case, ranks = make_case(*_overrides(*STEPS[index])), [rank[index] for rank in real_steps]
     assert max(rank["parameters"] for rank in ranks) == parameter_bytes(case, 4)
     assert max(rank["gradients"] for rank in ranks) == parameter_bytes(case, 4)
@@ -170,20 +170,20 @@ def test_a_real_step(real_steps: list[list[dict[str, Any]]], index: int) -> None
         assert rank["sent"] == pytest.approx({name: value for name, value in expected.items() if value}, rel=1e-3)
 
 
-def test_parameters_of_one_rank() -> None:
+def test_parameter_and_optimizer_bytes_of_one_rank() -> None:
     for model in ("gla_tiny", "gla_340m", "gla_1b"):
         case = make_case(f"model={model}", "world_size=1")
         assert parameter_bytes(case, 1) == case.spec.num_parameters
         assert optimizer_bytes(case) == 8 * case.spec.num_parameters + 4 * sum(map(len, case.spec.units))
 
 
-def test_muon_keeps_one_momentum_of_projections_and_spreads_its_products() -> None:
+def test_muon_memory_and_products_are_counted() -> None:
     adamw, muon = (make_case("model=gla_1b", f"optim={name}", "world_size=8") for name in ("adamw", "muon"))
     projections = sum(math.prod(shape) for shape, rule in muon.spec.parameters if rule.is_projection)
     assert optimizer_bytes(adamw) - optimizer_bytes(muon) == pytest.approx(4 * projections / 8, rel=1e-3)
     one, eight = (muon.config.optim.spec.products(muon.spec.parameters, n, muon.config.optim) for n in (1, 8))
     assert eight == pytest.approx(one / 8, rel=0.02)
-    # Of a matrix [N, K] with N ≤ K five steps of 4 N² K + 2 N³.
+    # Five steps of 4 N² K + 2 N³ for a matrix [N, K] with N ≤ K.
     assert one == sum(
         5 * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3)
         for shape, rule in muon.spec.parameters
@@ -235,7 +235,7 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
 
 
 @pytest.mark.parametrize(("world_size", "heads", "value_dim"), [(3, 5, 10), (4, 2, 16)])
-def test_bytes_of_scans(world_size: int, heads: int, value_dim: int) -> None:
+def test_scan_bytes_equal_sent_bytes(world_size: int, heads: int, value_dim: int) -> None:
     ranks = run_distributed(_scans, world_size, heads, value_dim)
     model = [f"model.hidden_size={heads * value_dim}", f"model.num_heads={heads}", f"model.expand_k={8 / value_dim}"]
     case = make_case(*model, f"world_size={world_size}", "data.seq_len=768", "gpu=cpu")
@@ -245,10 +245,10 @@ def test_bytes_of_scans(world_size: int, heads: int, value_dim: int) -> None:
         assert scan_bytes(case, scan, want_carry=want_carry) == pytest.approx(busiest, rel=1e-12), (name, want_carry)
 
 
-def test_bytes_of_a_step() -> None:
+def test_step_bytes_by_algorithm() -> None:
     case = make_case(*GLA_1B, "world_size=4", "data.seq_len=65536", "train.segments=4", "train.recompute=full")
     assert case.state_bytes == 16 * 64 * 128 * 4
-    # 4 forward passes that scan (the second ones replay) and 4 backward ones, of 20 layers.
+    # 4 forward and 4 backward passes of 20 layers scan; recomputed forward passes replay.
     assert step_bytes(case, SCANS["chain"]) == 2 * 4 * 20 * case.state_bytes
     assert step_bytes(case, SCANS["all_gather"]) == pytest.approx(2 * 4 * 20 * 3 * case.state_bytes * 129 / 128)
     assert scan_bytes(make_case(*GLA_1B, "sp=dp", "world_size=1"), SCANS["all_gather"]) == 0
@@ -258,11 +258,11 @@ def test_bytes_of_a_step() -> None:
 
 
 def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int) -> int:
-    """What autograd keeps of a block, its parameters aside."""
+    """Bytes that autograd saves for a block, without parameters."""
     block = Block(config, GatedLinearAttention).to(dtype)
     block.recompute = recompute
     if compiled:
-        # What the compiler keeps is decided before it makes code.
+        # The partitioner decides which tensors are saved, before code generation.
         block.compile_compute(backend="aot_eager_decomp_partition")
     x = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
@@ -281,15 +281,17 @@ def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, co
     return sum(kept.values())
 
 
-# Compiled for each case.
+# Slow: compiled for each case.
 COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), COMPILED])
 @pytest.mark.parametrize("variant", [[], ["model.num_kv_heads=1", "model.use_output_gate=false"]])
-def test_kept_activations(variant: list[str], dtype: Dtype, compiled: bool, recompute: Recompute) -> None:
-    """The tables of tensors, to the byte."""
+def test_activation_bytes_equal_saved_tensors(
+    variant: list[str], dtype: Dtype, compiled: bool, recompute: Recompute
+) -> None:
+    """The planner's tables of saved tensors, exact to the byte."""
     torch._dynamo.reset()
     shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352", *variant]
     how = ["always" if compiled else "never", dtype.value, recompute.value]
@@ -298,11 +300,11 @@ def test_kept_activations(variant: list[str], dtype: Dtype, compiled: bool, reco
     assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
 
 
-def test_kept_activations_of_full_recompute() -> None:
+def test_activation_bytes_with_full_recompute() -> None:
     case = make_case(*GLA_1B, "train.recompute=full", "world_size=1")
     assert kept_bytes_per_token(case, case.block(0)) == 2 * case.config.model.hidden_size
 
 
-def test_loss_chunk_is_that_of_the_loss() -> None:
+def test_planned_loss_chunk_equals_loss_implementation() -> None:
     chunks = loss._CHUNK_TOKENS
     assert {True: chunks["cpu"], False: chunks["cuda"]} == calibration.LOSS_CHUNK

@@ -1,4 +1,4 @@
-"""`zeco_train.compare` and `launch/compare_backends.sh`: the same run on every backend, and how its curves differ."""
+"""`zeco_train.compare` and `launch/compare_backends.sh`: differences between curves of the same run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(folder: Path, losses: dict[int, float | None], rate: float = 100.0) ->
     return folder
 
 
-def test_the_largest_differences_and_their_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_largest_differences_are_reported_with_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         write(tmp_path / "dp", {1: 4.0, 2: 2.0, 3: 1.0}),
         write(tmp_path / "zeco", {1: 4.02, 2: 2.0, 3: 1.01, 4: 9.0}, rate=2500.0),
@@ -51,7 +51,7 @@ def test_the_largest_differences_and_their_steps(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_difference_beyond_the_limit_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_difference_beyond_limit_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(write(tmp_path / "a", {1: 4.0})), str(write(tmp_path / "b", {1: 4.04}))]
     assert main([*runs, "--max-difference", "0.02"]) == 0
     assert "within 0.02" in capsys.readouterr().out
@@ -60,13 +60,13 @@ def test_a_difference_beyond_the_limit_is_exit_code_1(tmp_path: Path, capsys: py
     assert (tmp_path / "elsewhere" / "compare.json").exists()
 
 
-def test_a_loss_that_is_not_finite_is_beyond_every_limit(tmp_path: Path) -> None:
+def test_non_finite_loss_exceeds_every_limit(tmp_path: Path) -> None:
     runs = [str(write(tmp_path / "a", {1: 4.0, 2: 4.0})), str(write(tmp_path / "b", {1: 4.0, 2: None}))]
     assert main([*runs, "--max-difference", "1e9"]) == 1
     assert json.loads((tmp_path / "compare.json").read_text())["runs"][1]["difference"]["loss"]["absolute"] == "inf"
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = str(write(tmp_path / "a", {1: 4.0})), str(write(tmp_path / "b", {2: 4.0}))
     for arguments, code, part in (
         ([], 2, "RUN_DIR"),
@@ -82,7 +82,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         check_line(Outcome(outcome, "", captured.err), code, part)
 
 
-def test_the_340m_model_fits_every_backend_on_four_ranks() -> None:
+def test_340m_model_splits_for_every_backend_on_four_ranks() -> None:
     for backend, micro_steps in (("dp", 1), ("lasp1", 4), ("lasp2", 4), ("zeco", 4)):
         overrides = [f"sp={backend}", "model=gla_340m", "data.global_batch=4", "data.seq_len=16384", "train.dtype=bf16"]
         config = load_config(overrides)
@@ -106,7 +106,7 @@ def compare_backends(folder: Path, *overrides: str, **environment: str) -> subpr
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_backends_give_the_same_curve(tmp_path: Path) -> None:
+def test_backends_give_same_curve(tmp_path: Path) -> None:
     overrides = ["train.steps=2", "train.dtype=fp64"]
     environment = {"BACKENDS": "dp zeco:two_shot:p2p", "MAX_DIFFERENCE": "1e-9"}
     run = compare_backends(tmp_path, *overrides, **environment)
@@ -115,12 +115,12 @@ def test_backends_give_the_same_curve(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "compare.json").read_text())["runs"]
     assert [row["compared"] for row in rows] == [2, 2]
     assert not (tmp_path / "dp" / "checkpoints").exists()
-    # Without its checkpoints a run starts anew, in the same folder, and comes to the same end.
+    # Without checkpoints a run restarts in the same folder and gives the same curve.
     assert compare_backends(tmp_path, *overrides, BACKENDS="dp", MAX_DIFFERENCE="0").returncode == 0
 
 
 @pytest.mark.processes
-def test_what_the_script_sets_is_refused(tmp_path: Path) -> None:
+def test_settings_owned_by_script_are_refused(tmp_path: Path) -> None:
     run = compare_backends(tmp_path, "sp=zeco")
     assert run.returncode != 0
     assert run.stderr.startswith("error: sp: set by this script")
@@ -137,8 +137,8 @@ def test_checkpoints_of_another_run_are_not_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_packages_that_are_not_there_are_named(tmp_path: Path) -> None:
-    # A python of that name that has none of them.
+def test_missing_packages_are_reported(tmp_path: Path) -> None:
+    # A stub of python without any packages.
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     run = compare_backends(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")

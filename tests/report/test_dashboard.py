@@ -1,4 +1,4 @@
-"""The W&B dashboard: what it is made of, offline; and published, by the real client, to a server on this machine."""
+"""The W&B dashboard: its contents offline, and publishing with the real client to a local server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def panels(written: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def recorded(tmp_path: Path) -> set[str]:
-    """Every key that a run on GPUs leaves in W&B, in its rows and its summary."""
+    """Every key that a run on GPUs records in W&B, in its rows and its summary."""
 
     class Run:
         def log(self, row: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def recorded(tmp_path: Path) -> set[str]:
     return {*run.row, *layout.as_dict()}
 
 
-def test_every_panel_shows_what_runs_record(tmp_path: Path) -> None:
+def test_every_panel_shows_recorded_metrics(tmp_path: Path) -> None:
     written = as_json(build("me", "p"))
     known = recorded(tmp_path)
     shown = set()
@@ -56,7 +56,7 @@ def test_every_panel_shows_what_runs_record(tmp_path: Path) -> None:
         if panel["viewType"] == "Vega2":
             keys = {*config["fieldSettings"].values()}
             (summary,) = [f for f in config["userQuery"]["queryFields"][0]["fields"] if f["name"] == "summary"]
-            # What a chart draws is what it asks for.
+            # A chart queries exactly the keys that it draws.
             assert set(summary["args"][0]["value"]) == keys
         else:
             keys = {*config["metrics"]} | ({config["xAxis"]} if panel["viewType"] == "Run History Line Plot" else set())
@@ -67,7 +67,7 @@ def test_every_panel_shows_what_runs_record(tmp_path: Path) -> None:
     assert {chart.x for chart in COMPARISONS} == {"devices", "seq_len"}
 
 
-def test_it_is_read_back_as_it_was_written() -> None:
+def test_dashboard_is_read_back_as_written_or_refused() -> None:
     written = as_json(build("me", "p", model="gla_1b"))
     assert len(check(written)) == len(panels(written)) > 12
     assert "gla_1b" in json.dumps(written["spec"]["section"]["runSets"])
@@ -84,9 +84,9 @@ def test_it_is_read_back_as_it_was_written() -> None:
         check(damaged)
 
 
-def test_the_charts_own_fields() -> None:
+def test_chart_layers_use_defined_fields() -> None:
     spec = chart_spec()
-    # What a layer draws is a placeholder, or made by the transform.
+    # Each field is a placeholder or an output of the transform.
     made = {part["as"] for part in spec["transform"][1]["aggregate"]}
     for layer in spec["layer"]:
         for encoding in layer["encoding"].values():
@@ -96,7 +96,7 @@ def test_the_charts_own_fields() -> None:
 
 
 @pytest.mark.processes
-def test_offline_with_benchmarks(tmp_path: Path) -> None:
+def test_offline_dashboard_with_benchmarks(tmp_path: Path) -> None:
     out, folder = tmp_path / "dashboard.json", tmp_path / "bench"
     arguments = ["--offline", str(out), "--bench", str(MODEL_RESULTS), "--bench-dir", str(folder)]
     done = run_python([COMMAND, *arguments], tmp_path)
@@ -120,7 +120,7 @@ def test_offline_with_benchmarks(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_published(tmp_path: Path) -> None:
+def test_dashboard_is_published_to_server(tmp_path: Path) -> None:
     with WandbServer() as server:
         done = run_python([COMMAND, "--project", "p", "--entity", "me"], tmp_path, **server.environment(tmp_path))
         assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_published(tmp_path: Path) -> None:
         assert check({**sent, "charts": {chart_name(): chart_spec()}})
 
 
-def test_a_chart_that_is_there_already_is_the_same_one() -> None:
+def test_existing_chart_is_accepted_and_refusal_is_an_error() -> None:
     class Api:
         def create_custom_chart(self, *arguments: object) -> None:
             raise RuntimeError(problem)
@@ -146,7 +146,7 @@ def test_a_chart_that_is_there_already_is_the_same_one() -> None:
 
 
 @pytest.mark.processes
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(COMMAND)["main"]
     (tmp_path / "x.json").mkdir()
     for arguments, code, part in (
@@ -158,7 +158,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         outcome = main(arguments)
         check_line(Outcome(outcome, "", capsys.readouterr().err), code, part)
-    # In a process of its own: no account of whoever runs the tests.
+    # In a separate process, without the W&B account of the user.
     done = run_python([COMMAND], tmp_path)
     line = "error: wandb=login: W&B knows no account here; wandb login, or --offline OUT.json\n"
     assert (done.returncode, done.stderr) == (2, line)

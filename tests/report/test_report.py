@@ -1,4 +1,4 @@
-"""`zeco_train.report`: what is compared with what, and a page that is whole by itself."""
+"""`zeco_train.report`: grouping of measurements, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_run(
 
 
 class Page(HTMLParser):
-    """The tables and pictures of a page, and all that it would load."""
+    """The tables, images and loaded resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ def report(tmp_path: Path, *paths: Path) -> Page:
     return page
 
 
-def test_a_run_has_a_line_for_each_way_in_which_it_was_split(tmp_path: Path) -> None:
-    # Steps 1 to 4 with dp; a resume from the checkpoint of step 3 does step 4 again, with zeco.
+def test_run_has_one_measurement_per_split(tmp_path: Path) -> None:
+    # Steps 1 to 4 with dp; a resume from the checkpoint of step 3 repeats step 4 with zeco.
     rates = {1: 1.0, 2: 100.0, 3: 110.0, 4: 7.0, 5: 200.0, 6: 220.0, 7: 300.0}
     resumed = write_run(tmp_path / "runs" / "resumed", rates, [(0, DP), (3, ZECO)])
     alone = write_run(tmp_path / "runs" / "alone", {1: 1.0, 2: 50.0}, [(0, DP)])
@@ -114,9 +114,9 @@ def test_a_run_has_a_line_for_each_way_in_which_it_was_split(tmp_path: Path) -> 
     by_name = {(m.name, m.layout.backend): m for m in found.measurements}
     assert by_name["resumed", "dp"].rate == Spread(105.0, 101.0, 109.0, 2)
     zeco = by_name["resumed", "zeco"]
-    # The first row of a start is left out, with what it compiles.
+    # The first row of a start is excluded, since it includes compilation.
     assert (zeco.rate.median, zeco.rate.count, zeco.layout.tokens_per_device) == (220.0, 3, 1024)
-    # Over the first dp that is given.
+    # Relative to the first dp run.
     assert zeco.ratio == pytest.approx(220 / 50)
     assert zeco.step_seconds == pytest.approx(4096 / 440)
     assert [[run.name for run in family] for family in found.families] == [["alone", "resumed"]]
@@ -124,7 +124,7 @@ def test_a_run_has_a_line_for_each_way_in_which_it_was_split(tmp_path: Path) -> 
     assert [m.name for m in read([tmp_path / "runs"]).measurements] == ["alone", "resumed", "resumed"]
 
 
-def test_other_work_is_no_measure(tmp_path: Path) -> None:
+def test_runs_of_other_identity_give_no_ratio(tmp_path: Path) -> None:
     dp = write_run(tmp_path / "dp", {1: 1.0, 2: 50.0}, [(0, DP)], identity={"seed": 1})
     zeco = write_run(tmp_path / "zeco", {1: 1.0, 2: 90.0}, [(0, ZECO)], identity={"seed": 2})
     found = read([dp, zeco])
@@ -132,7 +132,7 @@ def test_other_work_is_no_measure(tmp_path: Path) -> None:
     assert len(found.families) == 2
 
 
-def test_the_page_has_everything_in_it(tmp_path: Path) -> None:
+def test_page_is_complete_and_self_contained(tmp_path: Path) -> None:
     name = "<script>alert('$x_{$')</script> & \"zeco\""
     runs = [
         write_run(tmp_path / "dp", dict.fromkeys(range(1, 9), 100.0), [(0, DP)]),
@@ -164,7 +164,7 @@ def test_the_page_has_everything_in_it(tmp_path: Path) -> None:
     assert [m["rate"]["median"] for m in results["measurements"]] == [100.0, 200.0, 90.0]
 
 
-def test_benchmarks(tmp_path: Path) -> None:
+def test_benchmark_results_are_read(tmp_path: Path) -> None:
     file = RESULTS / "model_4xh200_16k.json"
     rows = {row["variant"]: row for row in json.loads(file.read_text())["rows"]}
     found = read([file]).measurements
@@ -180,8 +180,8 @@ def test_benchmarks(tmp_path: Path) -> None:
     assert sum("ZeCO paper" in image["alt"] for image in page.images) == 3
 
 
-def test_benchmarks_of_one_name_and_of_several_heads_are_told_apart(tmp_path: Path) -> None:
-    """A benchmark leaves `results.json` in a folder of its own."""
+def test_benchmarks_of_same_file_name_are_distinguished(tmp_path: Path) -> None:
+    """Each benchmark writes `results.json` in its own folder."""
     first, second = (json.loads((RESULTS / f"model_4xh200_16k{heads}.json").read_text()) for heads in ("", "_h32"))
     both = {**first, "rows": [row for row in first["rows"] + second["rows"] if row["variant"] in ("dp", "zeco")]}
     files = [tmp_path / name / "results.json" for name in ("one", "both")]
@@ -195,7 +195,7 @@ def test_benchmarks_of_one_name_and_of_several_heads_are_told_apart(tmp_path: Pa
     assert {model for name, model, _ in told if name == "both-results"} == {"gla_1b_h16", "gla_1b_h32"}
 
 
-def test_a_run_that_has_only_begun_does_not_keep_the_others_from_the_report(tmp_path: Path) -> None:
+def test_run_without_rows_is_noted_and_skipped(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "run", {1: 1.0}, [(0, DP)])
     write_run(tmp_path / "runs" / "begun", {}, [(0, DP)])
     found = read([tmp_path / "runs"])
@@ -203,7 +203,7 @@ def test_a_run_that_has_only_begun_does_not_keep_the_others_from_the_report(tmp_
     assert found.notes == ["begun has no rows yet"]
 
 
-def test_a_run_from_before_there_were_starts(tmp_path: Path) -> None:
+def test_run_without_starts_takes_layout_from_config(tmp_path: Path) -> None:
     run = write_run(tmp_path / "old", {1: 1.0, 2: 50.0}, [])
     config = "sp: {backend: zeco, size: 2}\nmodel: {name: gla_tiny}\ndata: {seq_len: 64}\nparallel: {strategy: ddp}\n"
     (run / "config.yaml").write_text(config + "train: {segments: 1, dtype: fp32}\n")
@@ -211,7 +211,7 @@ def test_a_run_from_before_there_were_starts(tmp_path: Path) -> None:
     assert measurement.layout == Layout("zeco", "gla_tiny", 64, 2, 2, "ddp", 1, "fp32")
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", {1: 1.0}, [(0, DP)])
     bare = write_run(tmp_path / "bare", {1: 1.0}, [])
     (tmp_path / "torn").mkdir()

@@ -1,4 +1,4 @@
-"""Exposed communication: what is measured, on which rank, and what is not."""
+"""Exposed communication: which waits are measured, and on which rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zeco_train.sp.registry import Backend, SPConfig, build_scan
 
 STATE = torch.ones(1, 2, 4, 4)
 CPU = torch.device("cpu")
-# Of a rank that keeps its peer waiting. A busy machine makes single waits longer, and those for a rank that sleeps
-# shorter: of so many measurements, a rank that waits is judged by the longest, one that does not by the shortest.
+# Seconds by which a rank delays its peer. A busy machine lengthens single waits, and shortens those for a sleeping
+# rank: of REPEATS measurements the longest counts for a waiting rank, the shortest for a rank that does not wait.
 DELAY = 0.3
 REPEATS = 3
 NAMES = ("lasp1", "lasp2", "two_shot", "chain/3")
@@ -55,8 +55,8 @@ def waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]
         scan = scans[name]._scan
         run_scan(scan, 0.0, 0.0)
         run_scan(scan, 0.0, 0.0, reverse=True)
-        # The second rank waits for the first one's state; and the first one for the second's; the state is there before
-        # it is asked for; and all of them wait for what lies behind the last rank.
+        # The second rank waits for the first one's state; the first one for the second's; the state arrives before it
+        # is needed; all ranks wait for the carry of the last rank.
         first, second = (DELAY if rank == 0 else 0.0), (DELAY if rank == 1 else 0.0)
         results[name] = {
             "forward": [measured(scan, first) for _ in range(REPEATS)],
@@ -71,14 +71,14 @@ def waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]
 
 
 @pytest.mark.processes
-def test_the_rank_that_waits_is_the_one_that_is_measured() -> None:
+def test_exposed_time_is_measured_on_waiting_rank() -> None:
     first, second = run_distributed(waits, 2)
     for name in NAMES:
         assert max(second[name]["forward"]) > 0.7 * DELAY, name
         assert max(first[name]["reverse"]) > 0.7 * DELAY, name
         assert min(second[name]["reverse"]) < 0.5 * DELAY, name
         assert max(first[name]["carry"]) > 0.7 * DELAY, name
-        # lasp1 sends in `finish`, and gloo may keep a sender until it is received from.
+        # lasp1 sends in `finish`, and gloo may block a sender until the receiver is ready.
         if name != "lasp1":
             assert min(first[name]["forward"]) < 0.5 * DELAY, name
             assert min(first[name]["hidden"]) < 0.5 * DELAY, name
@@ -97,12 +97,12 @@ def alone(rank: int, world_size: int) -> dict[str, float | None]:
 
 
 @pytest.mark.processes
-def test_one_rank_measures_nothing() -> None:
+def test_single_rank_has_no_exposed_time() -> None:
     assert run_distributed(alone, 1) == [{"dp": None, "zeco": None}]
 
 
 class SlowScan:
-    """Takes its time in each call."""
+    """Sleeps in each call."""
 
     def wait(self) -> Tensor:
         time.sleep(0.02)
@@ -117,7 +117,7 @@ class SlowScan:
 
 
 @pytest.mark.processes
-def test_all_calls_count_and_are_taken_once() -> None:
+def test_exposed_time_sums_all_calls_and_is_taken_once() -> None:
     meter = ExposedMeter()
     assert meter.take() is None
     with pytest.raises(RuntimeError, match="a peer"), meter.measuring():
@@ -126,7 +126,7 @@ def test_all_calls_count_and_are_taken_once() -> None:
     assert meter.metered(unmetered, CPU, finish_waits=True) is unmetered
     with meter.measuring():
         scans = [meter.metered(SlowScan(), CPU, finish_waits=True) for _ in range(2)]
-    # Launched inside; that the waits come later changes nothing.
+    # Scans launched inside `measuring` are measured even if the waits come later.
     began = time.perf_counter()
     for scan in scans:
         assert scan.wait() is STATE
@@ -137,7 +137,7 @@ def test_all_calls_count_and_are_taken_once() -> None:
 
 
 class FakeEvent:
-    """An event of a device whose clock stands still until `FakeEvent.passed` says how far it has come."""
+    """A CUDA event of a fake device: complete once `FakeEvent.passed` has reached its time."""
 
     clock = 0.0
     passed = -1.0
@@ -195,7 +195,7 @@ def device_steps(meter: ExposedMeter, *milliseconds: float) -> None:
             scan.finish()
 
 
-def test_a_device_is_read_when_it_is_done(capturing: list[bool]) -> None:
+def test_device_times_are_read_after_events_complete(capturing: list[bool]) -> None:
     meter = ExposedMeter()
     device_steps(meter, 5.0, 7.0)
     assert meter.take() is None
@@ -211,7 +211,7 @@ def test_a_device_is_read_when_it_is_done(capturing: list[bool]) -> None:
     assert FakeEvent.made == 2 * 4, "events are used again"
 
 
-def test_a_capture_is_left_alone(capturing: list[bool]) -> None:
+def test_nothing_is_measured_during_capture(capturing: list[bool]) -> None:
     meter = ExposedMeter()
     capturing[0] = True
     device_steps(meter, 5.0)
@@ -219,8 +219,8 @@ def test_a_capture_is_left_alone(capturing: list[bool]) -> None:
     assert meter.take() is None
 
 
-def test_a_couriers_scan_has_two_events(capturing: list[bool]) -> None:
-    """Its `finish` communicates nothing, so that two more events would only cost."""
+def test_courier_scan_records_two_events(capturing: list[bool]) -> None:
+    """Its `finish` does not communicate, so it needs no events."""
     meter, scan = ExposedMeter(), PendingScan(want_carry=False)
     scan.incoming.deliver(STATE)
     with meter.measuring():
@@ -231,7 +231,7 @@ def test_a_couriers_scan_has_two_events(capturing: list[bool]) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+def test_exposed_and_hidden_waits_on_gpu() -> None:
     meter, device, seconds = ExposedMeter(), torch.device("cuda", 0), []
     value, side = torch.ones(1, device=device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
@@ -257,7 +257,7 @@ def test_on_a_gpu() -> None:
 
 @pytest.mark.processes
 @pytest.mark.gpu
-def test_a_cuda_graph_is_left_alone() -> None:
+def test_nothing_is_measured_in_cuda_graph() -> None:
     meter, device = ExposedMeter(), torch.device("cuda", 0)
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(1, device=device)

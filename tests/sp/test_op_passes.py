@@ -1,4 +1,4 @@
-"""Any differentiable operator over ranks: passes made of it, through every backend, against it in one go."""
+"""`op_passes` of a differentiable operator over ranks, with every backend, against the operator on one rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def delta_rule(
     return (q.shape[-1] ** -0.5 if scale is None else scale) * torch.stack(o, dim=1), state
 
 
-# The operands' names are those of tensors of `tensors`.
+# Operands are named as in `tensors`.
 OPS = {
     "slow gla": replace(GLA, select=lambda operands: op_passes(GLA.naive, Kind.diagonal)),
     "delta": replace(
@@ -96,7 +96,7 @@ def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry:
     zero = torch.zeros_like(values["carry_in"])
     carry_in = (values["carry_in"] if carry else zero).requires_grad_()
     o, state = [], carry_in
-    # With documents the first one goes on from the carry as well.
+    # The first document continues from the carry.
     for a, b in itertools.pairwise([*(documents or (0,)), num_tokens]):
         before = state if a == 0 else zero
         part, state = OPS[name].naive(*(x[:, a:b] for x in leaves), scale=SCALE, initial_state=before)
@@ -111,7 +111,7 @@ def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry:
 def of_rank(
     name: str, scan: RecordingScan, documents: Sequence[int] | None, start: int, stop: int, num_tokens: int, carry: bool
 ) -> dict[str, Tensor]:
-    """The same by the operator on the tokens [start, stop) of a rank; then with the state replayed."""
+    """The same on the tokens [start, stop) of a rank, checked against a replay of the received state."""
     values = tensors(num_tokens)
     shard = SequenceShard(scan, start, num_tokens)
     if documents is not None:
@@ -157,16 +157,16 @@ def suite(rank: int, world_size: int) -> None:
                     assert error <= TOLERANCE, f"{what} off by {error:.1e}: {name}, {backend}, {layout}, {carry=}"
     for scan in scans.values():
         scan.drain()
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
 
 
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_passes_of_any_operator_equal_it_in_one_go(world_size: int) -> None:
+def test_op_passes_equal_whole_operator(world_size: int) -> None:
     run_distributed(suite, world_size)
 
 
 @pytest.mark.parametrize("documents", [None, (0, 70, 100)])
-def test_slow_passes_are_those_of_gla(documents: tuple[int, ...] | None) -> None:
+def test_op_passes_of_gla_equal_chunked_passes(documents: tuple[int, ...] | None) -> None:
     """State, transition and state gradient one by one, in fp64."""
     values = tensors(100)
     operands, incoming = [values[name] for name in GLA.operands], values["carry_in"]
@@ -184,7 +184,7 @@ def test_slow_passes_are_those_of_gla(documents: tuple[int, ...] | None) -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-def test_mistakes_are_named() -> None:
+def test_unknown_operator_and_wrong_operands_are_refused() -> None:
     shard = SequenceShard(mock.Mock(), 0, 4)
     x = torch.ones(1, 4, 1, 2)
     with pytest.raises(ValueError, match=r"^operator: must be one of gla; got 'gal'$"):

@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept and nothing else: no number, and nothing that crosses ranks."""
+"""Recomputation changes only the saved tensors: neither results nor communication."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
 
-# What is computed again is computed by the same calls: measured 0, for all of them.
+# Recomputation repeats the same calls: measured 0 for all cases.
 TOLERANCE = 1e-12
-# A chain of one block is lasp1, and auto is one of the others.
+# A chain of one block equals lasp1, and auto selects one of the others.
 BACKENDS = [name for name in CONFIGS if name not in ("chain/1", "auto")]
 
 
 def _suite(rank: int, world_size: int, store: str) -> set[str]:
-    """All backends, strategies and settings that a number of ranks has; which backends that were."""
-    # Whole sequences on each rank, on a mesh that copies parameters and sums gradients over the copies.
+    """All backends, strategies and recompute settings of a world size; returns the backends."""
+    # dp: whole sequences on each rank; gradients are summed over all ranks.
     splits: dict[int, dict[str, RecordingScan]] = {1: {"dp": RecordingScan(LocalScan())}}
     if world_size > 1:
         scans = build_scans(tuple(range(world_size)))
@@ -45,22 +45,22 @@ def _suite(rank: int, world_size: int, store: str) -> set[str]:
                 expected = expected or result
                 where = f"{name} with sp.size={sp_size}, {strategy}, {recompute}"
                 check(result, expected, TOLERANCE, where)
-                # One a layer and micro-batch in each direction: nothing is communicated again.
+                # One scan per layer and micro-batch in each direction: recomputation does not communicate.
                 assert result.launches == (launches, launches), f"{result.launches} scans: {where}"
             scan.drain()
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
     return {name for scans in splits.values() for name in scans}
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_backend_and_strategy_trains_alike(world_size: int, tmp_path: Path) -> None:
+def test_recompute_gives_same_training_for_every_backend(world_size: int, tmp_path: Path) -> None:
     store = write_documents(tmp_path / "store")
     backends = run_distributed(_suite, world_size, str(store))
     assert backends == [{"dp", *(BACKENDS if world_size > 1 else ())}] * world_size
 
 
 def kept(recompute: Recompute, tokens: int) -> int:
-    """Numbers that a block keeps for its backward pass, besides its parameters."""
+    """Number of elements that a block saves for its backward pass, without parameters."""
     scan = LocalScan()
     block = Block(TINY, GatedLinearAttention)
     block.recompute = recompute
@@ -76,10 +76,10 @@ def kept(recompute: Recompute, tokens: int) -> int:
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 
 
-def test_what_is_kept() -> None:
+def test_kept_activations_by_recompute_setting() -> None:
     tokens, width = 100, TINY.hidden_size
     none, selective, full = (kept(recompute, tokens) for recompute in Recompute)
     # The MLP's gate, up and their product, its normed input and the norm's factors.
     assert none - selective == tokens * (3 * TINY.intermediate_size + width + 1)
-    # The block's input, and what the layer received.
+    # The block's input and the received state.
     assert full == tokens * width + TINY.num_heads * TINY.head_k_dim * TINY.head_v_dim

@@ -1,4 +1,4 @@
-"""A sequence cut in time trains as if it were whole: on any number of ranks, with documents, under recomputation."""
+"""Training in segments equals training on whole sequences: on any number of ranks, with documents and recompute."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from zeco_train.training.build import build_model
 
 pytestmark = pytest.mark.numeric
 
-# The contract is 1e-9. Sums are regrouped at other places: measured 5e-16 for losses, 6e-15 for norms and for the
+# The contract is 1e-9. Sums are regrouped: measured 5e-16 for losses, 6e-15 for norms and for the
 # gradient of each parameter, and 2e-13 for parameters after two steps of AdamW.
 TOLERANCE = 1e-11
-# Number of ranks, and by backend how many segments; the longest cases are of two_shot, for time.
+# World size and numbers of segments by backend; only two_shot has the longest cases, to save time.
 SEGMENTS = [
     pytest.param(1, {"dp": (1, 2, 4, 8), "two_shot": (8,)}, marks=pytest.mark.slow),
     (2, {"two_shot": (4,), "lasp1": (2,), "chain/3": (2,)}),
@@ -41,7 +41,7 @@ SEGMENTS = [
 
 
 def _case(segments: int, documents: bool, number: int = 0) -> Case:
-    """Two micro-batches with documents, else one of two sequences; strategies and recomputation in turns."""
+    """Two micro-batches with documents, else one of two sequences; strategy and recompute cycle with `number`."""
     strategy = [*Strategy][number % 4]
     recompute = [Recompute.full, Recompute.none, Recompute.selective][number % 3]
     return Case(strategy, recompute, segments, documents, micro_batch=1 if documents else 2, steps=2)
@@ -68,19 +68,19 @@ def _suite(
             result = run_steps(case, scans[name], mesh, store)
             where = f"{name}, {case}, {world_size} ranks"
             check(result, expected[documents], TOLERANCE, where)
-            # One a layer, micro-batch and segment in each direction: second passes are silent.
+            # One scan per layer, micro-batch and segment in each direction: second passes do not communicate.
             launches = TINY.num_layers * segments * GLOBAL_BATCH // case.micro_batch
             assert result.launches == (launches, launches), f"{result.launches} scans: {where}"
             for kind, error in worst(result, expected[documents]).items():
                 errors[kind] = max(errors.get(kind, 0.0), error)
     for scan in scans.values():
         scan.drain()
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
     return errors
 
 
 def _check_two_groups(mesh: ProcessMesh, store: str, expected: Result) -> None:
-    """Another sequence on each rank, and parameters on both: their gradients are summed after the last segment."""
+    """Data parallel: a sequence per rank; gradients are summed after the last segment."""
     for strategy in (Strategy.ddp, Strategy.hsdp):
         case = Case(strategy, Recompute.full, segments=4, documents=True, steps=2)
         result = run_steps(case, RecordingScan(LocalScan()), mesh, store)
@@ -106,17 +106,17 @@ def test_segments_train_as_the_whole_sequence(
     print(f"{world_size} ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in errors[0].items()))
 
 
-def test_documents_and_borders_matter(reference: dict[bool, Result]) -> None:
+def test_documents_change_losses(reference: dict[bool, Result]) -> None:
     assert worst(reference[True], reference[False])["losses"] > 1e-3
 
 
-def test_states_before_a_sequence_are_fp32_for_bf16_tokens() -> None:
+def test_initial_states_are_fp32_for_bf16_model() -> None:
     mesh = make_mesh(0, 1, 1)
     try:
         model = build_model(TINY, TrainConfig(dtype=Dtype.bf16), Strategy.zero2, mesh, seed=0)
         assert isinstance(model, FSDPModule)
         for dtype in (torch.float32, torch.bfloat16):
-            # As it shows before a step, and between the micro-batches of one.
+            # Sharded (fp32) before a step, unsharded (bf16) between micro-batches.
             assert model.model.norm.weight.dtype == dtype
             assert {state.dtype for state in model.zero_states(1, mesh.device)} == {torch.float32}
             model.unshard()
@@ -132,13 +132,13 @@ SEGMENTED = [
     "data.seq_len=384",
     "data.global_batch=2",
 ]
-# Of an optimizer step: two micro-batches, each three passes forward and four forward and back. The first number is in
-# the middle of a first pass, the second one before the last pass of all.
+# Passes per optimizer step: two micro-batches, each with three forward passes and four forward and backward. The first
+# stop is in the middle of the first forward passes, the second before the last pass of the step.
 PASSES, STOPS = 14, (2, 14)
 
 
 class _StopAt:
-    """A `StopRequest` whose signal comes to this rank before the pass of that number, counted from the run's start."""
+    """A `StopRequest` that signals before the pass of a number, counted from the start of the run."""
 
     def __init__(self, number: int | None) -> None:
         self._left = number
@@ -170,8 +170,8 @@ def _stop_and_resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_stopped_between_segments_and_resumed(tmp_path: Path) -> None:
-    """A step that is stopped has not happened; what follows is the same, bit by bit if it is cut in the same way."""
+def test_stop_between_segments_discards_step_and_resumes(tmp_path: Path) -> None:
+    """A stopped step is discarded; the resumed run equals the unbroken one, bit for bit with the same segments."""
     results = run_distributed(_stop_and_resume, 2, str(tmp_path))[0]
     unbroken = results["unbroken"]
     for stop in STOPS:

@@ -83,14 +83,14 @@ def determinism(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> 
 
 
 def precision(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> None:
-    """What one rank loses in this dtype is the measure: regrouping the same sums may not lose more than twice that."""
+    """The rounding error of several ranks is at most about twice that of one rank in the same dtype."""
     lengths = LENGTHS[world_size][-1] if world_size > 1 else LENGTHS[1][0]
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(f"{dtype}", (lengths,), rates=(0.0, 1e-3, 1e-2, 0.1, 1.0, 5.0, 50.0), carry=True, dtype=dtype)
         reference = Reference(case)
         whole = replace(case, lengths=((sum(lengths),),))
         alone = Reference(whole).errors(ordinary_pass(whole, RecordingScan(LocalScan()), 0), 0)
-        # States are fp32 in both, so that rounding of bf16 outputs is no excuse for them.
+        # States are fp32 for both dtypes, so the error of bf16 outputs does not apply to them.
         alone["R"] = alone["D_in"] = max(alone["carry_out"], alone["dcarry_in"])
         assert alone["R"] < 2e-6, f"states of one rank are off by {alone['R']:.1e}"
         for name, scan in scans.items():
@@ -101,7 +101,7 @@ def precision(rank: int, world_size: int, scans: dict[str, RecordingScan]) -> No
 
 
 def noted(events: list[str], owner: object, name: str) -> Callable[..., Any]:
-    """The function of that name, which leaves its name in `events` when it is called."""
+    """The function of that name, wrapped to append its name to `events`."""
     function = getattr(owner, name)
 
     def call(*args: object, **options: object) -> Any:
@@ -115,7 +115,7 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordingScan]) 
     """Scans run beside the intra-chunk work; LASP-1 receives before the outputs and sends after them."""
     case = Case("order of calls", LENGTHS[world_size][-1:], carry=True)
     for name, scan in scans.items():
-        # The steps that are on the wire, and after which call of the seam.
+        # Expected communication calls after each call of the seam.
         launch, wait, finish = [], [], []
         if name == "lasp1":
             wait, finish = ["recv_incoming"], ["send_folded"]
@@ -141,7 +141,7 @@ def order_of_calls(rank: int, world_size: int, scans: dict[str, RecordingScan]) 
 
 
 def suite(rank: int, world_size: int) -> None:
-    """All that one spawn of a world size can test; the traceback of a failure tells which part."""
+    """All checks of a world size in one spawn; the traceback of a failure shows which part."""
     scans = build_scans(tuple(range(world_size)))
     parity(rank, world_size, scans)
     determinism(rank, world_size, scans)
@@ -152,16 +152,16 @@ def suite(rank: int, world_size: int) -> None:
     for name, scan in scans.items():
         check_segments(case, scan, rank, reference, name)
         scan.drain()
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
 
 
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_every_backend_equals_the_recurrence(world_size: int) -> None:
-    """Also: replays, two segments, bit-identical repetition, lower precision, and what overlaps what."""
+    """Also replays, two segments, bit-identical repetition, lower precision, and overlap of scans and compute."""
     run_distributed(suite, world_size)
 
 
-def test_reference_cut_at_borders_is_the_recurrence_in_one_go() -> None:
+def test_piecewise_reference_equals_whole_recurrence() -> None:
     case = Case("reference", ((1, 30, 9), (17, 2, 3)), carry=True)
     tokens = [case.tensors[name] for name in ("q", "k", "v", "g")]
     o, final_state = naive_gla(*tokens, initial_state=case.tensors["carry_in"])
@@ -177,7 +177,7 @@ def test_reference_cut_at_borders_is_the_recurrence_in_one_go() -> None:
 
 def test_every_backend_has_a_name_and_a_configuration() -> None:
     from zeco_train.config.schema import (
-        load_config,  # here, for every spawned rank imports this file, and that takes seconds
+        load_config,  # imported late: every spawned rank imports this file
     )
 
     assert {config.backend for config in CONFIGS.values()} | {Backend["dp"]} == set(Backend)
@@ -202,7 +202,7 @@ def test_configuration_out_of_range_is_named(config: SPConfig, field: str) -> No
     assert caught.value.field == field
 
 
-def test_carry_of_one_rank_has_to_be_asked_for() -> None:
+def test_carry_out_requires_want_carry() -> None:
     scan = LocalScan().launch(ScanRequest(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)))
     with pytest.raises(RuntimeError, match="want_carry=True"):
         scan.carry_out()
@@ -223,8 +223,8 @@ def test_autocast_changes_nothing() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 65])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_one_chunk_and_one_head(num_tokens: int, heads: int) -> None:
-    """Where the layout of chunks is that of tokens; an op's outputs must be tensors of their own all the same."""
+def test_single_chunk_or_head_equals_recurrence(num_tokens: int, heads: int) -> None:
+    """Chunk and token layouts coincide here; outputs of a custom op must be separate tensors all the same."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, num_tokens, heads, 8
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))

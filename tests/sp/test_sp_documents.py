@@ -1,4 +1,4 @@
-"""Packed documents over several ranks, cut by the data's own `shard_cu_seqlens`, against each document on its own."""
+"""Packed documents over several ranks, cut by the loader's `shard_cu_seqlens`, against each document alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
 
-# By world size; among them subgroups whose ranks are not those of the world.
+# Process groups by world size, including subgroups whose ranks differ from those of the world.
 GROUPS = {3: ((0,), (1, 2), (0, 1, 2)), 4: ((0,), (2, 3), (1, 2, 3), (0, 1, 2, 3))}
 LENGTHS = {1: (120,), 2: (70, 65), 3: (40, 64, 33), 4: (40, 64, 20, 33)}
-# Ranks of few tokens, which a document may cover whole, or which hold several.
+# Ranks of few tokens: covered by one document, or holding several.
 SHORT = {1: (1,), 2: (1, 66), 3: (66, 1, 20), 4: (1, 2, 66, 3)}
 
 
@@ -97,7 +97,7 @@ def suite(rank: int, world_size: int) -> None:
             reference = Reference(case)
             for name, scan in scans.items():
                 check_segments(case, scan, member, reference, name)
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
@@ -105,14 +105,14 @@ def test_documents_over_ranks_equal_documents_alone(world_size: int) -> None:
     run_distributed(suite, world_size)
 
 
-def test_a_shard_finds_its_restarts_once() -> None:
+def test_shard_caches_its_restarts() -> None:
     cpu = torch.device("cpu")
     shard = SequenceShard(LocalScan(), 0, 6, torch.tensor([0, 2, 6]))
     first, again = shard.pieces(6, cpu), shard.pieces(6, cpu)
     assert first is not None
     assert first is again
     assert first.tolist() == [1, 1, 2, 2, 2, 2]
-    with pytest.raises(ValueError, match="rise from 0 to 7"):  # not those of another number of tokens
+    with pytest.raises(ValueError, match="rise from 0 to 7"):  # another number of tokens does not use the cache
         shard.pieces(7, cpu)
     continued = replace(shard, before=3).pieces(6, cpu)
     assert continued is not None

@@ -1,4 +1,4 @@
-"""Threads beside a command's own end before the interpreter does, whichever way the command ends."""
+"""Background threads end before the interpreter, however the command ends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CODES = {"regular": 3, "mistake": 2, "interrupt": 130, "bug": 1, "help": 0}
 
 
 @pytest.mark.slow
-def test_ends_while_a_thread_is_inside_torch() -> None:
-    """Regular and other ends have their own exit codes and messages; a thread that is stuck is left behind."""
+def test_process_ends_while_thread_is_inside_torch() -> None:
+    """Every kind of exit keeps its exit code and message; a stuck thread is not waited for."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     result = subprocess.run(
@@ -44,7 +44,7 @@ def test_ends_while_a_thread_is_inside_torch() -> None:
             assert err == ("error: field=1: must be 2\n" if name.startswith("mistake") else ""), name
 
 
-def test_threads_are_asked_to_end_and_joined() -> None:
+def test_stop_all_joins_threads_and_returns_stuck_ones() -> None:
     told, release = threading.Event(), threading.Event()
     ends = background.start(told.wait, name="ends", stop=told.set)
     stuck = background.start(release.wait, name="stuck")
@@ -57,13 +57,13 @@ def test_threads_are_asked_to_end_and_joined() -> None:
     assert background.stop_all(0.2) == []
 
 
-def test_stopping_from_a_background_thread_leaves_that_one_alone() -> None:
+def test_stop_all_skips_calling_thread() -> None:
     left: list[list[str]] = []
     background.start(lambda: left.append(background.stop_all(5)), name="stops").join()
     assert left == [[]]
 
 
-def test_a_courier_that_was_stopped_starts_again() -> None:
+def test_stopped_courier_restarts_on_submit() -> None:
     courier, ran = Courier(mock.Mock(), timedelta(seconds=1)), threading.Event()
     for _ in range(2):
         ran.clear()
@@ -72,10 +72,10 @@ def test_a_courier_that_was_stopped_starts_again() -> None:
         assert ran.is_set()
 
 
-# pytest takes note of the SystemExit that threading ignores.
+# pytest warns of the SystemExit, which threading ignores.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_comes_too_late_to_end_the_process_ends() -> None:
-    """The watchdog's, when the main thread is ending already: it must not be left for the interpreter's end."""
+def test_late_thread_ends_if_process_is_already_ending() -> None:
+    """A watchdog thread that fires during shutdown must not outlive the interpreter."""
     ending = Job(Launch(0, 1, 0), Advice("", "", ""))
     ending._end_alone()
     late = background.start(ending._abandon, RuntimeError("late"), name="late")

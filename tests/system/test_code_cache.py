@@ -1,4 +1,4 @@
-"""Compiled code is loaded only from folders that nobody else can write."""
+"""Compiled code is loaded only from folders that other users cannot write."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No variable names a folder, and the home and /tmp are the test's own."""
+    """Unset the cache variables; home and /tmp are temporary folders."""
     for name in VARIABLES:
-        # Set first, so that what the test itself sets is taken back.
+        # Set first, so that a value set by the code under test is restored.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -35,7 +35,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_the_default_name_is_random_and_kept(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folder_name_is_random_and_persistent(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = default_folder()
     assert re.fullmatch(r"zeco-cache-[0-9]+-[0-9a-f]{32}", first.name)
     assert default_folder() == first
@@ -43,7 +45,7 @@ def test_the_default_name_is_random_and_kept(tmp_path: Path, home: Path, monkeyp
     assert default_folder() != first
 
 
-def test_the_default_name_cannot_be_kept(home: Path) -> None:
+def test_unstorable_default_folder_name_is_refused(home: Path) -> None:
     home.write_text("a file")
     with pytest.raises(ConfigError, match=r"^code cache=.*: its name cannot be kept there \(.*TORCHINDUCTOR_CACHE_DIR"):
         default_folder()
@@ -54,7 +56,7 @@ def test_the_default_name_cannot_be_kept(home: Path) -> None:
         default_folder()
 
 
-def test_a_new_folder_is_private(tmp_path: Path) -> None:
+def test_new_folder_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = private_folder("CACHE_DIR", tmp_path / "cache")
@@ -64,14 +66,14 @@ def test_a_new_folder_is_private(tmp_path: Path) -> None:
     assert private_folder("CACHE_DIR", tmp_path / "cache") == folder
 
 
-def test_a_link_of_the_user_is_followed_once(tmp_path: Path) -> None:
+def test_symlink_of_user_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to("real")
     assert private_folder("CACHE_DIR", tmp_path / "link") == tmp_path / "real"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o702, 0o1777])
-def test_folders_that_others_may_write_are_refused(mode: int, tmp_path: Path) -> None:
+def test_folders_writable_by_others_are_refused(mode: int, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(mode)
@@ -80,8 +82,8 @@ def test_folders_that_others_may_write_are_refused(mode: int, tmp_path: Path) ->
     folder.chmod(0o700)
 
 
-def test_folders_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also through a link of the user's own, and a folder of the user's own through the link of another."""
+def test_folders_owned_by_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also through a symlink of the user, and a folder of the user through a symlink of another user."""
     (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("cache")
     user = os.geteuid()
@@ -96,7 +98,7 @@ def test_folders_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
             private_folder("CACHE_DIR", tmp_path / "link")
 
 
-def test_places_where_no_folder_is(tmp_path: Path) -> None:
+def test_unusable_folder_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "nowhere").symlink_to("gone")
@@ -116,8 +118,8 @@ def test_places_where_no_folder_is(tmp_path: Path) -> None:
             private_folder("CACHE_DIR", tmp_path / name)
 
 
-def test_folders_by_variable(tmp_path: Path) -> None:
-    """Without a folder only torch.compile gets one: the defaults of the others are in the user's home."""
+def test_cache_folders_by_environment_variable(tmp_path: Path) -> None:
+    """By default only TORCHINDUCTOR_CACHE_DIR is set: the other defaults lie in the user's home."""
     use_private_caches()
     assert {name for name in VARIABLES if name in os.environ} == {"TORCHINDUCTOR_CACHE_DIR"}
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(default_folder() / "inductor")
@@ -129,7 +131,7 @@ def test_folders_by_variable(tmp_path: Path) -> None:
         use_private_caches()
 
 
-def test_training_compiles_into_a_private_folder() -> None:
+def test_training_compiles_into_private_folder() -> None:
     mesh, config = make_mesh(0, 1, 1), TrainConfig(compile=Compile.always)
     try:
         with mock.patch.object(LanguageModel, "compile_parts"):

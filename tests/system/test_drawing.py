@@ -1,4 +1,4 @@
-"""Pictures are drawn whatever backend of matplotlib the environment names."""
+"""Figures are drawn whatever matplotlib backend MPLBACKEND names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.commands import REPOSITORY
 from tests.support.stores import write_store
 from tests.support.waiting import ENOUGH
 
-# Each in a process without matplotlib, forked from one that has all else imported.
+# Each figure in a process without matplotlib, forked from one with all other imports.
 _DRAW = """
 import os, sys
 from data import inspect
@@ -47,7 +47,7 @@ for name, draw in pictures.items():
 
 
 @pytest.mark.slow
-def test_a_backend_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_matplotlib_backend_falls_back_to_agg(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("run", "other", "store")]
     row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "tokens_per_second": 10.0, "tokens": 64}
     for run in folders[:2]:

@@ -1,4 +1,4 @@
-"""Stored configurations of strangers: values only, of bounded size and depth; nothing of the environment enters."""
+"""Untrusted stored configurations: plain values of bounded size and depth, no environment variables."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def _in_run(run: Path, *arguments: str) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("value", ["${oc.env:ZECO_TEST_SECRET}", "a${seed}", "${oc.env:HOME", '"\\x24{seed}"'])
-def test_an_interpolation_in_a_runs_configuration_is_refused(
-    value: str, trained: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_interpolation_in_run_configuration_is_refused(value: str, trained: tuple[Path, Path], tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
     _change(run / "config.yaml", "name: default", f"name: {value}")
     shown = "${seed}" if value.startswith('"') else value
@@ -65,7 +63,7 @@ def test_an_interpolation_in_a_runs_configuration_is_refused(
     assert not (tmp_path / "again").exists()
 
 
-def test_an_interpolation_in_an_export_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_interpolation_in_export_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:
     out = Path(shutil.copytree(trained[1], tmp_path / "out"))
     origin = json.loads((out / "zeco_train.json").read_text())
     origin["config"]["logger"]["tags"] = ["a", "${oc.env:ZECO_TEST_SECRET}"]
@@ -77,7 +75,7 @@ def test_an_interpolation_in_an_export_is_refused(trained: tuple[Path, Path], tm
     assert SECRET not in outcome.out + outcome.err
 
 
-def test_the_layout_of_an_old_run_refuses_it(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_interpolation_in_run_without_starts_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
     (run / "starts.jsonl").unlink()
     _change(run / "config.yaml", "backend: zeco", "backend: ${oc.env:ZECO_TEST_SECRET}")
@@ -85,14 +83,14 @@ def test_the_layout_of_an_old_run_refuses_it(trained: tuple[Path, Path], tmp_pat
         read_starts(run, 1)
 
 
-def test_a_recipe_holds_values_too(tmp_path: Path) -> None:
+def test_interpolation_in_recipe_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("dataset: ${oc.env:ZECO_TEST_SECRET}\n")
     with pytest.raises(ConfigError, match=r"dataset=\$\{oc\.env:ZECO_TEST_SECRET\}: stored configurations hold values"):
         load_recipe(str(tmp_path / "a.yaml"))
 
 
-def test_a_run_may_be_started_with_interpolations_but_not_named_like_one() -> None:
-    """What is stored is resolved; a value that would be resolved when it is read back is refused at the start."""
+def test_start_resolves_interpolations_and_refuses_leftovers() -> None:
+    """Stored values are resolved; one that still contains an interpolation is refused at the start."""
     assert load_config(["name=${oc.env:ZECO_TEST_SECRET}"]).name == SECRET
     with pytest.raises(ConfigError, match=r"^name=a\$\{seed\}: must not have \$\{ in it once it is resolved"):
         load_config(["name='a\\${seed}'"])
@@ -120,7 +118,7 @@ def _bomb(levels: int = 12) -> str:
         ("# " + "x" * (1 << 20), "larger than 1,048,576 bytes"),
     ],
 )
-def test_hostile_yaml_is_one_line(text: str, problem: str, tmp_path: Path) -> None:
+def test_hostile_yaml_is_refused_with_one_line(text: str, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises((ValueError, OSError), match=problem) as raised:
@@ -131,13 +129,13 @@ def test_hostile_yaml_is_one_line(text: str, problem: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
-def test_a_configuration_that_is_no_file_is_one_line(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_configuration_must_be_regular_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"cannot be read as a run's configuration \(.*(regular file|directory)"):
         read_config(tmp_path / "config.yaml")
 
 
-def test_a_model_that_cannot_be_is_one_line(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_invalid_stored_model_is_refused(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained[0], tmp_path / "run", symlinks=True))
     _change(run / "config.yaml", "num_heads: 2", "num_heads: 0")
     for outcome in _in_run(run):
@@ -145,7 +143,7 @@ def test_a_model_that_cannot_be_is_one_line(trained: tuple[Path, Path], tmp_path
         assert "(model.num_heads=0: must be a whole number ≥ 1)" in outcome.errors[0]
 
 
-def test_what_a_run_stores_is_read_back(trained: tuple[Path, Path]) -> None:
+def test_stored_configuration_is_read_back(trained: tuple[Path, Path]) -> None:
     config = read_config(trained[0] / "config.yaml")
     assert config.name == "default"
     assert config.optim == load_config([]).optim

@@ -1,4 +1,4 @@
-"""Stores, runs and exports of strangers: their files are data, read in bounds, and shown without terminal escapes."""
+"""Untrusted stores, runs and exports: never executed, read within bounds, shown without terminal escapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.run_folder import read_identity
 
-# Sets the window's title, and, where terminals answer, types into the shell.
+# Sets the window title and, on terminals that answer, injects input into the shell.
 ESCAPE = "\x1b]0;title\x07\x9b2J\u202e"
 SHOWN = r"\x1b]0;title\x07\x9b2J\u202e"
 
@@ -49,7 +49,7 @@ def _link_to_zero(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, _link_to_zero])
 @pytest.mark.parametrize("name", READERS)
-def test_readers_neither_wait_nor_read_for_ever(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_readers_refuse_fifos_and_endless_devices(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / name)
     read, shown = READERS[name]
     with pytest.raises((DataError, CheckpointError), match=f"{shown}: cannot be read.*not a regular file"):
@@ -59,7 +59,7 @@ def test_readers_neither_wait_nor_read_for_ever(name: str, make: Callable[[Path]
 
 @pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"step": ' + "9" * 4300 + "}"])
 @pytest.mark.parametrize("name", READERS)
-def test_deep_nesting_and_endless_numbers_are_one_line(name: str, text: str, tmp_path: Path) -> None:
+def test_deep_nesting_and_huge_numbers_give_short_errors(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text + "\n")
     with pytest.raises((DataError, CheckpointError)) as raised:
         READERS[name][0](tmp_path)
@@ -90,7 +90,7 @@ def _archive() -> bytes:
         b"",
     ],
 )
-def test_damaged_offsets_are_one_line(contents: bytes, tmp_path: Path) -> None:
+def test_damaged_offsets_are_refused(contents: bytes, tmp_path: Path) -> None:
     store = write_store(tmp_path / "store")
     (store / "doc_offsets.npy").write_bytes(contents)
     with pytest.raises(DataError, match=r"doc_offsets.npy: cannot be read"):
@@ -98,7 +98,7 @@ def test_damaged_offsets_are_one_line(contents: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, _link_to_zero])
-def test_arrays_and_weights_are_regular_files(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_arrays_and_weights_must_be_regular_files(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged: not a regular file"):
         stored_weights(tmp_path)
@@ -106,7 +106,7 @@ def test_arrays_and_weights_are_regular_files(make: Callable[[Path], None], tmp_
         map_array(tmp_path / "model.safetensors")
 
 
-def test_a_script_in_a_data_set_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_script_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "texts.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -116,19 +116,19 @@ def test_a_script_in_a_data_set_does_not_run(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "ran").exists()
 
 
-def test_errors_show_control_characters() -> None:
+def test_errors_escape_control_characters() -> None:
     assert DataError(f"a{ESCAPE}", "is bad").line == f"error: a{SHOWN}: is bad"
     assert ConfigError("name", f"{ESCAPE}\n\tx", "no").line == f"error: name={SHOWN} x: no"
 
 
-def test_only_control_characters_are_changed() -> None:
+def test_visible_escapes_only_control_characters() -> None:
     text = "tab\tline\r\nnaïve שלום 日本語 👩‍🚀 ‏‎"
     assert visible(text) == text
     assert visible("a\rb") == r"a\rb"
 
 
-def test_inspect_shows_a_store_without_escapes(tmp_path: Path) -> None:
-    """Its text, and what its meta.json says of its making."""
+def test_inspect_escapes_control_characters(tmp_path: Path) -> None:
+    """In the text and in the provenance of meta.json."""
     ids = ByteTokenizer().encode([f"text {ESCAPE} text\nsecond line"])[0]
     with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append_document(ids)
@@ -143,7 +143,7 @@ def test_inspect_shows_a_store_without_escapes(tmp_path: Path) -> None:
     assert "             | second line" in outcome.out.splitlines()
 
 
-def test_an_exports_name_and_tensors_are_shown_without_escapes(tmp_path: Path) -> None:
+def test_export_errors_escape_control_characters(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     from zeco_train.evaluate import command as evaluate
@@ -163,15 +163,15 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("out", "expected"), [(_Terminal(), SHOWN), (io.StringIO(), ESCAPE)])
-def test_a_models_text_commands_no_terminal(out: io.StringIO, expected: str) -> None:
-    """A file or a pipe gets the text as it is."""
+def test_generated_text_is_escaped_on_terminals_only(out: io.StringIO, expected: str) -> None:
+    """Files and pipes get the text unchanged."""
     printer = Printer(1, 1, out)
     printer.tell(0, 0, f"text\t{ESCAPE}\n", True)
     printer.finish([Completion(0, 0, f"text\t{ESCAPE}\n", [], "limit")])
     assert out.getvalue() == f"text\t{expected}\n"
 
 
-def test_logs_show_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_escape_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = setup_logging(tmp_path, 0)
     logging.getLogger("zeco_train.test").warning("of %s", ESCAPE)
     close_logging()

@@ -1,4 +1,4 @@
-"""Terminals and files that cannot show all of what our commands print."""
+"""Output encodings that cannot represent everything that commands print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeco_train.system.signals import run_command
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_poor_encodings_end_no_command(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_encodings_do_not_end_command(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", stdout := io.TextIOWrapper(shown, encoding))
     monkeypatch.setattr(sys, "argv", ["plan", "--help"])
@@ -25,8 +25,8 @@ def test_poor_encodings_end_no_command(encoding: str, monkeypatch: pytest.Monkey
     assert shown.getvalue() == f"{describe()}\n".encode(encoding, "replace")
 
 
-def test_every_command_shows_any_text() -> None:
-    """All that README and docs/ name."""
+def test_every_command_enables_encoding_fallback() -> None:
+    """All commands that README and docs/ name."""
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     paths = {REPOSITORY / name for name in re.findall(r"(?:python|torchrun)[^|\n]* ((?:launch/)?\w+\.py)\b", text)}

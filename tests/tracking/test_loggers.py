@@ -1,4 +1,4 @@
-"""Experiment trackers: what they are told, offline and with TensorBoard; `test_wandb_server.py` has W&B online."""
+"""Experiment trackers: offline W&B and TensorBoard; `test_wandb_server.py` tests W&B online."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 
 
 @pytest.mark.parametrize("name", ["none", "wandb", "tensorboard"])
-def test_yaml_fits_the_schema(name: str) -> None:
+def test_logger_yaml_matches_schema(name: str) -> None:
     composed = OmegaConf.merge(
         OmegaConf.structured(LoggerConfig), OmegaConf.load(REPOSITORY / "configs" / "logger" / f"{name}.yaml")
     )
@@ -50,7 +50,7 @@ def test_yaml_fits_the_schema(name: str) -> None:
         ({"timeout_seconds": 0.0}, "logger.timeout_seconds=0.0: must be from 1 to 3600"),
     ],
 )
-def test_refused_settings(values: dict, message: str) -> None:
+def test_invalid_settings_are_refused_if_tracker_is_on(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoggerConfig(kind=LoggerKind.wandb, **values).validate()
     LoggerConfig(**values).validate()
@@ -58,7 +58,7 @@ def test_refused_settings(values: dict, message: str) -> None:
 
 @pytest.mark.parametrize("kind", [LoggerKind.wandb, LoggerKind.tensorboard])
 def test_missing_package_is_named(kind: LoggerKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only a folder of this name is there, as an offline run leaves it.
+    # A folder of this name, as an offline run creates, is not the package.
     (tmp_path / kind.value).mkdir()
     monkeypatch.delitem(sys.modules, kind.value, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -66,7 +66,7 @@ def test_missing_package_is_named(kind: LoggerKind, tmp_path: Path, monkeypatch:
         LoggerConfig(kind=kind).validate()
 
 
-def test_the_wait_for_the_server_is_shorter_than_that_of_the_other_ranks() -> None:
+def test_logger_timeout_must_be_below_parallel_timeout() -> None:
     outcome = train_here("logger=wandb", "logger.timeout_seconds=300", "parallel.timeout_seconds=300")
     check_line(outcome, 2, "logger.timeout_seconds=300.0: must be < parallel.timeout_seconds=300")
 
@@ -82,7 +82,7 @@ def test_only_rank_0_tracks(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_errors_do_not_end_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def log(self, row: dict) -> None:
             raise RuntimeError("server on fire")
@@ -101,7 +101,7 @@ def test_tracker_errors_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptu
     assert "step 1: TypeError" in second.getMessage()
 
 
-def test_tags_and_group() -> None:
+def test_layout_tags_and_group() -> None:
     assert LAYOUT.tags == ["sp=zeco", "sp.size=4", "seq_len=1M", "model=gla_tiny", "strategy=zero2", "devices=8"]
     assert LAYOUT.group == "gla_tiny-1M"
     assert LAYOUT.tokens_per_device == 1 << 18
@@ -111,8 +111,8 @@ def test_tags_and_group() -> None:
     assert all(len(tag) <= 64 for tag in Layout("zeco", "m" * 100, 1, 1, 1).tags)
 
 
-# W&B starts a process and keeps state in the interpreter: this runs in one of its own. The second start knows the
-# run's id only from its folder, as after a kill before the first checkpoint.
+# Runs in a separate interpreter, since W&B starts a process and keeps state. The second start finds the run's id only
+# in its folder, as after a kill before the first checkpoint.
 _OFFLINE = """
 import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
 layout = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
@@ -130,14 +130,14 @@ print(*ids)
 
 
 def run_python(command: list[str], home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command without the W&B account of the machine's user, that writes nothing to the home folder."""
+    """Run Python without the user's W&B account and with a temporary home folder."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     environment |= {"NETRC": str(home / "netrc"), "HOME": str(home), "PYTHONPATH": str(REPOSITORY), **variables}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=ENOUGH)
 
 
 @pytest.mark.processes
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_offline_runs_share_id_and_sync(tmp_path: Path) -> None:
     run_dir, home = tmp_path / "a-run", tmp_path / "home"
     run_dir.mkdir()
     home.mkdir()
@@ -155,17 +155,17 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert config["layout"] == LAYOUT.as_dict()
     assert config["environment"] == {"commit": "abc+", "dirty": True}
 
-    # The first was stopped to be started again; exit codes are the last record's.
+    # The first start was preempted (exit code 75).
     assert [any(r.HasField("preempting") for r in records(path)) for path in (first, second)] == [True, False]
     ends = [[r.exit.exit_code for r in records(path) if r.HasField("exit")] for path in (first, second)]
     assert ends == [[75], [0]]
 
     rows = history(second)
     assert [row["step"] for row in rows] == [3, 4, 5]
-    # The median leaves the first row of a start out, with what it compiles.
+    # The median excludes the first row of a start, which includes compilation.
     assert [row["tokens_per_second_per_device_median"] for row in rows] == [30.0, 40.0, 45.0]
 
-    # The client's own way of reading the files: both become one run, and no row is lost.
+    # `wandb sync` merges both into one run without losing a row.
     with WandbServer() as server:
         folders = [str(first.parent), str(second.parent)]
         synced = run_python(["-m", "wandb", "sync", *folders], home, **server.environment(home))
@@ -176,7 +176,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_wandb_online_without_an_account(tmp_path: Path) -> None:
+def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
     arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
     done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
     line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
@@ -184,7 +184,7 @@ def test_wandb_online_without_an_account(tmp_path: Path) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows."""
+    """Scalars as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
@@ -192,11 +192,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
 
 
-def test_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
+def test_tensorboard_of_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = ["logger=tensorboard", f"run_dir='{run_dir}'", "checkpoint.every=2", "data.seq_len=64"]
     assert train_here(*overrides, "train.steps=5").code == 0
-    # As if killed in step 5: what came after the checkpoint of step 4 is done again.
+    # As if killed in step 5: training resumes from the checkpoint of step 4.
     (run_dir / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
     assert train_here(*overrides, "train.steps=7").code == 0
     rows = read_metrics(run_dir / "metrics.jsonl")

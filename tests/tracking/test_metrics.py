@@ -1,4 +1,4 @@
-"""metrics.jsonl and the picture of a run."""
+"""metrics.jsonl, the plot of a run, and recorded utilisation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_non_finite_values_are_null(tmp_path: Path) -> None:
+def test_non_finite_values_are_stored_as_null(tmp_path: Path) -> None:
     row = metrics(1, float("nan"), grad_norm=float("inf"), extra={"norms": [1.0, float("-inf")]})
     path = write_rows(tmp_path / "metrics.jsonl", row)
 
@@ -101,13 +101,13 @@ def test_non_finite_values_are_null(tmp_path: Path) -> None:
     assert (parsed["loss"], parsed["grad_norm"], parsed["norms"]) == (None, None, [1.0, None])
 
 
-def test_extra_may_not_hide_a_column() -> None:
+def test_extra_may_not_override_columns() -> None:
     with pytest.raises(ValueError, match="lr, step"):
         metrics(1, extra={"step": 3, "lr": 1.0, "mine": 2}).as_dict()
 
 
 @pytest.mark.processes
-def test_a_killed_writer_loses_no_whole_row(tmp_path: Path) -> None:
+def test_killed_writer_loses_no_complete_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = (
         "import os, signal, sys; from tests.tracking.test_metrics import *\n"
@@ -120,7 +120,7 @@ def test_a_killed_writer_loses_no_whole_row(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [*range(1, 101)]
 
 
-def test_foreign_lines_are_refused_by_number(tmp_path: Path) -> None:
+def test_invalid_line_is_reported_by_number(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "metrics.jsonl", metrics(1))
     with path.open("a") as file:
         file.write("[1, 2]\n")
@@ -139,7 +139,7 @@ def test_unwritable_files_are_named(tmp_path: Path) -> None:
             write_rows(tmp_path / "full.jsonl", metrics(1))
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_plot_is_redrawn_with_new_rows(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     assert plot_run(tmp_path) is None
@@ -156,7 +156,7 @@ def test_plot(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
-def test_plot_of_nothing_finite(tmp_path: Path) -> None:
+def test_plot_without_finite_values(tmp_path: Path) -> None:
     nan = float("nan")
     write_rows(tmp_path / "metrics.jsonl", metrics(1, nan, tokens_per_second=nan))
     picture = plot_run(tmp_path)
@@ -182,7 +182,7 @@ def record(
         recorder.add(result, progress)
         if progress.step % 2 == 0:
             recorder.write(progress, None)
-            recorder.write(progress, None)  # without a step since, no row
+            recorder.write(progress, None)  # no row without a new step
     recorder.close()
     return read_metrics(run_dir / "metrics.jsonl")
 
@@ -198,13 +198,13 @@ def step_result(seconds: float = 0.5, data_seconds: float = 0.0, exposed: float 
         *(("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)),
     ],
 )
-def test_peaks_are_of_bf16(name: str, peak: float | None) -> None:
+def test_peak_flops_are_known_for_bf16_only(name: str, peak: float | None) -> None:
     assert peak_flops(name, torch.bfloat16) == peak
     for dtype in (torch.float32, torch.float64, None):
         assert peak_flops(name, dtype) is None
 
 
-def test_utilisation_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_mfu_and_hfu_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12_500_000_000)
     settings = {"hardware_flops_per_token": 4e9, "device": "cuda"}
@@ -223,7 +223,7 @@ def test_utilisation_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def rows_of_two_ranks(rank: int, world_size: int, run_dir: str) -> list[dict[str, Any]]:
-    # Means over two steps, of those that were measured; then the longest over the ranks.
+    # A row has the mean over the measured steps, then the maximum over ranks.
     waits = {
         0: [(0.2, 0.01), (0.4, 0.03), (0.0, None), (0.0, None), (0.0, None), (0.0, None)],
         1: [(0.1, 0.05), (0.1, None), (0.6, 0.0), (0.2, 0.0), (0.0, None), (0.0, None)],
@@ -232,7 +232,7 @@ def rows_of_two_ranks(rank: int, world_size: int, run_dir: str) -> list[dict[str
     return record(Path(run_dir), steps, rank, world_size)
 
 
-def test_rows_have_the_longest_waits_of_all_ranks(tmp_path: Path) -> None:
+def test_rows_have_longest_waits_of_all_ranks(tmp_path: Path) -> None:
     run_distributed(rows_of_two_ranks, 2, str(tmp_path))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["data_seconds"] for row in rows] == pytest.approx([0.3, 0.4, 0.0])

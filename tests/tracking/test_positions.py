@@ -1,4 +1,4 @@
-"""Scores of single tokens, and the loss by position that is made of them."""
+"""Token scores and the loss by position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.numeric
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
-def test_scores_are_the_losses_and_predictions_of_the_logits(chunk_tokens: int | None) -> None:
+def test_token_scores_equal_losses_and_argmax_of_logits(chunk_tokens: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 9, 6, dtype=torch.float64, generator=generator)
     weight = torch.randn(11, 6, dtype=torch.float64, generator=generator)
@@ -38,8 +38,8 @@ def test_scores_are_the_losses_and_predictions_of_the_logits(chunk_tokens: int |
         linear_token_scores(hidden, weight, labels[:, :3])
 
 
-def test_no_logits_of_what_does_not_count() -> None:
-    # A weight that would give NaN: nothing of it may reach the scores.
+def test_ignored_tokens_have_zero_loss_without_logits() -> None:
+    # The weight is NaN: computing logits of ignored tokens would give NaN.
     scores = linear_token_scores(
         torch.ones(1, 4, 3), torch.full((5, 3), math.nan), torch.full((1, 4), IGNORE_INDEX, dtype=torch.int64)
     )
@@ -51,12 +51,12 @@ def test_buckets_cover_every_position_once(seq_len: int) -> None:
     edges = bucket_edges(seq_len)
     assert (edges[0], edges[-1]) == (0, seq_len)
     assert all(before < after for before, after in pairwise(edges))
-    # Log-spaced: no bucket but the first ones is wider than an octave, or a sliver.
+    # Log-spaced: each edge is between 1.18 and about 2 times the previous one.
     assert all(after <= 2 * before + 1 and after >= 1.18 * before for before, after in pairwise(edges[1:]))
     assert len(edges) <= 2 * math.log2(max(seq_len, 2)) + 2
 
 
-def test_shards_of_sequences_with_labels_of_their_own() -> None:
+def test_position_sums_over_shards_give_mean_and_error() -> None:
     seq_len, sequences = 100, 5
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(sequences, seq_len, dtype=torch.float64, generator=generator)
@@ -70,7 +70,7 @@ def test_shards_of_sequences_with_labels_of_their_own() -> None:
             sums.add(rows, offset, TokenScores(losses[rows, piece], predictions))
     mean, error = sums.whole()
     assert mean.item() == pytest.approx(losses.sum().item() / counts.sum().item(), rel=1e-14)
-    # As if sequences were drawn again and again.
+    # Bootstrap estimate of the error.
     drawn = torch.randint(sequences, (20_000, sequences), generator=generator)
     again = losses.sum(1)[drawn].sum(1) / counts.sum(1)[drawn].sum(1)
     assert error.item() == pytest.approx(again.std().item() * math.sqrt(sequences / (sequences - 1)), rel=0.05)
@@ -80,7 +80,7 @@ def test_shards_of_sequences_with_labels_of_their_own() -> None:
         assert loss == pytest.approx(expected.item(), rel=1e-14), (before, after)
 
 
-def test_one_sequence_has_no_error_and_json_no_nan(tmp_path: Path) -> None:
+def test_single_sequence_has_nan_error_stored_as_null(tmp_path: Path) -> None:
     sums = PositionSums(1, 20, torch.device("cpu"))
     counts = torch.full((1, 20), 3)
     counts[0, 4:8] = IGNORE_INDEX
@@ -101,19 +101,19 @@ def test_one_sequence_has_no_error_and_json_no_nan(tmp_path: Path) -> None:
 
 def train_twice(rank: int, world_size: int, folder: Path) -> None:
     common = ("train.dtype=fp64", "train.steps=2", "train.eval_every=1", "train.eval_sequences=3", "checkpoint.every=0")
-    # Three sequences over two groups: one of them has padding.
+    # Three sequences over two groups: one group is padded.
     train(rank, world_size, folder / "one", *common, "sp=dp")
     train(rank, world_size, folder / "two", *common, "train.segments=2", "sp=lasp2", "sp.size=2")
 
 
-def test_a_training_leaves_its_validations(tmp_path: Path) -> None:
+def test_training_records_loss_by_position(tmp_path: Path) -> None:
     run_distributed(train_twice, 2, tmp_path)
     one, two = (read_metrics(tmp_path / name / VALIDATION_FILE) for name in ("one", "two"))
     assert [row["step"] for row in one] == [1, 2] == [row["step"] for row in two]
     for row, other in zip(one, two, strict=True):
         for key in ("losses", "errors"):
             assert other["by_position"][key] == pytest.approx(row["by_position"][key], rel=1e-9), key
-    # It is the same loss as in the metrics, and the mean of its buckets.
+    # val_loss of the metrics is the mean over the buckets.
     metrics = read_metrics(tmp_path / "one" / "metrics.jsonl")
     for row, of_step in zip(one, metrics, strict=True):
         edges, losses = row["by_position"]["edges"], row["by_position"]["losses"]

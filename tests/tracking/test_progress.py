@@ -1,4 +1,4 @@
-"""What a run shows on the terminal and writes to its log files."""
+"""Terminal output and log files of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines() -> None:
+def test_progress_lines_without_terminal() -> None:
     stream, now = io.StringIO(), [0.0]
     display = ProgressDisplay(100, stream=stream, clock=lambda: now[0])
     display.advance(1)
     display.report(metrics(1, step_seconds=2.0).as_dict())
-    # 40 s for 10 steps, validation and checkpoints included: the 89 steps left take 356 s.
+    # 40 s for 10 steps, including validation and checkpoints: the 89 remaining steps take 356 s.
     now[0] = 40.0
     display.report(metrics(11, val_loss=5.1, memory_gb=3.26, mfu=0.412, hfu=0.4567).as_dict())
     display.note("checkpoint → step 11")
@@ -44,7 +44,7 @@ def test_plain_lines() -> None:
     ]
 
 
-def test_bar_on_a_terminal() -> None:
+def test_progress_bar_on_terminal() -> None:
     stream = Terminal()
     display = ProgressDisplay(100, step=40, stream=stream)
     display.report(metrics(41, 3.21, mfu=0.412, hfu=0.456).as_dict())
@@ -61,7 +61,7 @@ def test_bar_on_a_terminal() -> None:
         assert name not in shown
 
 
-def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_disabled_display_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     display = ProgressDisplay(10, enabled=False)
     display.report(metrics(1).as_dict())
     display.note("x")
@@ -71,7 +71,7 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_closed_pipe_does_not_end_a_run() -> None:
+def test_closed_pipe_does_not_end_run() -> None:
     script = (
         "from tests.tracking.test_progress import *\n"
         "display = ProgressDisplay(10000)\n"
@@ -92,7 +92,7 @@ def test_a_closed_pipe_does_not_end_a_run() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_real_terminal_gets_warnings_above_the_bar(tmp_path: Path) -> None:
+def test_warnings_appear_above_progress_bar(tmp_path: Path) -> None:
     script = (
         "import sys; from tests.tracking.test_progress import *\n"
         "setup_logging(sys.argv[1], 0)\n"
@@ -112,14 +112,14 @@ def test_a_real_terminal_gets_warnings_above_the_bar(tmp_path: Path) -> None:
         while piece := os.read(controller, 65536):
             shown += piece
     except OSError:
-        pass  # how Linux says that the other end of a terminal is closed
+        pass  # Linux reports a closed terminal as an error
     os.close(controller)
     assert process.wait(timeout=ENOUGH) == 0
     assert b"\rwarning: watch out\r\n" in shown
     assert b"2/2, loss 5.0000" in shown
 
 
-def test_summary_line() -> None:
+def test_summary_line_has_steps_losses_and_folder() -> None:
     rows = [metrics(1, 5.561).as_dict(), metrics(50, 4.0).as_dict(), metrics(100, 3.009).as_dict()]
     assert summary_line(rows, "runs/quickstart") == (
         "100 steps, loss 5.56 → 3.01, 12,346 tokens/s, results in runs/quickstart"
@@ -135,7 +135,7 @@ def test_summary_line() -> None:
     ("value", "text"),
     [(0, "0"), (999.4, "999"), (999.9, "1.00k"), (9994, "9.99k"), (9996, "10.0k"), (99960, "100k"), (2.5e6, "2.50M")],
 )
-def test_compact(value: float, text: str) -> None:
+def test_compact_number_format(value: float, text: str) -> None:
     assert compact(value) == text
 
 
@@ -148,7 +148,7 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-def test_log_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_prints_own_warnings_and_logs_everything(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     own, other, torch_like = (logging.getLogger(name) for name in ("zeco_train.test", "other", "torch.zeco_test"))
     handler = logging.StreamHandler(sys.stderr)
     torch_like.addHandler(handler)
@@ -172,7 +172,7 @@ def test_log_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-def test_other_ranks_log_to_their_file_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_log_to_file_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for message in ("one", "two"):
         path = setup_logging(tmp_path, 3)
         logging.getLogger("zeco_train").error(message)
@@ -184,7 +184,7 @@ def test_other_ranks_log_to_their_file_only(tmp_path: Path, capfd: pytest.Captur
 
 
 @pytest.mark.usefixtures("_logging_as_before")
-def test_unwritable_log_folder_is_a_mistake(tmp_path: Path) -> None:
+def test_unwritable_log_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*cannot be written"):
         setup_logging(tmp_path, 0)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, validation.jsonl and starts.jsonl as others may have left them: named by line and field, and early."""
+"""Invalid metrics.jsonl, validation.jsonl and starts.jsonl: reported by line and field before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def change(path: Path, number: int, **values: object) -> None:
-    """Give fields of a line other values."""
+    """Change fields of a line."""
     lines = path.read_text().splitlines()
     lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | values)
     path.write_text("\n".join(lines) + "\n")
@@ -52,7 +52,7 @@ def replace(path: Path, number: int, line: str) -> None:
 
 
 def go_on(run: Path) -> Outcome:
-    """The run's next start, which has one more step to do."""
+    """Resume the run for one more step."""
     return train_here(f"run_dir={run}", "train.steps=4", "train.eval_sequences=2", "train.eval_every=1")
 
 
@@ -86,11 +86,11 @@ READERS: list[Callable[[Path], Outcome]] = [
         pytest.param("step", HUGE, "1000000", id="step-huge"),
     ],
 )
-def test_values_of_another_type(field: str, value: object, shown: str, run: Path) -> None:
+def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, run: Path) -> None:
     path = run / METRICS_FILE
     change(path, 2, **{field: value})
     before = snapshot(run)
-    # All of them once; they share how rows are read.
+    # All readers for one value only, since they share the parser.
     for read in READERS if value == "abc" else (READERS[0], go_on):
         outcome = read(run)
         check_line(outcome, DATA, f"{path}: line 2: {field} is ", shown, "; correct or remove the line")
@@ -99,7 +99,7 @@ def test_values_of_another_type(field: str, value: object, shown: str, run: Path
 
 
 @pytest.mark.parametrize("line", ["", "[1, 2]", "null", "3", "{", '"text"', "\x00" * 20, "[" * 100_000, "\xff"])
-def test_lines_that_are_no_row(line: str, run: Path) -> None:
+def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     path = run / METRICS_FILE
     replace(path, 2, line)
     before = snapshot(run)
@@ -109,7 +109,7 @@ def test_lines_that_are_no_row(line: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e999"])
-def test_losses_that_are_not_finite_are_none(value: str, run: Path) -> None:
+def test_non_finite_losses_are_accepted(value: str, run: Path) -> None:
     path = run / METRICS_FILE
     lines = path.read_text().splitlines()
     row = json.loads(lines[1]) | {"loss": "HERE", "tokens_per_second": "HERE"}
@@ -121,8 +121,8 @@ def test_losses_that_are_not_finite_are_none(value: str, run: Path) -> None:
     assert results["runs"][0]["steps"] == 3
 
 
-def test_extreme_numbers(run: Path) -> None:
-    """As large as JSON and a float allow: pictures and tables are drawn all the same."""
+def test_readers_accept_extreme_numbers(run: Path) -> None:
+    """Limits of floats and large integers: figures and tables are still written."""
     change(run / METRICS_FILE, 1, loss=1e308, grad_norm=-1e308, tokens=10**100, tokens_per_second=1e-308)
     change(run / METRICS_FILE, 2, loss=-1e308, step=10**15, tokens_per_second_per_device=0)
     for read in READERS[:3]:
@@ -135,8 +135,8 @@ def _torn(path: Path) -> None:
         file.write(b'{"step": 4, "lo')
 
 
-def test_a_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace of a kill in the middle of a write; each file is repaired once, with a warning."""
+def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a kill during a write; each file is repaired once, with a warning."""
     names = (METRICS_FILE, VALIDATION_FILE, STARTS_FILE)
     whole = {name: (run / name).read_bytes() for name in names}
     for name in names:
@@ -182,7 +182,9 @@ def test_a_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pyt
         ),
     ],
 )
-def test_other_records(file: str, values: dict[str, object], problem: str, run: Path) -> None:
+def test_invalid_starts_and_validation_records_are_refused(
+    file: str, values: dict[str, object], problem: str, run: Path
+) -> None:
     change(run / file, 1, **values)
     before = snapshot(run)
     check_line(go_on(run), DATA, f"{run / file}: {problem}", "; correct or remove the line")
@@ -207,7 +209,7 @@ def test_other_records(file: str, values: dict[str, object], problem: str, run: 
         ({"p90_ms": None}, "row 2: lacks p90_ms"),
     ],
 )
-def test_results_of_benchmarks(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_invalid_benchmark_rows_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
     source = REPOSITORY / "zeco_train" / "bench" / "results" / "model_4xh200_16k.json"
     results = json.loads(source.read_text())
     results["rows"][1] |= values
@@ -231,7 +233,7 @@ def test_results_of_benchmarks(values: dict[str, object], problem: str, tmp_path
         ({"config": {}}, "config has no strategy"),
     ],
 )
-def test_results_of_another_form(values: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_invalid_benchmark_results_are_refused(values: dict[str, object], problem: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     config = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
     base: dict[str, object] = {"case": "model", "rows": [], "world_size": 1, "environment": {}, "config": config}
@@ -239,8 +241,8 @@ def test_results_of_another_form(values: dict[str, object], problem: str, tmp_pa
     check_line(run_here(bench.main, "plot", str(path)), DATA, f"{path}: {problem}")
 
 
-def test_rows_that_lack_columns(run: Path) -> None:
-    """As other programs may write them; what is there is compared."""
+def test_rows_with_missing_columns_are_read(run: Path) -> None:
+    """Rows of other programs: present columns are compared."""
     (run / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "loss": 3.5}\n')
     for read in READERS[:3]:
         outcome = read(run)

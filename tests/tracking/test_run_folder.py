@@ -1,4 +1,4 @@
-"""A run's folder: one process at a time, one and the same on all ranks, and what it says of how the run was started."""
+"""Run folders: locked by one process, shared by all ranks, with the configuration and command line of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STARTS = 10
 
 
 def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
-    """Open and begin `path` from many threads; a lock belongs to an open file, so they exclude each other as processes.
+    """Open and begin `path` from many threads; a lock belongs to an open file, so threads exclude each other.
 
     Returns:
         The folders that were opened, and the errors of the other starts.
@@ -53,7 +53,7 @@ def _start_at_once(path: Path) -> tuple[list[RunFolder], list[Exception]]:
 
 
 @pytest.mark.processes
-def test_one_of_many_starts_at_once_has_the_folder(tmp_path: Path) -> None:
+def test_only_one_of_concurrent_starts_gets_folder(tmp_path: Path) -> None:
     expected = "another process is training there; end it first"
     for attempt in range(30):
         path = tmp_path / str(attempt)
@@ -64,7 +64,7 @@ def test_one_of_many_starts_at_once_has_the_folder(tmp_path: Path) -> None:
             winners[0].release()
 
 
-def test_a_start_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+def test_refused_start_leaves_folder_unchanged(tmp_path: Path) -> None:
     run, empty, new = tmp_path / "run", tmp_path / "empty", tmp_path / "new"
     first = RunFolder(run, IDENTITY)
     first.begin({}, ["seed=0"])
@@ -74,12 +74,12 @@ def test_a_start_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="seed=1: the run in"):
         RunFolder(run, IDENTITY | {"seed": 1})
     for path in (run, empty, new):
-        # Refused for a reason that comes after the lock.
+        # A start that is refused after taking the lock.
         RunFolder(path, IDENTITY).release()
     assert snapshot(tmp_path) == before
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path) -> None:
+def test_file_system_without_locks_gives_warning(tmp_path: Path) -> None:
     run = tmp_path / "run"
     no_locks = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     with mock.patch("fcntl.flock", side_effect=no_locks):
@@ -91,7 +91,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path) -> None:
 
 
 def _open_own_folders(rank: int, world_size: int, folder: str) -> list[str]:
-    """Open runs in folders that are another one on each rank, as on disks of two nodes; returns the errors."""
+    """Open runs in a different folder on each rank, as on local disks of two nodes; returns the errors."""
     messages = []
     run_folder._SECONDS_TO_APPEAR = 0.5
     for name in ("new", "run"):
@@ -106,7 +106,7 @@ def _open_own_folders(rank: int, world_size: int, folder: str) -> list[str]:
     return messages
 
 
-def test_a_folder_on_the_disk_of_one_node_is_refused(tmp_path: Path) -> None:
+def test_folder_on_node_local_disk_is_refused(tmp_path: Path) -> None:
     for rank in range(2):
         outcome = train_here(f"run_dir={tmp_path / str(rank) / 'run'}", "train.steps=1")
         assert outcome.code == 0, outcome.err
@@ -117,14 +117,14 @@ def test_a_folder_on_the_disk_of_one_node_is_refused(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_the_command_line_can_be_replayed(tmp_path: Path) -> None:
+def test_command_line_is_recorded_for_replay(tmp_path: Path) -> None:
     arguments = [f"run_dir='{tmp_path}/a run'", "name='two  words'", "train.steps=1", "optim.betas=[0.9, 0.95]"]
     assert train_here(*arguments).code == 0
     lines = (tmp_path / "a run" / "overrides.txt").read_text().splitlines()
     assert [shlex.split(line) for line in lines] == [[*SMALL, *arguments]]
 
 
-def test_the_configuration_is_resolved(tmp_path: Path) -> None:
+def test_stored_configuration_is_resolved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for _ in ("new", "resumed"):
         outcome = train_here(f"run_dir={run}", "train.steps=1", "train.device=auto", "sp.size=-1")
@@ -134,8 +134,8 @@ def test_the_configuration_is_resolved(tmp_path: Path) -> None:
     assert not (run / "config.1.yaml").exists()
 
 
-def test_a_tokenizer_may_lie_elsewhere(tmp_path: Path) -> None:
-    """What it is, its digest says."""
+def test_tokenizer_is_identified_by_digest_not_path(tmp_path: Path) -> None:
+    """The digest identifies it."""
 
     def of(path: str, digest: str) -> dict[str, object]:
         return {**IDENTITY, "data.tokenizer": {"kind": "huggingface", "path": path, "sha256": digest}}
@@ -148,7 +148,7 @@ def test_a_tokenizer_may_lie_elsewhere(tmp_path: Path) -> None:
         RunFolder(tmp_path, of("/old", "b"))
 
 
-def test_a_models_weights_are_not_its_tokenizers(tmp_path: Path) -> None:
+def test_model_weights_are_not_kept_with_tokenizer(tmp_path: Path) -> None:
     model = tmp_path / "model"
     for name in ("tokenizer.json", "tokenizer.model", "config.json", "model.safetensors", "original/a.pth", ".git/a"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def test_a_models_weights_are_not_its_tokenizers(tmp_path: Path) -> None:
     assert kept == {"tokenizer.json", "tokenizer.model", "config.json"}
 
 
-def test_errors_of_the_system_name_the_folder(tmp_path: Path) -> None:
+def test_write_errors_name_run_folder(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     folder = RunFolder(tmp_path / "run", IDENTITY)
     with (
@@ -175,7 +175,7 @@ def test_errors_of_the_system_name_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "overrides.txt", "lock", "logs/rank_0.log"])
 @pytest.mark.parametrize("exists", [True, False])
-def test_files_of_a_strangers_run_are_not_written_through_links(name: str, exists: bool, tmp_path: Path) -> None:
+def test_run_files_that_are_symlinks_are_refused(name: str, exists: bool, tmp_path: Path) -> None:
     run, private = tmp_path / "run", tmp_path / "private"
     folder = RunFolder(run, IDENTITY)
     folder.begin({"seed": 0}, [])
@@ -190,7 +190,7 @@ def test_files_of_a_strangers_run_are_not_written_through_links(name: str, exist
     assert private.read_text() == "mine" if exists else not private.exists()
 
 
-def test_folders_of_a_run_may_be_links(tmp_path: Path) -> None:
+def test_run_subfolders_may_be_symlinks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for name in ("checkpoints", "logs"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""`logger.mode=online` with the real W&B client: a server that is there, that stalls, that is gone, that refuses."""
+"""`logger.mode=online` with the real W&B client: a server that answers, stalls, is gone, or refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import ENOUGH
 from tests.support.wandb_server import WandbServer, history
 from zeco_train.tracking.metrics import read_metrics
 
-# How long W&B may take to start and to finish: its service is a process of its own. And where nobody answers.
+# Timeouts for the W&B service to start and finish; the short one is for a server that does not answer.
 _PATIENCE, _SHORT = 100.0, 10.0
 
 
@@ -35,7 +35,7 @@ class Training:
         )
 
     def end(self) -> tuple[int, str]:
-        """Exit code and what was said on stderr."""
+        """Exit code and stderr."""
         try:
             _, err = self.process.communicate(timeout=ENOUGH)
         finally:
@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
+def test_lost_wandb_connection_does_not_end_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with WandbServer() as server:
         assert Training(run_dir, server, "train.steps=2").end() == (0, "")
@@ -62,14 +62,14 @@ def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
         known = len(server.started)
         training = Training(run_dir, server, "train.steps=4", patience=_SHORT)
         wait_until(lambda: len(server.started) > known)
-        # It goes on as the same run; from here on, nothing is answered.
+        # Resumes the same run; from here on the server does not answer.
         server.answer_with = "stall"
         assert training.end() == (0, "")
         assert {start["name"] for start in server.started} == {run_id}
     *_, log = sorted(run_dir.glob(f"wandb/run-*/run-{run_id}.wandb"))
     assert [row["step"] for row in history(log)] == [3, 4]
 
-    # With nobody there it is tracked offline, still as that run.
+    # Without a server the same run is tracked offline.
     code, warning = Training(run_dir, server, "train.steps=6", patience=_SHORT).end()
     assert code == 0
     assert warning.startswith("warning: W&B cannot be reached (")
@@ -81,7 +81,7 @@ def test_a_lost_connection_does_not_end_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_server_that_refuses_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+def test_refusing_wandb_server_gives_one_line_error(tmp_path: Path) -> None:
     with WandbServer() as server:
         server.answer_with = 403
         code, err = Training(tmp_path / "run", server, "train.steps=1").end()

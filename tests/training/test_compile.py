@@ -1,4 +1,4 @@
-"""Compiled blocks compute the same, in few graphs without a break; the operators keep a custom operator's rules."""
+"""Compiled blocks equal eager ones in few graphs without breaks; custom operators pass `opcheck`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from zeco_train.training.nonfinite import explain
 
 pytestmark = pytest.mark.numeric
 
-# Norms and products that are written out for eager mode are left to autograd here: measured 3e-15 for gradients and
-# 5e-15 for parameters.
+# Norms and products with handwritten gradients in eager mode use autograd when compiled: measured 3e-15 for gradients
+# and 5e-15 for parameters.
 TOLERANCE = 1e-12
 
 CASES = {
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _compiler() -> Iterator[None]:
-    """Nothing compiled is left from another test, nor for one."""
+    """Reset the compiler before and after each test."""
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
@@ -68,12 +68,12 @@ def mesh() -> Iterator[ProcessMesh]:
     dist.destroy_process_group()
 
 
-# The first is quick; the last one has all that the others have.
+# The first is quick; the last one combines the others.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "whole" else pytest.mark.slow) for name in CASES],
 )
-def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
+def test_compiled_blocks_equal_eager_in_few_graphs(name: str, mesh: ProcessMesh, store: Path) -> None:
     scan = RecordingScan(LocalScan())
     graphs = []
     for num_layers, steps in ((2, 2), (3, 1)):
@@ -85,14 +85,14 @@ def test_compiled_blocks_compute_the_same_in_few_graphs(name: str, mesh: Process
         check(result, expected, TOLERANCE, str(case))
         assert result.launches == expected.launches
         graphs.append(counter.frame_count)
-    # Blocks are alike, and so are steps. A block, the norm and the loss, each with gradients and without; and the block
-    # once more for each way of replaying, of carrying states on, and of being computed again.
+    # The number of graphs does not depend on layers or steps: block, norm and loss, each with and without gradients,
+    # and the block once more for each of replay, carried states and recompute.
     assert graphs[0] == graphs[1] <= 9
     assert not counters["graph_break"]
 
 
-def test_lengths_may_differ() -> None:
-    """As in benchmarks: what was compiled for two lengths serves every other one."""
+def test_no_recompilation_after_second_length() -> None:
+    """As in benchmarks: after two lengths the graphs are dynamic and serve all others."""
     scan = LocalScan()
     eager, compiled = (ModelSpec(TINY).build().double() for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
@@ -124,19 +124,17 @@ def _two_ranks(rank: int, world_size: int, store: str) -> None:
         assert result.launches == expected.launches, f"{name}, {case}"
     for scan in scans.values():
         scan.drain()
-    dist.barrier()  # nobody leaves while a peer still waits for what it sent
+    dist.barrier()  # keep ranks alive until their peers have received everything
 
 
 @pytest.mark.slow
-def test_compiled_blocks_of_sharded_parameters(store: Path) -> None:
+def test_compiled_sharded_blocks_equal_eager(store: Path) -> None:
     run_distributed(_two_ranks, 2, str(store))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPUs")
-def test_the_compiler_that_training_uses(
-    mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inductor_equals_eager(mesh: ProcessMesh, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     scan = RecordingScan(LocalScan())
     case = Case(recompute=Recompute.full, segments=2, documents=True, steps=1)
@@ -147,7 +145,7 @@ def test_the_compiler_that_training_uses(
 
 
 @pytest.mark.parametrize(("setting", "calls"), [(Compile.always, 1), (Compile.auto, 0), (Compile.never, 0)])
-def test_what_is_compiled(setting: Compile, calls: int, mesh: ProcessMesh) -> None:
+def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mesh: ProcessMesh) -> None:
     """On a CPU; `auto` compiles on GPUs only."""
     with mock.patch.object(LanguageModel, "compile_parts") as compile_parts:
         build_model(TINY, TrainConfig(compile=setting), Strategy.zero2, mesh, seed=0)
@@ -156,7 +154,7 @@ def test_what_is_compiled(setting: Compile, calls: int, mesh: ProcessMesh) -> No
 
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("compiled_before", [False, True])
-def test_a_non_finite_tensor_inside_a_compiled_block_is_named(
+def test_non_finite_tensor_in_compiled_block_is_named(
     recompute: Recompute, compiled_before: bool, mesh: ProcessMesh, store: Path
 ) -> None:
     case = Case(recompute=recompute, compiler="aot_eager")
@@ -193,7 +191,7 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents: bool) -> None:
+def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: bool) -> None:
     scan = LocalScan()
     inputs, do, state = _tokens(dtype, tokens)
     borders = torch.tensor(sorted({0, tokens // 2, tokens})) if documents else None
@@ -206,7 +204,7 @@ def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents
             arguments = (leaves, "gla", 0.5, handle_of(scan), pieces, incoming_state, carry_in, carry)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
-                # It compares outputs, but a replay's carry_out is NaN.
+                # This check compares outputs, and the carry_out of a replay is NaN.
                 tests.append("test_aot_dispatch_dynamic")
             opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
             with torch.no_grad():
@@ -217,7 +215,7 @@ def test_the_operator_keeps_the_rules(dtype: torch.dtype, tokens: int, documents
             opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle_of(scan), pieces, carry))
 
 
-def test_projections_keep_the_rules() -> None:
+def test_projections_pass_opcheck() -> None:
     x = torch.randn(2, 7, 4, dtype=torch.float64)
     weights = [torch.randn(size, 4, dtype=torch.float64) for size in (3, 5, 2)]
     dys = [torch.randn(2, 7, size, dtype=torch.float64) for size in (3, 5, 2)]

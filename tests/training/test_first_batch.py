@@ -1,4 +1,4 @@
-"""Before the first step: ranks that are not set up alike, or that share a sequence but not its tokens, are named."""
+"""Checks before the first step: ranks with different settings, code or data are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeco_train.distributed.agreement import _difference, flat
 from zeco_train.errors import ZecoError
 from zeco_train.training import build
 
-# A store's token t is t modulo 250, so any shift of it shows in every token.
+# Token t of the store is t modulo 250, so a shift changes every token.
 TOKENS = np.arange(9000) % 250
 SPLIT = ["data=tokens", "sp=zeco", "sp.size=2", "data.seq_len=64", "train.steps=1", "train.eval_sequences=0"]
 
@@ -31,10 +31,10 @@ def _reordered(*arguments: Any, **settings: Any) -> SequenceLoader:
 
 
 def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    """What starts say: with all as it should be, and with something else on some ranks."""
+    """Messages of starts: with equal ranks, and with one difference on some ranks each."""
     store, stale = f"data.path={folder}/store", f"data.path={folder}/stale"
     cases: dict[str, tuple[list[str], Any]] = {
-        # The same tokens at another place are the same tokens.
+        # A copy of the store at another path is accepted.
         "right": ([f"data.path={folder}/copy" if rank == 3 else store], None),
         "stale": ([stale if rank == 3 else store], None),
         "borders": ([f"data.path={folder}/borders" if rank == 3 else store], None),
@@ -55,16 +55,16 @@ def _train_on(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return messages
 
 
-def test_ranks_that_differ(tmp_path: Path) -> None:
+def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(TOKENS, [4000, 5000])
         writer.finish("sources")
     for copy in ("copy", "stale", "borders"):
         shutil.copytree(tmp_path / "store", tmp_path / copy)
-    # Of the same size, under a meta.json that is up to date.
+    # Same size, valid meta.json, shifted tokens.
     (tmp_path / "stale" / shard_name(0)).write_bytes(np.roll(TOKENS, 1).astype(np.uint16).tobytes())
     np.save(tmp_path / "borders" / OFFSETS_FILE, np.array([0, 4100, 9000]))
-    # The same tokens, prepared as other documents.
+    # The same tokens with other document borders.
     with StoreWriter(tmp_path / "split", vocab_size=259, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
         writer.append(TOKENS, [4100, 4900])
         writer.finish("sources")
@@ -99,7 +99,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
         (["3", *"112111", *"222", "1"], "key=3: ranks 0, 3, 7–9 differ, the others have 1; do"),
     ],
 )
-def test_the_minority_is_named(by_rank: list[str], message: str) -> None:
+def test_deviating_ranks_are_named(by_rank: list[str], message: str) -> None:
     assert str(_difference(["key"], by_rank, "do")) == message
 
 

@@ -1,6 +1,6 @@
-"""What only GPUs can show (CI has none; the last results are in `tests/gpu_results.md`).
+"""Tests that need GPUs (CI has none; the last results are in `tests/gpu_results.md`).
 
-The trainer on NCCL against the same run on one CPU, and our model against fla's real one, Triton kernels and all.
+The trainer on NCCL against the same run on one CPU, and our model against fla's with its Triton kernels.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def test_training_on_gpus_equals_one_cpu(tmp_path: Path, world_size: int) -> Non
 
 @pytest.mark.parametrize(
     ("dtype", "ours_from_exact", "ours_from_fla"),
-    # fla's kernels multiply fp32 in tf32 (10 bits of mantissa), whatever torch is told; ours do not.
+    # fla's kernels multiply fp32 in tf32 (10 bits of mantissa), whatever torch's setting; ours do not.
     [(torch.float32, 1e-5, 2e-3), (torch.bfloat16, 1.5e-2, 2e-2)],
     ids=["fp32", "bf16"],
 )
-def test_logits_equal_those_of_fla(dtype: torch.dtype, ours_from_exact: float, ours_from_fla: float) -> None:
+def test_logits_equal_fla(dtype: torch.dtype, ours_from_exact: float, ours_from_fla: float) -> None:
     fla = pytest.importorskip("fla.models")
     torch.backends.cuda.matmul.allow_tf32 = False
     config = GLAConfig(vocab_size=512, hidden_size=512, num_layers=2, num_heads=4, intermediate_size=1024)
@@ -100,7 +100,7 @@ def test_logits_equal_those_of_fla(dtype: torch.dtype, ours_from_exact: float, o
     assert not any(theirs.load_state_dict(model.state_dict(), strict=True))
     tokens, shard = torch.randint(512, (1, 1024), generator=torch.Generator().manual_seed(0)), _whole(1024)
     with torch.no_grad():
-        # The weights are rounded first, so that all three models have the same ones.
+        # Round the weights first, so that all three models have the same.
         exact = model.to(dtype).double()(tokens, shard)
         ours = model.to("cuda", dtype)(tokens.cuda(), shard).double().cpu()
         fla_logits = theirs.to("cuda", dtype)(tokens.cuda()).logits.double().cpu()

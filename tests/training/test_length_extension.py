@@ -1,4 +1,4 @@
-"""`launch/length_extension.sh` with tiny lengths: each stage from the weights of the one before, done ones are left."""
+"""`launch/length_extension.sh` with tiny lengths: each stage loads the previous weights; finished ones are skipped."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def weights(run: Path, whole: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_stages(tmp_path: Path) -> None:
+def test_each_stage_starts_from_previous_weights(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     first, second = runs / "stage_1_64", runs / "stage_2_256"
-    # Half of the recipe, then all of it: what is done stays. The second stage changes next to nothing, so that its
-    # weights are those of the first.
+    # One stage, then both: the finished one is skipped. The learning rate of the second stage is too small to change
+    # the weights of the first.
     one = extend(runs, "64:8:3", "sp=dp")
     assert one.returncode == 0, one.stderr
     before = weights(first, tmp_path / "first.pt")
@@ -50,7 +50,7 @@ def test_stages(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_mistakes(tmp_path: Path) -> None:
+def test_invalid_stages_and_settings_are_refused(tmp_path: Path) -> None:
     for stages, setting, part in (
         ("64:8", "seed=1", "STAGES: 64:8: must be SEQ_LEN:GLOBAL_BATCH:STEPS"),
         ("64:8:3:1:1:1", "seed=1", "STAGES: 64:8:3:1:1:1: must be"),

@@ -1,4 +1,4 @@
-"""Runs on mixtures: figures by store, another split in mid-epoch, mistakes, and a shard that goes missing."""
+"""Runs on mixtures: validation per store, resume on another split, invalid settings, a removed shard."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mixture(folder: Path, web: str = "weight: 3", books: str = "min_document_tok
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
-    """A run of two steps that has ended, with a validation part for books, too, of other weight."""
+    """A finished run of two steps, with a validation part for books as well."""
     books = f"validation_path: {folder / 'web' / 'validation'}, name: long"
     run = folder / "finished"
     outcome = train_here(*mixture(folder, books=books), f"run_dir={run}", "train.steps=2", "train.eval_sequences=2")
@@ -57,12 +57,12 @@ def finished(folder: Path) -> Path:
     return run
 
 
-def test_validation_by_store(folder: Path, finished: Path) -> None:
+def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Path) -> None:
     *_, last = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     web, books = last["val_loss/web"], last["val_loss/long"]
     assert web == books  # the same held-out text
     assert last["val_loss"] == pytest.approx(0.75 * web + 0.25 * books, rel=1e-12)
-    # Without one for the second store, the mean is of the first alone; and the user is told.
+    # Without one for the second store, the mean is that of the first, and the log says so.
     run = folder / "unvalidated"
     options = ["train.steps=1", "train.eval_sequences=2", "data.verify=true", "data.seq_len=32"]
     outcome = train_here(*mixture(folder), f"run_dir={run}", *options)
@@ -85,7 +85,7 @@ def test_validation_by_store(folder: Path, finished: Path) -> None:
         ({"third": "THIRD"}, "data: these are not the tokens that the run in RUN began with"),
     ],
 )
-def test_a_changed_mixture_is_refused(
+def test_changed_mixture_is_refused(
     change: dict[str, str], part: str, folder: Path, finished: Path, tmp_path: Path
 ) -> None:
     if "third" in change:
@@ -94,20 +94,20 @@ def test_a_changed_mixture_is_refused(
     books = {"books": "name: long"}
     data = mixture(folder, **(books | {key: value for key, value in change.items() if key != "shuffle"}))
     outcome = train_here(*data, *shuffle, f"run_dir={finished}", "train.steps=4")
-    if "third" in change:  # of the weights and filters, which are more, too, the first by name is told
+    if "third" in change:  # weights and filters differ as well; the first by name is reported
         check_line(outcome, CHECKPOINT, "data.min_document_tokens=[0, 0, 0]: the run in")
     else:
         check_line(outcome, CHECKPOINT, part.replace("RUN", str(finished)))
 
 
-def test_the_same_weights_in_other_numbers_go_on(folder: Path, finished: Path, tmp_path: Path) -> None:
+def test_resume_with_equivalent_weights(folder: Path, finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     data = mixture(folder, web="weight: 0.75", books="name: long, weight: 0.25")
     outcome = train_here(*data, f"run_dir={run}", "train.steps=3")
     assert outcome.code == 0, outcome.err
 
 
-def test_a_run_from_before_there_were_mixtures_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_run_from_before_mixtures_resumes(folder: Path, tmp_path: Path) -> None:
     data = ["data=tokens", f"data.path={folder / 'web'}", f"run_dir={tmp_path / 'run'}"]
     assert train_here(*data, "train.steps=1").code == 0
     path = tmp_path / "run" / "identity.json"
@@ -123,7 +123,7 @@ def test_a_run_from_before_there_were_mixtures_goes_on(folder: Path, tmp_path: P
 
 
 def _flip(store: Path) -> None:
-    """One bit, which makes another id of the vocabulary."""
+    """Flip one bit; the id stays within the vocabulary."""
     contents = bytearray((store / shard_name(0)).read_bytes())
     contents[1000] ^= 1
     (store / shard_name(0)).write_bytes(contents)
@@ -153,10 +153,10 @@ def _flip(store: Path) -> None:
         ),
         ({}, ["model.vocab_size=100"], CONFIG, "model.vocab_size=100: the token store FOLDER/web has 259 ids"),
         ({"third": "FLIPPED"}, ["data.verify=true"], DATA, "FLIPPED/tokens-00000.bin: its contents differ from what"),
-        ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # nothing of this size is kept there
+        ({}, ["data.cache_dir=FOLDER/web/meta.json"], 0, ""),  # unused: no index of a store of this size is cached
     ],
 )
-def test_mistakes(
+def test_invalid_mixtures_are_refused(
     stores: dict[str, str], overrides: list[str], code: int, part: str, folder: Path, tmp_path: Path
 ) -> None:
     other, flipped = write(tmp_path / "other", 3, tokenizer="huggingface"), write(tmp_path / "flipped", 3)
@@ -187,10 +187,10 @@ def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> li
 
 
 @pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_another_split_in_the_middle_of_an_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
-    """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and going on with sp = 2.
+def test_resume_on_another_split_in_mid_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
+    """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and resumed with sp = 2.
 
-    Documents restart the state in one case, and run into each other in the other.
+    With and without a reset of the state at documents.
     """
     for name in ("web", "books"):
         shutil.copytree(folder / name, tmp_path / name)
@@ -209,8 +209,8 @@ def test_another_split_in_the_middle_of_an_epoch(reset: bool, folder: Path, tmp_
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_shard_that_goes_missing_in_mid_run(folder: Path, tmp_path: Path) -> None:
-    """Two ranks, of which each finds out by itself; one line, the shard and the bytes in it, and nobody waits."""
+def test_shard_removed_in_mid_run_gives_one_line_error(folder: Path, tmp_path: Path) -> None:
+    """Both ranks detect it; one line names the shard and the bytes, and no rank hangs."""
     for name in ("web", "books"):
         shutil.copytree(folder / name, tmp_path / name)
     options = [*mixture(tmp_path), "run_dir=run", "train.steps=100000", "sp.size=2"]

@@ -1,4 +1,4 @@
-"""Muon: against torch's, over strategies and ranks, and what is left out or stacked."""
+"""Muon: against torch, over strategies and ranks, with other parameters and stacked matrices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (5, 12), (12, 5), (1, 4), (4, 1)])
-def test_singular_values_end_near_one_with_the_same_directions(shape: tuple[int, int]) -> None:
+def test_orthogonalise_moves_singular_values_near_one(shape: tuple[int, int]) -> None:
     matrix = _random(*shape)
     found, (u, _, v) = orthogonalise(matrix, 12), torch.linalg.svd(matrix, full_matrices=False)
     rotated = u.T @ found @ v.T
@@ -46,14 +46,14 @@ def test_singular_values_end_near_one_with_the_same_directions(shape: tuple[int,
     assert rotated.diag().max() < 1.3
 
 
-def test_a_zero_matrix_stays_zero() -> None:
+def test_orthogonalised_zero_matrix_stays_zero() -> None:
     assert not orthogonalise(torch.zeros(3, 4), 5).any()
 
 
 @pytest.mark.parametrize("adjust", AdjustLR)
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_equals_that_of_torch(adjust: AdjustLR, nesterov: bool) -> None:
-    """In bf16, torch's precision, to fp32's rounding; in fp32 as far from torch's as bf16 rounds."""
+def test_muon_equals_torch(adjust: AdjustLR, nesterov: bool) -> None:
+    """In bf16, the precision of torch's Muon, equal up to fp32 rounding; in fp32 different by bf16 rounding."""
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 5}
     start = [_random(*shape, seed=number).float() for number, shape in enumerate([(24, 40), (40, 24), (16, 16)])]
     theirs = [nn.Parameter(x.clone()) for x in start]
@@ -76,7 +76,7 @@ def test_equals_that_of_torch(adjust: AdjustLR, nesterov: bool) -> None:
         assert 1e-5 * moved < (found[Precision.master][0][index] - p).norm() < 2e-2 * moved
 
 
-def test_everything_but_projections_is_updated_by_adamw() -> None:
+def test_non_projections_are_updated_by_adamw() -> None:
     parameters = [nn.Parameter(_random(*shape)) for shape in ((6, 4), (6, 4), (5,))]
     rules = [PROJECTION, MATRIX, BIAS]
     settings = dataclasses.replace(SETTINGS, adamw_lr=3e-2, weight_decay=0.2)
@@ -98,7 +98,7 @@ def test_everything_but_projections_is_updated_by_adamw() -> None:
     assert "exp_avg" not in muon.state[parameters[0]]
 
 
-def test_stacked_matrices_are_orthogonalised_one_by_one() -> None:
+def test_stacked_matrices_are_orthogonalised_separately() -> None:
     whole = nn.Parameter(_random(9, 6))
     apart = [nn.Parameter(x.clone()) for x in whole.detach().split([4, 5])]
     stacked = Muon([(whole, PROJECTION._replace(rows=(4, 5)))], SETTINGS)
@@ -112,7 +112,7 @@ def test_stacked_matrices_are_orthogonalised_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("costs", "ranks"), [([5.0, 4.0, 3.0, 3.0, 3.0], 2), ([1.0], 3), ([], 2), ([1.0] * 7, 3)])
-def test_work_is_spread(costs: list[float], ranks: int) -> None:
+def test_assignment_balances_work_over_ranks(costs: list[float], ranks: int) -> None:
     owned = assign(costs, ranks)
     assert sorted(index for indices in owned for index in indices) == list(range(len(costs)))
     loads = [sum(costs[index] for index in indices) for indices in owned]
@@ -130,7 +130,7 @@ def test_values_out_of_range(change: dict[str, Any], field: str) -> None:
 
 
 def _round_trip(rank: int, world_size: int) -> None:
-    """Every rank gets back its rows of twice every matrix; heights that do not divide, fewer rows than ranks."""
+    """Gather, double, scatter: every rank gets its rows, also of heights that do not divide by the ranks."""
     mesh = make_mesh(rank, world_size, world_size // 2 if world_size % 2 == 0 else world_size)
     shapes = [(7, 3), (1, 5), (world_size, 2), (12, 4), (2, 2), (9, 1)]
     for strategy in Strategy:
@@ -156,7 +156,7 @@ def _round_trip(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_each_matrix_is_whole_on_one_rank_and_comes_back(world_size: int) -> None:
+def test_each_matrix_is_gathered_on_one_rank_and_scattered(world_size: int) -> None:
     run_distributed(_round_trip, world_size)
 
 
@@ -171,7 +171,7 @@ def _reference(rank: int, world_size: int, store: str) -> Result:
 def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, backends: list[str], reference: bytes) -> None:
     expected: Result = pickle.loads(reference)
     mesh = make_mesh(rank, world_size, sp_size)
-    # All ranks make the groups of all.
+    # Creating process groups is collective: all ranks create all groups.
     scans = [build_scans(tuple(range(first, first + sp_size))) for first in range(0, world_size, sp_size)][mesh.dp_rank]
     for number, strategy in enumerate(Strategy):
         for backend in backends if world_size > 2 else [backends[number % len(backends)]]:
@@ -183,8 +183,8 @@ def _on_ranks(rank: int, world_size: int, store: str, sp_size: int, backends: li
     ("world_size", "sp_size"),
     [(2, 2), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
-def test_ten_steps_are_those_of_one_rank(world_size: int, sp_size: int, tmp_path: Path) -> None:
-    """Losses, norms, gradients and parameters: every strategy, with every backend on four ranks."""
+def test_ten_steps_equal_one_rank(world_size: int, sp_size: int, tmp_path: Path) -> None:
+    """Losses, norms, gradients and parameters, for every strategy; on four ranks with every backend."""
     store = str(write_documents(tmp_path / "store"))
     reference = pickle.dumps(run_distributed(_reference, 1, store)[0])
     backends = ["lasp1", "lasp2", "chain/3", "two_shot"]
@@ -198,7 +198,7 @@ def _train(rank: int, world_size: int, folder: str, *overrides: str) -> dict[str
 
 
 @pytest.mark.slow
-def test_a_resume_on_another_split_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_resume_on_another_split_equals_unbroken_run(tmp_path: Path) -> None:
     run_dir, rest = str(tmp_path / "run"), "sched=constant"
     expected = run_distributed(_train, 1, str(tmp_path / "unbroken"), rest)[0]
     run_distributed(_train, 2, run_dir, rest, "parallel=zero3", "train.steps=2")
@@ -217,7 +217,7 @@ def _train_with_both(rank: int, world_size: int, folder: str) -> str:
     return str(error.value)
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     message = run_distributed(_train_with_both, 1, str(tmp_path / "run"))[0]
     assert "momentum_buffer: saved with another optimizer; take that one (optim=)" in message
     assert len(message.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Steps that are not finite: named, and under `train.nonfinite=skip:N` left out as if their update had never been."""
+"""Non-finite steps: reported, and under `train.nonfinite=skip:N` skipped without any update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRADIENT, ACTIVATION = "model.layers.0.attn.o_proj.weight", "model.layers.1.attn
 
 @contextlib.contextmanager
 def _poison(gradient_ids: list[int], activation_ids: list[int], rank: int) -> Iterator[None]:
-    """Make a gradient of rank 1, and what enters a layer of rank 0, NaN whenever certain sequences are trained on."""
+    """Set a gradient of rank 1 and a layer's input on rank 0 to NaN whenever certain sequences are trained on."""
     backward, forward = TrainingStep.backward, SequenceForward.loss
 
     def bad_backward(self: TrainingStep, segments: list[Batch], **options: Any) -> torch.Tensor | None:
@@ -81,7 +81,7 @@ def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
     with _without_updates({3, 4}):
         results["reference"] = run("reference", 5, "stop")
     micro_batches = results["reference"]["sequence_ids"]
-    # The last micro-batch of step 3, after which gradients can be reached, and the first of step 4.
+    # The last micro-batch of step 3, when gradients are complete, and the first of step 4.
     with _poison(micro_batches[2][3:], micro_batches[3][:1], rank):
         results["skipped"] = run("skipped", 5, "skip:2")
         if not resumed:
@@ -91,7 +91,7 @@ def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
             shutil.copytree(Path(folder, "resumed"), Path(folder, "stopped"))
         dist.barrier()
         results["resumed"] = run("resumed", 5, "skip:2")
-        # The checkpoint's count goes on.
+        # The count of skipped steps continues from the checkpoint.
         with pytest.raises(NonFiniteError) as error:
             run("stopped", 5, "skip:1")
         results["stopped"] = str(error.value)
@@ -99,7 +99,7 @@ def _runs(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_skipped_steps(resumed: bool, tmp_path: Path) -> None:
+def test_skipped_steps_equal_run_without_their_updates(resumed: bool, tmp_path: Path) -> None:
     by_rank = run_distributed(_runs, 2, str(tmp_path), resumed)
     expected = by_rank[0]["reference"]
     rows = by_rank[0]["skipped"]["rows"]
@@ -128,11 +128,11 @@ def test_skipped_steps(resumed: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "limit"), [("stop", 0), ("skip:1", 1), ("skip:20", 20)])
-def test_policies(policy: str, limit: int) -> None:
+def test_skip_limit_of_policies(policy: str, limit: int) -> None:
     assert skip_limit(policy) == limit
 
 
 @pytest.mark.parametrize("policy", ["", "skip", "skip:", "skip:0", "skip:-1", "skip:1.5", "skip:x", "go on", "STOP"])
-def test_policies_that_are_none(policy: str) -> None:
+def test_invalid_policies_are_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match="must be stop, or skip:N to leave out up to N ≥ 1 steps in a row"):
         skip_limit(policy)

@@ -1,4 +1,4 @@
-"""Learning rates, decay groups, the global norm, clipping, and steps that are left out."""
+"""Learning rates, weight decay groups, global norm, clipping, and skipped steps."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_cosine_ends_at_the_minimum() -> None:
     assert all(a > b for a, b in pairwise(rates[10:]))
 
 
-def test_constant_stays() -> None:
+def test_constant_schedule_stays_at_peak() -> None:
     assert _rates("constant")[10:] == [2.0] * 90
 
 
-def test_a_run_shorter_than_its_warm_up() -> None:
+def test_run_shorter_than_warm_up_ends_below_peak() -> None:
     assert _rates("cosine", steps=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert _rates("wsd", steps=1, warmup_steps=0) == [2.0]
 
@@ -95,8 +95,8 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_bytes_are_those_of_the_state(name: str) -> None:
-    """What the planner counts, for whatever is registered, of a matrix and a vector that have had an update."""
+def test_state_bytes_equal_optimizer_state(name: str) -> None:
+    """The planner's count against real state of a matrix and a vector, for every registered optimizer."""
     parameters = [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in ((8, 5), (7,))]
     rules = dict(zip(parameters, (PROJECTION, SCALE), strict=True))
     optimizer = OPTIMIZERS[name].build(list(rules.items()), OptimConfig())
@@ -115,7 +115,7 @@ def mesh() -> Iterator[ProcessMesh]:
 
 
 def set_gradients(model: nn.Module, number: int) -> dict[str, Tensor]:
-    """Random gradients, smaller with every step; whole ones are returned."""
+    """Set random gradients, smaller with every step; returns them unsharded."""
     generator = torch.Generator().manual_seed(number)
     grads = {}
     for name, parameter in model.named_parameters():
@@ -131,8 +131,8 @@ def one() -> Tensor:
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 1e-3, 0.5, 1e9])
-def test_updates_are_those_of_a_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
-    """AdamW and clipping one after the other: with a factor in fp32, as the fused optimizer takes it, and in fp64."""
+def test_updates_equal_plain_optimizer(grad_clip: float, mesh: ProcessMesh) -> None:
+    """Against clipping followed by AdamW, the clip factor in fp32, as in the fused optimizer, and in fp64."""
     model, step = make_step(Case(), LocalScan(), mesh, grad_clip=grad_clip)
     plain, exact = ({name: full(p).clone().requires_grad_() for name, p in model.named_parameters()} for _ in range(2))
     decays = [group["weight_decay"] for group in step.optimizer.param_groups]
@@ -205,7 +205,7 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
             numbers = step.update(_poison(step, what, value, rank)).read()
             assert not all(map(math.isfinite, numbers)), where
             after = _everything(step)
-            # A first step makes the optimizer's state.
+            # The first step creates the optimizer's state, as zeros.
             before = {name: torch.zeros_like(tensor) for name, tensor in after.items()} | before
             for name, tensor in before.items():
                 assert torch.equal(after[name], tensor), f"{name}: step {number}, {where}"
@@ -221,5 +221,5 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(value: float) -> None:
+def test_non_finite_step_is_skipped_on_all_ranks(value: float) -> None:
     run_distributed(_leave_out, 2, value)

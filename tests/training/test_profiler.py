@@ -1,4 +1,4 @@
-"""`train.profile`: which steps are profiled, on which ranks, into which files."""
+"""`train.profile`: profiled steps and ranks, and the files written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {step: 100 + step for step in range(1, 10)}
 
 
 def run_steps(profiler: StepProfiler, *steps: int, device: torch.device = CPU) -> None:
-    """Steps that can be told from each other by the size of a product."""
+    """Run steps that differ in the size of a product."""
     for step in steps:
         profiler.begin(step)
         x = torch.ones(SIZES[step], 3, device=device, requires_grad=True)
@@ -47,13 +47,13 @@ def files(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["3", "", "3:", ":3", "0:3", "4:3", "-1:3", "1:2:3", "1.5:2", "a:b", " 1:2", "1:2\n"])
-def test_only_ranges_of_steps_are_taken(text: str) -> None:
+def test_invalid_step_ranges_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"(?s)train\.profile=.*: must be START:STOP") as caught:
         parse_profile(text)
     assert caught.value.field == "train.profile"
 
 
-def test_ranges_are_parsed_and_checked() -> None:
+def test_step_ranges_and_ranks_are_checked() -> None:
     assert parse_profile("3:3") == (3, 3)
     assert parse_profile("1:12") == (1, 12)
     check_profile(None, [0], 5)
@@ -68,7 +68,7 @@ def test_ranges_are_parsed_and_checked() -> None:
         check_profile_ranks([0, 4], 4)
 
 
-def test_a_trace_holds_the_chosen_steps_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_holds_chosen_steps_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     profiler = StepProfiler("3:4", [2], tmp_path, 2, CPU)
     run_steps(profiler, 1, 2)
@@ -95,7 +95,9 @@ def test_a_trace_holds_the_chosen_steps_only(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(("steps", "rank"), [(None, 0), ("1:2", 1)])
-def test_others_leave_nothing(tmp_path: Path, steps: str | None, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_profile_without_setting_or_on_other_ranks(
+    tmp_path: Path, steps: str | None, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiler_module, "profile", None)
     profiler = StepProfiler(steps, [0], tmp_path, rank, CPU)
     run_steps(profiler, 1, 2, 3)
@@ -103,7 +105,7 @@ def test_others_leave_nothing(tmp_path: Path, steps: str | None, rank: int, monk
     assert not any(tmp_path.iterdir())
 
 
-def test_a_resumed_run_profiles_what_is_left(tmp_path: Path) -> None:
+def test_resumed_run_profiles_remaining_steps(tmp_path: Path) -> None:
     run_steps(StepProfiler("2:4", [0], tmp_path, 0, CPU), 3, 4, 5)
     assert files(tmp_path) == ["rank_0_steps_3_4.json.gz"]
     assert named(read_trace(tmp_path / "profile" / "rank_0_steps_3_4.json.gz"), "step ") == ["step 3", "step 4"]
@@ -113,7 +115,7 @@ def test_a_resumed_run_profiles_what_is_left(tmp_path: Path) -> None:
     assert files(tmp_path) == ["rank_0_steps_3_4.json.gz"]
 
 
-def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
+def test_early_end_writes_steps_profiled_so_far(tmp_path: Path) -> None:
     profiler = StepProfiler("2:9", [0], tmp_path, 0, CPU)
     run_steps(profiler, 1, 2, 3)
     profiler.begin(4)
@@ -125,7 +127,7 @@ def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_profiles_are_not_overwritten(tmp_path: Path) -> None:
     for _ in range(3):
         run_steps(StepProfiler("1:1", [0], tmp_path, 0, CPU), 1)
     names = ["rank_0_steps_1_1.1.json.gz", "rank_0_steps_1_1.2.json.gz", "rank_0_steps_1_1.json.gz"]
@@ -134,12 +136,12 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert times[2] < times[0] < times[1]
 
 
-def test_folders_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_folder_is_refused_or_loses_profile_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"profile: cannot be written"):
         StepProfiler("1:1", [0], tmp_path / "file", 0, CPU)
     StepProfiler(None, [0], tmp_path / "file", 0, CPU)
-    # In the middle of a run, and at its end, where something else may be going wrong and is not hidden by this.
+    # In the middle of a run, and at its end, where the warning must not hide another error.
     for steps in ((1, 2, 3), (1,)):
         profiler = StepProfiler("1:2", [0], tmp_path, 0, CPU)
         shutil.rmtree(tmp_path / "profile")
@@ -152,8 +154,8 @@ def test_folders_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptur
         assert line.startswith(f"the profile of steps 1 to {last} is lost: {trace}: cannot be written (No such file")
 
 
-def test_a_full_disk_takes_the_profile_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run goes on, and no half of a trace is left to take the room that is needed."""
+def test_full_disk_loses_profile_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run continues, and the partial trace is removed."""
     profiler = StepProfiler("1:1", [0], tmp_path, 0, CPU)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
@@ -167,7 +169,7 @@ def test_a_full_disk_takes_the_profile_only(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.processes
-def test_nothing_is_printed(tmp_path: Path) -> None:
+def test_profiler_prints_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from tests.training.test_profiler import *\n"
         "run_steps(StepProfiler('2:3', [0], Path(sys.argv[1]), 0, CPU), 1, 2, 3, 4)"
@@ -180,7 +182,7 @@ def test_nothing_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("is_full", [False, True])
-def test_the_history_of_memory_ends_with_the_profile(
+def test_memory_history_ends_with_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_full: bool
 ) -> None:
     calls: list[str] = []
@@ -212,7 +214,7 @@ def test_the_history_of_memory_ends_with_the_profile(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path) -> None:
+def test_gpu_profile_has_kernels_and_allocations(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     run_steps(StepProfiler("2:3", [0], tmp_path, 0, device), 1, 2, 3, 4, device=device)
     assert files(tmp_path) == ["rank_0_steps_2_3.json.gz", "rank_0_steps_2_3_memory.pickle"]
@@ -221,7 +223,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     products = [e for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::mm"]
     assert len(products) == 2 * 3
     snapshot = pickle.loads((tmp_path / "profile" / "rank_0_steps_2_3_memory.pickle").read_bytes())
-    # In blocks of 512 bytes, whether a history has sizes as they were asked for or as they were given.
+    # In blocks of 512 bytes, since a history may have requested or allocated sizes.
     sizes = {-(-e["size"] // 512) for e in snapshot["device_traces"][0] if e["action"] == "alloc"}
     assert {-(-4 * SIZES[step] ** 2 // 512) for step in (2, 3)} <= sizes
     assert -(-4 * SIZES[4] ** 2 // 512) not in sizes

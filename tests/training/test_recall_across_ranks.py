@@ -1,4 +1,4 @@
-"""That states cross ranks in training: what is told on one rank is learnt to be recalled on another, or not at all."""
+"""Training learns recall across ranks, which needs the states that cross ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_on_two_ranks(*command: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_keys_and_questions_on_different_ranks(tmp_path: Path) -> None:
+def test_recall_across_ranks_depends_on_states(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path}/run"
     run_on_two_ranks("train.py", "+experiment=gla_recall", run, *TASK, *STAGE, *QUIET)
     asked = ["recall.depths=0", "recall.examples=400", "recall.queries=1", "recall.zeroed=true"]

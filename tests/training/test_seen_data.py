@@ -1,4 +1,4 @@
-"""A start compares its data with those of the last one: what changed is hashed once, and refused if it differs."""
+"""A start compares its data with those of the last one: changed files are hashed once and refused if they differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(folder: Path, lengths: list[int] = LENGTHS, seed: int = 0) -> Path:
 
 
 def flip(path: Path) -> None:
-    """One bit of one token, which makes another id of the vocabulary; size and inode stay."""
+    """Flip one bit of a token, which stays within the vocabulary; size and inode are unchanged."""
     with path.open("r+b") as file:
         file.seek(300)
         (value,) = file.read(1)
@@ -48,14 +48,14 @@ def flip(path: Path) -> None:
 
 
 def shift(store: Path) -> None:
-    """Another border between two documents, which fits meta.json but for the digest."""
+    """Move a border between two documents, consistent with meta.json except for the digest."""
     offsets = np.load(store / OFFSETS_FILE)
     offsets[2] += 5
     np.save(store / OFFSETS_FILE, offsets)
 
 
 def touch(store: Path, ahead: int = 0) -> None:
-    """Give files the present time, and some seconds, as a copy does."""
+    """Set modification times to now plus some seconds, as a copy does."""
     now = time.time_ns() + ahead * 10**9
     for path in store.rglob("*"):
         os.utime(path, ns=(now, now))
@@ -88,7 +88,7 @@ class Run:
         assert self.start().code == 0
 
     def start(self, *overrides: str, steps: int = 1) -> Outcome:
-        """Go on for some steps."""
+        """Resume for some more steps."""
         self.steps += steps
         data = ["data=tokens", f"data.path={self.store}", "train.eval_sequences=2", "train.log_every=1"]
         outcome = train_here(*data, f"run_dir={self.run}", f"train.steps={self.steps}", *overrides)
@@ -110,7 +110,7 @@ def test_flipped_tokens_are_refused(run: Run) -> None:
         remedy = f"copy the store again or prepare it again, or go on with it as it is by {SKIP}"
         check_line(outcome, DATA, f"{run.store / shard_name(1)}: {problem}; {remedy}")
         assert snapshot(run.run) == before
-    # Nor is it noted where it was not to be hashed.
+    # Skipping the check does not record the file as checked.
     outcome = run.start(SKIP)
     assert outcome.code == 0, outcome.err
     line = f"{SKIP}: {run.store / shard_name(1)}, changed since the last start, not checked"
@@ -122,13 +122,13 @@ def test_flipped_tokens_are_refused(run: Run) -> None:
 def test_flipped_validation_tokens_are_refused(run: Run) -> None:
     flip(run.store / "validation" / shard_name(2))
     check_line(run.start(), DATA, f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start")
-    # Where nothing is validated, nothing of it is read, nor forgotten.
+    # Without validation the store is neither read nor dropped from the record.
     assert run.start("train.eval_sequences=0").code == 0
     check_line(run.start(), DATA, f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start")
 
 
 @pytest.mark.parametrize("part", ["", "validation"])
-def test_shifted_borders_of_documents_are_refused(part: str, run: Run) -> None:
+def test_shifted_document_borders_are_refused(part: str, run: Run) -> None:
     shift(run.store / part)
     line = f"{run.store / part / OFFSETS_FILE}: its contents differ from what was prepared; copy the store again"
     check_line(run.start(), DATA, line)
@@ -136,7 +136,7 @@ def test_shifted_borders_of_documents_are_refused(part: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "validation"])
-def test_a_store_of_the_same_tokens_in_other_documents_is_refused(part: str, run: Run) -> None:
+def test_same_tokens_with_other_document_borders_are_refused(part: str, run: Run) -> None:
     shutil.rmtree(run.store / part / "validation", ignore_errors=True)
     lengths = [LENGTHS[0] + 5, LENGTHS[1] - 5, *LENGTHS[2:]]
     for path in (run.store / part).iterdir():
@@ -151,14 +151,14 @@ def test_a_store_of_the_same_tokens_in_other_documents_is_refused(part: str, run
     assert f"{SKIP}: {run.store / part / META_FILE} gives other documents" in log_of(run.run)
 
 
-def test_another_validation_store_is_a_setting(run: Run, tmp_path: Path) -> None:
+def test_validation_store_may_change_and_is_then_checked(run: Run, tmp_path: Path) -> None:
     other = write(tmp_path / "other", seed=5)
     assert run.start(f"data.validation_path={other}").code == 0
     flip(other / shard_name(0))
     check_line(run.start(f"data.validation_path={other}"), DATA, f"{other / shard_name(0)}: changed since")
 
 
-def test_a_copy_is_hashed_once(run: Run, hashed: list[str]) -> None:
+def test_copied_store_is_hashed_once(run: Run, hashed: list[str]) -> None:
     assert run.start().code == 0
     assert hashed == []
     touch(run.store)
@@ -176,7 +176,7 @@ def test_a_copy_is_hashed_once(run: Run, hashed: list[str]) -> None:
     assert "and 1 more, changed since the last start, not checked" in log_of(run.run)
 
 
-def test_what_keeps_size_and_time_is_found_by_verify_only(run: Run) -> None:
+def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     path = run.store / shard_name(0)
     times = path.stat()
     flip(path)
@@ -186,7 +186,7 @@ def test_what_keeps_size_and_time_is_found_by_verify_only(run: Run) -> None:
     assert run.start("data.verify=true").err == f"error: {line}"
 
 
-def test_the_embedded_corpus_is_compared_too(tmp_path: Path) -> None:
+def test_embedded_corpus_is_checked(tmp_path: Path) -> None:
     cache, settings = tmp_path / "cache", [f"run_dir={tmp_path / 'run'}", "train.steps=1"]
     settings.append(f"data.cache_dir={cache}")
     assert train_here(*settings).code == 0
@@ -198,7 +198,7 @@ def test_the_embedded_corpus_is_compared_too(tmp_path: Path) -> None:
     assert train_here(*settings, "train.steps=2").code == 0
 
 
-def test_a_mixture_is_compared_store_by_store(tmp_path: Path) -> None:
+def test_each_store_of_mixture_is_checked(tmp_path: Path) -> None:
     stores = [write(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
     settings = ["data=mixture", f"data.stores=[{{path: {stores[0]}}}, {{path: {stores[1]}}}]"]
     settings += [f"run_dir={tmp_path / 'run'}"]
@@ -207,13 +207,13 @@ def test_a_mixture_is_compared_store_by_store(tmp_path: Path) -> None:
     check_line(train_here(*settings, "train.steps=2"), DATA, f"{stores[1] / shard_name(2)}: changed since")
 
 
-def test_a_task_has_no_record(tmp_path: Path) -> None:
+def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
     settings = ["data=synthetic", "data.synthetic.facts=2", "data.seq_len=64", f"run_dir={tmp_path / 'run'}"]
     assert train_here(*settings, "train.steps=1").code == 0
     assert not (tmp_path / "run" / RECORD_FILE).exists()
 
 
-def test_a_run_without_a_record_goes_on(run: Run) -> None:
+def test_run_without_record_resumes_and_records_data(run: Run) -> None:
     (run.run / RECORD_FILE).unlink()
     touch(run.store)
     outcome = run.start()
@@ -238,8 +238,8 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
-def test_damaged_records(run: Run) -> None:
-    """Each is told in a line; a start that can write a new one goes on."""
+def test_damaged_records_are_reported_and_rewritten(run: Run) -> None:
+    """Each gives one warning; the start continues if it can write a new record."""
     path = run.run / RECORD_FILE
     sound = path.read_text()
     texts = [
@@ -268,7 +268,7 @@ def test_damaged_records(run: Run) -> None:
         ((_, message),) = messages
         assert message.startswith(f"{path}: cannot be read (")
         assert message.endswith("); the data are noted as they are now, without a comparison")
-    # The last of them is a pipe that nobody writes into.
+    # The last one is a FIFO without a writer.
     outcome = run.start()
     assert outcome.code == 0
     assert outcome.err == f"warning: {message}\n"
@@ -282,7 +282,7 @@ def test_damaged_records(run: Run) -> None:
     ]
 
 
-def test_a_record_of_many_copies_stays_small(tmp_path: Path) -> None:
+def test_record_keeps_at_most_64_copies(tmp_path: Path) -> None:
     record = DataRecord()
     for number in range(200):
         record.note("a", (1, number))
@@ -293,7 +293,7 @@ def test_a_record_of_many_copies_stays_small(tmp_path: Path) -> None:
 
 
 def _starts(rank: int, world_size: int, folder: str) -> list[str | list[str]]:
-    """The ends of starts on four ranks, of which 2 and 3 have a copy of their own; and what each start hashes here."""
+    """Results of starts on four ranks, of which 2 and 3 share another copy: files hashed by this rank, or the error."""
     own = Path(folder, "copy" if rank >= 2 else "store")
     settings = ["data=tokens", f"data.path={own}", "sp.size=2", "data.seq_len=64", "train.eval_sequences=0"]
     results: list[str | list[str]] = []
@@ -306,7 +306,7 @@ def _starts(rank: int, world_size: int, folder: str) -> list[str | list[str]]:
     changes: list[Callable[[], object]] = [lambda: None, lambda: None, lambda: touch(own, ahead=rank), lambda: None]
     changes += [lambda: flip(own / shard_name(1)) if rank == 3 else None]
     for step, change in enumerate(changes, start=1):
-        # One rank of each copy.
+        # Changed by one rank of each copy.
         if rank in (0, 3):
             change()
         dist.barrier()
@@ -321,8 +321,8 @@ def _starts(rank: int, world_size: int, folder: str) -> list[str | list[str]]:
 
 
 @pytest.mark.slow
-def test_nodes_with_copies_of_their_own(tmp_path: Path) -> None:
-    """Ranks that see the same files share the hashing, each set of copies is hashed by itself, and all ranks agree."""
+def test_each_copy_is_hashed_once_across_its_ranks(tmp_path: Path) -> None:
+    """Ranks with the same files share the hashing, each copy is hashed separately, and all ranks agree."""
     write(tmp_path / "store")
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     touch(tmp_path / "copy")
@@ -333,14 +333,14 @@ def test_nodes_with_copies_of_their_own(tmp_path: Path) -> None:
         assert results[:4] == [[], [], halves[rank], []], rank
         assert results[4].startswith(f"DataError: {tmp_path / 'copy' / shards[1]}: changed since the run's last start")
     record = DataRecord.read(tmp_path / "run")
-    # Before and after they were touched.
+    # Two copies, each before and after `touch`.
     assert [len(notes) for notes in record.files.values()] == [4] * 3
 
 
-def test_a_check_that_is_killed_keeps_what_it_has_compared(
+def test_killed_check_keeps_its_progress(
     run: Run, hashed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The record is written meanwhile, and the user sees how far it is."""
+    """The record is written during the check, and progress is shown."""
     touch(run.store)
     for name in ("_ROUND_SECONDS", "_REPORT_SECONDS", "_SAVE_SECONDS"):
         monkeypatch.setattr(seen_data, name, 0.0)
@@ -363,11 +363,11 @@ def test_a_check_that_is_killed_keeps_what_it_has_compared(
     hashed.clear()
     outcome = run.start(steps=0)
     assert outcome.code == 0, outcome.err
-    # The third was read whole, and not yet compared.
+    # The third file was read completely, but not yet compared.
     assert hashed == [shard_name(2), *map(shard_name, range(3))]
     assert re.search(r"^data: 2kB of 8kB compared, 0:00:\d\d left$", outcome.out, re.M)
 
 
-def test_two_settings_that_contradict_each_other(tmp_path: Path) -> None:
+def test_contradictory_verify_settings_are_refused(tmp_path: Path) -> None:
     outcome = train_here("data.verify=true", SKIP, f"run_dir={tmp_path / 'run'}")
     check_line(outcome, ConfigError.exit_code, f"{SKIP}: data.verify=true reads all token files; set one of them")

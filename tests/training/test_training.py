@@ -44,7 +44,7 @@ THREE, FOUR = (pytest.param(world_size, marks=pytest.mark.slow) for world_size i
 
 
 def short_documents(folder: Path) -> Path:
-    """A token store of documents of 20 to 400 bytes, many of which straddle the shards of a sequence."""
+    """A token store of documents of 20 to 400 bytes, many of which cross shards of a sequence."""
     lines = (Path(__file__).parents[2] / "LICENSE").read_text() * 4
     rng, start, texts = np.random.default_rng(0), 0, []
     while start < len(lines):
@@ -81,7 +81,7 @@ def _dtypes(rank: int, world_size: int, folder: str, store: str) -> dict[str, di
 
 
 class Runs:
-    """Of `_splits`, `_documents` or `_dtypes` on so many ranks, by rank and name; each once, when it is asked for."""
+    """Results of `_splits`, `_documents` or `_dtypes` by world size, rank and name; computed once on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._store = folder, str(short_documents(folder))
@@ -111,7 +111,7 @@ def test_metrics_count_all_tokens(runs: Runs, world_size: int, name: str) -> Non
         assert row["tokens_per_second"] == pytest.approx(4 * 768 / row["step_seconds"])
 
 
-def test_documents_change_the_loss(runs: Runs) -> None:
+def test_document_reset_changes_loss(runs: Runs) -> None:
     plain, reset = (runs(_documents, 1)[0][name]["rows"] for name in ("documents without reset", "documents"))
     assert abs(plain[0]["loss"] - reset[0]["loss"]) > 1e-6
 
@@ -131,7 +131,7 @@ def test_fp64_runs_are_the_same_on_every_split(runs: Runs, world_size: int, suit
 
 
 @pytest.mark.parametrize("world_size", [2, FOUR])
-def test_every_sequence_is_seen_once_by_each_group(runs: Runs, world_size: int) -> None:
+def test_each_sequence_is_read_by_exactly_one_group(runs: Runs, world_size: int) -> None:
     expected = runs(_splits, 1)[0]["reference"]["sequence_ids"]
     dp = "dp, zero3" if world_size == 2 else "dp, zero2"
     by_rank = [rank[dp]["sequence_ids"] for rank in runs(_splits, world_size)]
@@ -142,7 +142,7 @@ def test_every_sequence_is_seen_once_by_each_group(runs: Runs, world_size: int) 
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), FOUR])
-def test_bf16_is_close_to_fp32_with_fp32_weights(runs: Runs, world_size: int) -> None:
+def test_bf16_loss_is_close_to_fp32_with_fp32_weights(runs: Runs, world_size: int) -> None:
     result = runs(_dtypes, world_size)[0]["bf16"]
     assert all(parameter.dtype == torch.float32 for parameter in result["parameters"].values())
     for row, exact in zip(result["rows"], runs(_dtypes, 1)[0]["fp32"]["rows"][:3], strict=True):
@@ -152,7 +152,7 @@ def test_bf16_is_close_to_fp32_with_fp32_weights(runs: Runs, world_size: int) ->
 
 @pytest.mark.parametrize("world_size", [2, THREE, FOUR])
 def test_fp32_losses_agree_for_ten_steps(runs: Runs, world_size: int) -> None:
-    # The contract; from mere rounding two fp32 runs differ by about 1e-6 here.
+    # The contract; by rounding alone two fp32 runs differ by about 1e-6 here.
     expected, found = (runs(_dtypes, n)[0]["fp32"]["rows"] for n in (1, world_size))
     assert largest_difference(found, expected, "loss") <= 1e-4
 
@@ -160,7 +160,7 @@ def test_fp32_losses_agree_for_ten_steps(runs: Runs, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "name"), [(3, "zeco, sp 3, 5 blocks"), pytest.param(4, "lasp1, sp 4", marks=pytest.mark.slow)]
 )
-def test_ranks_log_apart(runs: Runs, world_size: int, name: str) -> None:
+def test_each_rank_has_its_own_log(runs: Runs, world_size: int, name: str) -> None:
     runs(_splits, world_size)
     logs = runs.folder / str(world_size) / name / "logs"
     assert sorted(path.name for path in logs.iterdir()) == [f"rank_{rank}.log" for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""`zeco_train.verify`: sound code passes, every kind of broken scan is found and named, mistakes are one line."""
+"""`zeco_train.verify`: correct code passes, every kind of broken scan is reported, invalid arguments are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
-    # The ranks have joined by a file; a launcher says where they meet all the same.
+    # The ranks have joined through a file, but the command expects the variables of a launcher.
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -77,7 +77,7 @@ def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> No
 
 
 class BrokenScan:
-    """A scan with a fault: changes what goes in, or what comes out."""
+    """A scan with a fault in its inputs or outputs."""
 
     def __init__(self, scan: Any, rank: int, fault: str) -> None:
         self._scan, self._rank, self._fault = scan, rank, fault
@@ -126,7 +126,7 @@ def failures_of_broken_scans(rank: int, world_size: int) -> dict[str, list[str]]
     return failures
 
 
-def test_broken_scans_fail_and_the_tensor_and_the_rank_are_named() -> None:
+def test_broken_scans_fail_with_tensor_and_rank() -> None:
     first, second = run_distributed(failures_of_broken_scans, 2)
     assert first == second, "all ranks judge alike"
     assert not first["none"]
@@ -137,11 +137,11 @@ def test_broken_scans_fail_and_the_tensor_and_the_rank_are_named() -> None:
     assert not any(text.startswith(("o ", "R ", "dq ")) for text in reverse)
     assert any(text.startswith("R on rank 1 is off by 2.0e-02 > 1e-02") for text in first["off on rank 1"])
     assert not any("rank 0" in text for text in first["off on rank 1"] if text.startswith(("R", "o", "dq")))
-    # within 1e-3 of float64 in no tensor, and far from one device
+    # detected only by the comparison with one device
     assert any("as much as another chunking there" in text for text in first["low precision"])
 
 
-def test_a_wrong_result_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_result_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "tokens=[40]", "dtypes=[fp64]", "backends=[dp]", "documents=false"]
     build = cases.build_scan
     with mock.patch.object(cases, "build_scan", lambda *args: BrokenScan(build(*args), 0, "no reverse scan")):
@@ -169,7 +169,9 @@ def test_a_wrong_result_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> No
         ("nonsense", ("nonsense", "KEY=VALUE")),
     ],
 )
-def test_mistakes_are_one_line(argument: str, parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_give_one_line_errors(
+    argument: str, parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     code = command.main([*SMALL, argument])
     captured = capsys.readouterr()
     check_line(Outcome(code, captured.out, captured.err), 2, *parts)
@@ -182,7 +184,7 @@ def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Co
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_under_torchrun_with_results_in_a_file(tmp_path: Path) -> None:
+def test_torchrun_writes_results_file(tmp_path: Path) -> None:
     arguments = ["tokens=[20]", "sp_sizes=[2]", "dtypes=[fp32]", "documents=true", "out=results.json"]
     with torchrun(2, tmp_path, ["-m", "zeco_train.verify"], *SMALL, *arguments) as run:
         outcome = run.wait()
@@ -198,7 +200,7 @@ def test_under_torchrun_with_results_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None:
+def test_hanging_rank_ends_verification_after_timeout(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(
         "import os, sys, time\n"
@@ -223,7 +225,7 @@ def test_a_rank_that_hangs_is_waited_for_in_bounded_time(tmp_path: Path) -> None
 @pytest.mark.processes
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_on_the_gpus_there_are(tmp_path: Path) -> None:
+def test_verification_passes_on_gpus(tmp_path: Path) -> None:
     ranks = 1 << min(torch.cuda.device_count(), 4).bit_length() - 1
     with torchrun(ranks, tmp_path, ["-m", "zeco_train.verify"], "tokens=[1000]", "out=results.json") as run:
         outcome = run.wait()
@@ -241,7 +243,7 @@ def test_on_the_gpus_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("carry", [False, True])
-def test_float64_in_pieces_is_the_recurrence(documents: bool, carry: bool) -> None:
+def test_piecewise_float64_equals_recurrence(documents: bool, carry: bool) -> None:
     sequence = small(tokens=300, documents=documents, carry=carry)
     with mock.patch.object(reference, "_PIECE_STATES", 1):  # a piece is a chunk
         pieces = exact(sequence, sequence.part(0), Place(0, 1))
@@ -260,7 +262,7 @@ def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
     assert small(documents=True, carry=False).shard(LocalScan(), 0, 64).before == 0
 
 
-def test_huge_compares_the_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_detects_error_in_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge, "_TOKENS", 128)
     config = load_settings(VerifyConfig, ["value_dim=4"])
     sequence = huge.huge_sequence(config, torch.float32, "a test", elements=128 * 4 * 4)
@@ -278,7 +280,7 @@ def test_huge_compares_the_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
     assert huge.huge_deviations(sequence, CPU)["dv"].error > 1e-2
 
 
-def test_nan_never_passes() -> None:
+def test_non_finite_results_never_pass() -> None:
     x = torch.ones(1, 3, 2, 4)
     for wrong in (math.nan, math.inf):
         broken = x.clone()
@@ -291,13 +293,13 @@ def test_nan_never_passes() -> None:
         json.dumps(jsonable(row.as_dict()), allow_nan=False)
 
 
-def test_a_gradient_that_is_zero_has_to_be_met_exactly() -> None:
+def test_zero_gradient_must_match_exactly() -> None:
     zero = torch.zeros(1, 2, 3, 4)
     assert relative_error("dq", zero, zero) == 0
     assert relative_error("dq", zero + 1e-30, zero) == math.inf
 
 
-def test_the_worst_head_counts() -> None:
+def test_relative_error_of_outputs_is_of_worst_head() -> None:
     expected = torch.tensor([100.0, 1.0]).expand(1, 3, 5, 2).transpose(2, 3)
     actual = expected.clone()
     actual[:, :, 1] *= 1.1
