@@ -32,8 +32,11 @@ class AdjustLR(Enum):
 
 
 class Precision(Enum):
-    """The dtype of Muon's orthogonalisation: that of the master weights, or bf16 as in `torch.optim.Muon`; `auto`: bf16
-    where the model computes in bf16, else that of the master weights."""
+    """The dtype of Muon's orthogonalisation.
+
+    master: that of the master weights. bf16: as in `torch.optim.Muon`. auto: bf16 where the model computes in bf16,
+    else that of the master weights.
+    """
 
     auto = "auto"
     master = "master"
