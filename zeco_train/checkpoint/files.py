@@ -212,7 +212,7 @@ def write_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
-    """The problem of the first of `files` that is damaged; None if all are intact.
+    """Describe the first damaged file among `files`; None if all are intact.
 
     Raises:
         OSError: a storage failure, which does not mean damage.

@@ -78,7 +78,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def problem_of(path: Path) -> str | None:
-    """The damage of a checkpoint, which this process reads completely; None if it is intact.
+    """Describe a checkpoint's damage; None if it is intact. This process alone reads all files.
 
     Raises:
         CheckpointError: a storage failure.
@@ -88,7 +88,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
-    """The damage of a checkpoint, of which each rank reads its share of the files; the same result on all ranks.
+    """`problem_of` with the files divided among the ranks; the same result on all of them. Collective.
 
     Raises:
         CheckpointError: a storage failure.

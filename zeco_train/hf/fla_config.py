@@ -101,6 +101,7 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         )
     except ConfigError as error:
         raise ConfigError("config", file, f"is of no model that can be built: {error}") from error
+    # Unfused norms have other parameter names in fla.
     return FlaModel(model.canonical(), {} if is_fused else fla.plain_norm)
 
 

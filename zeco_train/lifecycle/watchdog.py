@@ -177,7 +177,7 @@ class Watchdog:
         return explained
 
     def _find(self, store: dist.Store) -> _Finding:
-        """The finding of the first rank that calls this, on every rank; if that rank is lost, the next one looks."""
+        """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
         turn = 0
         while store.add(f"{self._prefix}/looking/{turn}", 1) > 1:
             deadline = time.monotonic() + 2 * _LISTEN_SECONDS

@@ -134,6 +134,7 @@ class TrainingStep:
         """
         dist.all_reduce(loss)
         norm = global_norm(self.model)
+        # Before the optimizer's kernels are queued, so that reading does not wait for them.
         numbers = Numbers(loss, norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
         # for loss scaling. Separate clipping would be another pass over all gradients.
