@@ -57,6 +57,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     for name, task in tasks.items():
         job.enter(f"preparing {name}")
         task.prepare(evaluation)
+    # Before the tasks: an unusable --out should not cost their work.
     facts = _facts(evaluation, tasks) if mesh.is_main else {}
     folder = agree(mesh, lambda: ResultsFolder(request.out, trained, facts) if mesh.is_main else None)
     evaluation.note(_banner(evaluation))

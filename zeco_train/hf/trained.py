@@ -134,6 +134,7 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
         CheckpointError: the weights are damaged or of another model.
         ConfigError: the ranks found different checkpoints.
     """
+    # On meta: initial values would be overwritten by the stored ones.
     with torch.device("meta"):
         model = spec_of(trained.model).build().to(dtype.compute)
     model.to_empty(device=mesh.device)

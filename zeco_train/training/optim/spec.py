@@ -70,6 +70,7 @@ class OptimizerSettings:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
+        # Conditions that must hold, rather than those that must not: NaN fulfils none.
         for name, is_right, allowed in (
             # The upper bounds keep AdamW's own factors within fp32.
             ("lr", 0 < self.lr <= 1e30, "must be > 0 and ≤ 1e30"),
