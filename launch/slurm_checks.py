@@ -1,4 +1,6 @@
-"""Health check of a Slurm job's nodes, one task per node: `srun … python launch/slurm_checks.py --ranks R …`
+"""Health check of a Slurm job's nodes, one task per node.
+
+Usage: `srun … python launch/slurm_checks.py --ranks R …`
 
 Each node collects its facts and sends them to the first, over the network that the ranks will use; the first evaluates
 them and prints one line per finding. Versions and GPUs are compared with those of most nodes, so no reference values
@@ -220,8 +222,14 @@ def gather(port: int, token: str, expected: int, deadline: float, address: str =
     """On the first node: receive the other nodes' facts, and measure their clock offsets.
 
     Args:
+        port: to listen on.
         token: of the job; messages with another token are ignored.
+        expected: number of the other nodes.
+        deadline: on the monotonic clock; nodes that have not reported by then are left out.
         address: to listen on; empty for all interfaces.
+
+    Returns:
+        The facts by node, with the clock offset `skew` in seconds.
     """
     facts: dict[str, Facts] = {}
     with socket.create_server((address, port), backlog=expected) as server:
@@ -236,6 +244,7 @@ def gather(port: int, token: str, expected: int, deadline: float, address: str =
                 try:
                     message = _receive(connection, token)
                 except (OSError, ValueError):
+                    # Anybody can connect to the port: one bad message must not end the checks.
                     continue
                 if message is not None:
                     facts[message["node"]] = message
@@ -257,6 +266,7 @@ def _receive(connection: socket.socket, token: str) -> Facts | None:
             lines.write("time?\n")
             lines.flush()
             theirs, now = float(lines.readline()), time.time()
+            # The other node read its clock halfway through the round trip, give or take half of it.
             answers.append((now - asked, theirs - (asked + now) / 2))
         lines.write("done\n")
         lines.flush()

@@ -1,4 +1,6 @@
-"""torchrun on one node of a Slurm job: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`
+"""torchrun on one node of a Slurm job.
+
+Usage: `srun python launch/slurm_node.py --nodes N --ranks R --output DIR -- train.py`
 
 This is torchrun with c10d rendezvous, and the following changes for batch scripts: the rendezvous is signed (see
 slurm_rendezvous.py), SIGUSR1 does not end it, compiled kernels go to the node's own disk, a rank's output goes to a
@@ -89,6 +91,10 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str], address: st
     """Run the node's ranks to their end; returns the exit code.
 
     Args:
+        nodes: of the training.
+        ranks: on this node.
+        output: folder for torchrun's log and the ranks' output.
+        command: train.py and its settings.
         address: the only address of this node on which the stores listen; None for all interfaces.
     """
     node = int(os.environ["SLURM_PROCID"])
@@ -98,6 +104,7 @@ def launch(nodes: int, ranks: int, output: Path, command: list[str], address: st
     signal.signal(SIGUSR1, signal.SIG_IGN)
     console = _redirect_stderr(output / f"node_{node:04d}.log")
     endpoint = f"{os.environ['HEAD_ADDRESS']}:{os.environ['HEAD_PORT']}"
+    # No restarts here: the batch script starts all nodes again, after new checks.
     arguments = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     arguments += [f"--rdzv-backend={BACKEND}", f"--rdzv-id={os.environ['RENDEZVOUS_ID']}"]
     arguments += [f"--rdzv-endpoint={endpoint}", *([f"--local-addr={address}"] if address is not None else [])]

@@ -79,14 +79,17 @@ def server(listen_address: str | None, name: str, port: int, timeout: timedelta 
     """Create a TCPStore server; without `listen_address` it listens on all interfaces, torch's default.
 
     Args:
+        listen_address: of this node.
         name: host name by which this process connects to it.
         port: 0 for a free one.
+        timeout: of the store's operations.
 
     Raises:
         OSError, DistError: the port is in use, or the address does not belong to this machine.
     """
     if listen_address is None:
         return TCPStore(name, port, is_master=True, multi_tenant=True, timeout=timeout)
+    # TCPStore has no listen address, but takes a socket that listens already.
     listening = socket.create_server((listen_address, port))
     port = listening.getsockname()[1]
     return TCPStore(

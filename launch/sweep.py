@@ -1,6 +1,6 @@
-"""Train with several backends, sequence lengths and numbers of nodes, each combination as a separate job.
+r"""Train with several backends, sequence lengths and numbers of nodes, each combination as a separate job.
 
-    python launch/sweep.py --backends dp lasp1 lasp2 zeco --lengths 64k 256k 1M --nodes 1 4 \\
+    python launch/sweep.py --backends dp lasp1 lasp2 zeco --lengths 64k 256k 1M --nodes 1 4 \
         --sbatch "--partition h100 --time 2:00:00" -- +experiment=gla_1b_16k train.steps=100 data.global_batch=32
 
 checks all combinations, then submits launch/slurm_256gpu.sh once for each. Started again, it skips finished runs and
@@ -60,6 +60,7 @@ class Case:
 
     @property
     def run_dir(self) -> Path:
+        """The run's folder."""
         return self.folder / self.name
 
     @property

@@ -43,6 +43,7 @@ def main() -> NoReturn:
     if name not in COMMANDS:
         print(ConfigError("command", name, f"must be one of {', '.join(COMMANDS)}").line, file=sys.stderr)
         sys.exit(ConfigError.exit_code)
+    # The commands' parsers read it.
     sys.argv = [f"zeco-train {name}", *rest]
     if name == "train":
         # Slurm's SIGUSR1, as in train.py.

@@ -45,6 +45,7 @@ def _run(config: Config, arguments: list[str], mesh: ProcessMesh, job: Job) -> i
     """
     job.enter("opening data and the run's folder")
     run = open_run(config, arguments, mesh)
+    # Closed in reverse order: the lock on the folder is released last, when nothing writes there any more.
     job.closing.callback(run.release)
     job.keep_evidence(run.log)
     job.enter("building the model")

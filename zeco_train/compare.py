@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     relative, step = (worst["difference"]["loss"][key] for key in ("relative", "relative_step"))
     limit = options.max_difference
+    # Not `relative > limit`: a NaN must fail.
     failed = limit is not None and not relative <= limit
     verdict = "" if limit is None else f", {'MORE than' if failed else 'within'} {limit:g}"
     largest = f"largest relative difference of loss from {runs[0].name}: {relative:.2e}, {worst['name']} at step {step}"

@@ -69,17 +69,19 @@ class Missing(Enum):
 
 @dataclass
 class CheckpointConfig:
-    """Attributes:
-    every: steps between two checkpoints; 0: none by step count.
-    minutes: time between two checkpoints; 0: none by time. With both set, whichever comes first; with neither, only at
-        the end and on a stop signal.
-    keep: how many of the newest checkpoints to keep; 0 keeps all. The disk needs room for one more.
-    mode: async: training continues while a checkpoint is written; takes host memory for a rank's part of weights and
-        optimizer state. sync: training waits. The last checkpoint is always waited for.
-    load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
-        Hugging Face format, exported by this project or a model of flash-linear-attention.
-    missing: action if a run that had a checkpoint has none, as when a disk is not mounted. refuse: exit with an error;
-        start_anew: start at step 0.
+    """When and how a run saves, and which weights it starts from.
+
+    Attributes:
+        every: steps between two checkpoints; 0: none by step count.
+        minutes: time between two checkpoints; 0: none by time. With both set, whichever comes first; with neither, only
+            at the end and on a stop signal.
+        keep: how many of the newest checkpoints to keep; 0 keeps all. The disk needs room for one more.
+        mode: async: training continues while a checkpoint is written; takes host memory for a rank's part of weights
+            and optimizer state. sync: training waits. The last checkpoint is always waited for.
+        load: a run's folder or one of its checkpoints, whose weights a *new* run starts from; or hf:PATH, a model in
+            Hugging Face format, exported by this project or a model of flash-linear-attention.
+        missing: action if a run that had a checkpoint has none, as when a disk is not mounted. refuse: exit with an
+            error; start_anew: start at step 0.
     """
 
     every: int = 100
@@ -142,6 +144,7 @@ class Checkpointer:
 
     def due(self, progress: Progress) -> bool:
         """Whether a checkpoint is due. Call once after each step: it also reports the outcome of a finished save."""
+        # `done` may differ between ranks, so `_settle` must not communicate.
         if self._save is not None and self._save.written.done():
             self._settle()
         if self._config.every and progress.step % self._config.every == 0:
@@ -165,6 +168,7 @@ class Checkpointer:
             logger.info("waited %.2f s for the checkpoint before", time.monotonic() - waited)
         wait = self._config.mode is CheckpointMode["sync"]
         self._save = self._begin(model, optimizer, progress, wait=wait)
+        # Before the outcome is known: `_settle` clears it after a failure, so that `save_last` saves the step again.
         self._saved_at, self._last = progress.step, time.monotonic()
         if wait:
             self._settle()
@@ -215,6 +219,7 @@ class Checkpointer:
             CheckpointError: all are damaged (none is renamed then); there is none, but the run had one (see
                 `CheckpointConfig.missing`); or the storage cannot be read.
         """
+        # Listed by rank 0 alone: ranks that list a shared disk by themselves may find different newest checkpoints.
         found = [agree(self._mesh, lambda: complete_checkpoints(self._run_dir) if self._mesh.is_main else [])]
         dist.broadcast_object_list(found, src=0)
         damage: dict[Path, str] = {}
@@ -265,6 +270,7 @@ class Checkpointer:
             try:
                 written.set_result(dcp.save(state, storage_writer=writer, process_group=self.group))
             except CheckpointException as error:
+                # A storage failure, the same on all ranks. Any other exception, such as a lost peer's, propagates.
                 written.set_exception(error)
         else:
             if self._mesh.device.type == "cuda":
@@ -284,6 +290,7 @@ class Checkpointer:
             self._stager = None
         if self._stager is None:
             cuda = self._mesh.device.type == "cuda"
+            # Shared memory is for writers in another process; the writer here is a thread.
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
@@ -321,6 +328,7 @@ class Checkpointer:
         return None
 
     def _left(self) -> str:
+        """The newest usable checkpoint as text, for the message of a failed save."""
         try:
             complete = complete_checkpoints(self._run_dir)
         except CheckpointError as error:
@@ -329,6 +337,7 @@ class Checkpointer:
 
     def _go_on_from(self, sound: Path, damage: dict[Path, str]) -> None:
         """Rename newer, damaged checkpoints, and warn if a newer one has been removed."""
+        # Runs from before the record existed have none.
         with suppress(FileNotFoundError):
             last = recorded_checkpoint(self._run_dir) or 0
             if last > max(step_of(path) for path in [sound, *damage]):

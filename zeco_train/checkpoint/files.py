@@ -81,6 +81,7 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     """
     folder = run_dir / CHECKPOINT_FOLDER
     try:
+        # Not Path.glob, which ignores denied permissions: a run whose folder cannot be read would start over.
         with os.scandir(folder) as entries:
             found = [Path(entry) for entry in entries if _COMPLETE.fullmatch(entry.name)]
     except FileNotFoundError:
@@ -143,6 +144,7 @@ def parse_progress(stored: Any) -> Progress:
 
 def is_count(value: object) -> TypeGuard[int]:
     """Whether a value from a file is a whole number from 0 to 2^63 − 1."""
+    # Not isinstance, which accepts bools.
     return type(value) is int and 0 <= value <= _LARGEST_NUMBER
 
 
@@ -210,16 +212,18 @@ def write_checksums(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def find_damage(folder: Path, files: Mapping[str, tuple[int, str]]) -> str | None:
-    """The problem of the first of `files` that is damaged; None if all are intact.
+    """Describe the first damaged file among `files`; None if all are intact.
 
     Raises:
         OSError: a storage failure, which does not mean damage.
     """
+    # Missing and truncated files first: hashing reads the whole checkpoint.
     for name, (size, _) in files.items():
         try:
             found = (folder / name).stat()
         except FileNotFoundError:
             return f"{name} is missing"
+        # A link to a FIFO or a device would block the hashing below.
         if not stat.S_ISREG(found.st_mode):
             return f"{name} is no regular file"
         if found.st_size != size:
@@ -262,6 +266,7 @@ def recorded_checkpoint(run_dir: Path) -> int | None:
     try:
         record = read_json(path)
     except FileNotFoundError:
+        # An OSError as well, which the next clause would convert.
         raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; remove it if it is damaged") from error
@@ -299,9 +304,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Point `latest` at this checkpoint."""
+    """Point the link `latest` at this checkpoint; atomic."""
     link = checkpoint.parent / LATEST
     temporary = link.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
+    # A relative target survives a move of the run's folder; the rename replaces the link without a gap.
     temporary.symlink_to(checkpoint.name)
     temporary.replace(link)

@@ -132,6 +132,7 @@ class _Record:
         return record
 
     def __setstate__(self, state: Any) -> None:
+        # In place of the default, which would set attributes that the file names.
         self.state = state
 
 
@@ -207,6 +208,7 @@ class _Checked:
         for name, entry in described.items():
             offsets = [c.offsets for c in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
             for offset in offsets:
+                # Loading looks each chunk up by this index, and would raise a KeyError.
                 if MetadataIndex(name, offset) not in stored:
                     raise _Refused(f"{name}: no file is named for its part at {offset and list(offset)}")
         version = fields.get("version")
@@ -229,6 +231,7 @@ class _Checked:
         size, chunks = _size(fields.get("size"), name), fields.get("chunks")
         if not isinstance(chunks, list):
             raise _Refused(f"{name}: no list of chunks")
+        # Over all entries: lists that repeat references to one chunk let a small file ask for any amount of work.
         self._chunks_left -= len(chunks)
         if self._chunks_left < 0:
             raise _Refused(f"{name}: more chunks than the file has room for")

@@ -31,6 +31,7 @@ def read_state(
 
     Args:
         state: nested dictionaries. Non-tensor values must be in the checkpoint, too, and are left unchanged.
+        path: the checkpoint's folder; with a `reader`, only named in errors.
         group: of the ranks that read; None: this process reads alone.
         reader: for a checkpoint in another format than DCP.
 
@@ -70,13 +71,14 @@ class _Planner(DefaultLoadPlanner):
         if isinstance(self.state_dict[name], torch.Tensor):
             raise ValueError(f"{name} is not stored as a tensor; nothing of it was run")
         try:
+            # Checked and dropped: settings such as the learning rate come from the configuration.
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"{name} is no plain value; nothing of it was run") from error
 
 
 def problem_of(path: Path) -> str | None:
-    """The damage of a checkpoint, which this process reads completely; None if it is intact.
+    """Describe a checkpoint's damage; None if it is intact. This process alone reads all files.
 
     Raises:
         CheckpointError: a storage failure.
@@ -86,7 +88,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def damage_of(path: Path, mesh: ProcessMesh) -> str | None:
-    """The damage of a checkpoint, of which each rank reads its share of the files; the same result on all ranks.
+    """`problem_of` with the files divided among the ranks; the same result on all of them. Collective.
 
     Raises:
         CheckpointError: a storage failure.

@@ -78,6 +78,7 @@ class CheckpointWriter(FileSystemWriter):
         return Path(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """See `StorageWriter.set_up_storage_writer`; remembers whether this rank is the coordinator."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
 
@@ -88,8 +89,10 @@ class CheckpointWriter(FileSystemWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors, and return their places with the checksums of the files."""
         write = super().write_data
         results = retried(f"{self.partial}: cannot be written", lambda: self._write(lambda: write(plan, planner)))
+        # DCP gathers the results on the coordinator, and the checksums with them.
         hashed: list[WriteResult] = [
             _HashedWrite(r.index, r.size_in_bytes, r.storage_data, self.fs.sha256[r.storage_data.relative_path])
             for r in results
@@ -103,6 +106,7 @@ class CheckpointWriter(FileSystemWriter):
         finish = super().finish
         retried(f"{self.partial}: cannot be completed", lambda: self._seal(lambda: finish(metadata, results), results))
         retried(f"{self._final}: cannot be made", self._publish)
+        # Their docstrings complete the warning below.
         for act in (self._sync, self._record, self._link_latest, self._drop_old):
             try:
                 act()
@@ -117,6 +121,7 @@ class CheckpointWriter(FileSystemWriter):
         self.partial.mkdir(parents=True)
 
     def _write(self, write: Callable[[], Future[list[WriteResult]]]) -> list[WriteResult]:
+        # Cleared, since a retry must not report the error of the attempt before.
         self.fs.error = None
         try:
             return write().value()
@@ -188,6 +193,7 @@ class _HashingFileSystem(FileSystem):
             self.error = error
             raise
 
+    # torch writes `.metadata` under a temporary name.
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.sha256[Path(new_path).name] = self.sha256.pop(Path(path).name)

@@ -48,6 +48,7 @@ def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
         ConfigError: an argument of another form, an unknown key, a value of the wrong type or out of range.
     """
     settings = OmegaConf.structured(schema)
+    # An example for error messages; a bool is no whole number.
     number = next(entry.name for entry in dataclasses.fields(schema) if type(settings[entry.name]) is int)
     _apply(arguments, settings, {}, f"{number}={settings[number]}")
     config = OmegaConf.to_object(settings)

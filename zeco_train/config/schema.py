@@ -54,10 +54,12 @@ class Dtype(Enum):
 
     @property
     def compute(self) -> torch.dtype:
+        """The dtype of activations and matrix products."""
         return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.value]
 
     @property
     def master(self) -> torch.dtype:
+        """The dtype of master weights and optimizer state."""
         return torch.float64 if self is Dtype.fp64 else torch.float32
 
 
@@ -71,19 +73,23 @@ class Compile(Enum):
 
 @dataclass
 class TrainConfig:
-    """Attributes:
-    steps: optimizer steps of the whole run.
-    log_every: steps between two rows of metrics.jsonl.
-    eval_every: steps between two validation losses (0: only at the end).
-    eval_sequences: largest number of held-out sequences for a validation loss (0: no validation).
-    segments: parts of a sequence, run through the model one after another; the last state of each is the initial state
-        of the next. Memory is that of one part; the gradient is that of the whole sequence.
-    recompute: activations that the backward pass recomputes.
-    compile: whether to compile the blocks.
-    nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips up
-        to N such steps in a row; data, step and learning rate advance, weights do not change.
-    profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
-    profile_ranks: the ranks to profile.
+    """The training loop: length, precision, validation, memory, and policies.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        dtype: compute dtype; see `Dtype`.
+        device: type of the device.
+        log_every: steps between two rows of metrics.jsonl.
+        eval_every: steps between two validation losses (0: only at the end).
+        eval_sequences: largest number of held-out sequences for a validation loss (0: no validation).
+        segments: parts of a sequence, run through the model one after another; the last state of each is the initial
+            state of the next. Memory is that of one part; the gradient is that of the whole sequence.
+        recompute: activations that the backward pass recomputes.
+        compile: whether to compile the blocks.
+        nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
+            up to N such steps in a row; data, step and learning rate advance, weights do not change.
+        profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
+        profile_ranks: the ranks to profile.
     """
 
     steps: int = 1000
@@ -180,6 +186,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     """Compose `configs/train.yaml` with command-line overrides in Hydra's syntax.
 
     Args:
+        overrides: KEY=VALUE, or GROUP=OPTION for a file of `configs/`.
         base: a whole configuration to override, instead of `configs/train.yaml`.
 
     Raises:
@@ -188,6 +195,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     given = check_overrides(overrides, Config, group_options())
     config = _compose(overrides, base)
     config.validate()
+    # The run stores the configuration, and a stored one is refused if it has interpolations.
     if (found := find_interpolation(to_plain(config))) is not None:
         raise ConfigError(*found, "must not have ${ in it once it is resolved; config.yaml keeps values only")
     # Only overrides are checked: files of `configs/` may set keys without effect.

@@ -16,13 +16,15 @@ from zeco_train.system.arguments import Parser, user_path
 
 @dataclass(frozen=True)
 class Request:
-    """Attributes:
-    path: of the trained model.
-    tasks: built-in tasks, in the given order.
-    standard: lm_eval's tasks.
-    settings: TASK.KEY=VALUE.
-    overrides: of the run's configuration, KEY=VALUE.
-    out: folder for the results; None for one beside the model.
+    """Parsed command line.
+
+    Attributes:
+        path: of the trained model.
+        tasks: built-in tasks, in the given order.
+        standard: lm_eval's tasks.
+        settings: TASK.KEY=VALUE.
+        overrides: of the run's configuration, KEY=VALUE.
+        out: folder for the results; None for one beside the model.
     """
 
     path: str
@@ -44,6 +46,7 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("--tasks", default="validation")
     parser.add_argument("--out", type=user_path)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    # `parse_args` would refuse KEY=VALUE behind an option.
     parsed = parser.parse_intermixed_args(list(arguments))
     names = [name.strip() for name in parsed.tasks.split(",")]
     for name in names:

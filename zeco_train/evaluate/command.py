@@ -57,12 +57,14 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     for name, task in tasks.items():
         job.enter(f"preparing {name}")
         task.prepare(evaluation)
+    # Before the tasks: an unusable --out should not cost their work.
     facts = _facts(evaluation, tasks) if mesh.is_main else {}
     folder = agree(mesh, lambda: ResultsFolder(request.out, trained, facts) if mesh.is_main else None)
     evaluation.note(_banner(evaluation))
     if trained.config is not None and (line := replaced(trained.config, config, request.overrides)) is not None:
         evaluation.note(line)
     _run(evaluation, tasks, folder)
+    # Raises the error of a failed scan, and waits for its sends, before the groups are destroyed.
     evaluation.scan.drain()
     if folder is not None and folder.path is not None:
         print(visible(f"results: {folder.path / RESULTS_FILE}"), flush=True)

@@ -21,8 +21,13 @@ class Cut:
 
     @classmethod
     def of(cls, length: int, sp_size: int, least_segments: int, tokens: int) -> Cut:
-        """The fewest segments, a multiple of `least_segments`, with at most `tokens` tokens per rank and forward pass;
-        and the largest batch within that limit.
+        """The cut with the fewest segments, and then the largest batch, within a limit of tokens.
+
+        Args:
+            length: of the sequences.
+            sp_size: ranks that share a sequence.
+            least_segments: the number of segments is a multiple of this.
+            tokens: maximum per rank and forward pass.
         """
         least = sp_size * least_segments
         times = -(-length // (least * tokens))

@@ -26,12 +26,14 @@ _WHICH_TEXT = ("data.kind", "data.path", "data.stores")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Attributes:
-    trained: the model to evaluate.
-    config: of the run, with the command line's overrides and resolved parallelism.
-    mesh: the ranks.
-    enter: sets the name of this rank's current phase, for error messages.
-    standard: names of the requested lm_eval tasks.
+    """Context of an evaluation, shared by its tasks.
+
+    Attributes:
+        trained: the model to evaluate.
+        config: of the run, with the command line's overrides and resolved parallelism.
+        mesh: the ranks.
+        enter: sets the name of this rank's current phase, for error messages.
+        standard: names of the requested lm_eval tasks.
     """
 
     trained: Trained
@@ -87,11 +89,12 @@ def check_read(overrides: Sequence[str]) -> None:
 
 
 def replaced(before: Config, config: Config, overrides: Sequence[str]) -> str | None:
-    """A line about the run's settings, other than the text itself, changed by a config file of group `data`; or None.
+    """Describe the run's settings, other than the text itself, that a config file of group `data` changes; or None.
 
     Args:
         before: the run's configuration.
         config: with the overrides.
+        overrides: of the command line; keys that they set are left out.
     """
     files = [text for text in overrides if text.startswith("data=")]
     own, now = (dict(flat(to_plain(each.data), "data")) for each in (before, config))

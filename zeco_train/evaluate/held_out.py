@@ -27,10 +27,12 @@ _ALL = 1 << 62
 
 @dataclass
 class HeldOut:
-    """Attributes:
-    lengths: sequence lengths, one evaluation each; empty is data.seq_len.
-    sequences: use only the first so many of each store; 0: all. val_loss in training uses the first
-        train.eval_sequences.
+    """Settings of `validation`.
+
+    Attributes:
+        lengths: sequence lengths, one evaluation each; empty is data.seq_len.
+        sequences: use only the first so many of each store; 0: all. val_loss in training uses the first
+            train.eval_sequences.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -58,6 +60,7 @@ class HeldOut:
             source.name or "held-out tokens": source.documents.store.meta.tokens_sha256 for source in self._sources
         }
         check_same(digests, mesh.world_size, "copy the token store to all nodes again")
+        # Shorter stores are left out of a length, so only the longest must fit.
         longest = max(self._sources, key=lambda source: source.documents.num_tokens).documents
         for length in self.lengths or [config.data.seq_len]:
             check_seq_len(
@@ -86,6 +89,7 @@ class HeldOut:
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
         """The validation at a length, and lines about the used and unused parts of the stores."""
         data, segments = evaluation.config.data, evaluation.config.train.segments
+        # One token more than the length: the label of the last.
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
         validation = Validation(
             fitting,

@@ -45,10 +45,12 @@ class Tasks(TaskManager):
 
 
 class LanguageModel(TemplateLM):
-    """Args:
-    service: processes requests on all ranks.
-    tokenizer: of the model.
-    seed: of sampled texts.
+    """The interface of lm_eval to the trained model.
+
+    Args:
+        service: processes requests on all ranks.
+        tokenizer: of the model.
+        seed: of sampled texts.
     """
 
     def __init__(self, service: Service, tokenizer: Tokenizer, seed: int) -> None:

@@ -59,9 +59,11 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class TaskKind:
-    """Attributes:
-    summary: a line for `--help`.
-    where: MODULE:CLASS.
+    """A task in the registry, imported when it is requested.
+
+    Attributes:
+        summary: a line for `--help`.
+        where: MODULE:CLASS.
     """
 
     summary: str

@@ -22,9 +22,11 @@ from zeco_train.training.forward import SequenceForward
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Attributes:
-    tokens: [n] int64.
-    first: tokens[first:] are scored, each given those before it; ≥ 1.
+    """A text whose last tokens are scored.
+
+    Attributes:
+        tokens: [n] int64.
+        first: tokens[first:] are scored, each given those before it; ≥ 1.
     """
 
     tokens: NDArray[np.int64]
@@ -46,9 +48,11 @@ _NOTHING = ScoreRequest(np.zeros(1, dtype=np.int64), 1)
 
 @dataclass(frozen=True)
 class Score:
-    """Attributes:
-    log_likelihood: sum over the scored tokens, in nats.
-    is_greedy: whether every scored token is the model's likeliest.
+    """Result of a request.
+
+    Attributes:
+        log_likelihood: sum over the scored tokens, in nats.
+        is_greedy: whether every scored token is the model's likeliest.
     """
 
     log_likelihood: float
@@ -100,6 +104,7 @@ def _deal(requests: Sequence[ScoreRequest], batch_tokens: int, dp_size: int, sp_
 
     With sharded parameters, every forward pass is collective over all ranks.
     """
+    # Longest first: a pack has the length of its first request, so similar lengths need little padding.
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     packs: list[_Pack] = []
     while order:

@@ -69,6 +69,7 @@ class ResultsFolder:
             _check_empty(self._wanted)
             return self._wanted
         for number in count():
+            # Not `exists` first: two evaluations may start at once.
             folder = self._wanted.with_name(f"{self._wanted.name}.{number}") if number else self._wanted
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(parents=True)

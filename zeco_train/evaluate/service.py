@@ -72,6 +72,7 @@ class Service:
 
     def _work(self, what: str, work: Any) -> Any:
         assert self._evaluation.mesh.is_main
+        # Stays set if `_do` raises: the other ranks are then in `_do` as well, and do not wait for a message.
         self._at_work = True
         self._tell(what, work)
         result = self._do(what, work)

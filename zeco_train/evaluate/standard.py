@@ -20,12 +20,14 @@ from zeco_train.system.ranges import check_least
 
 @dataclass
 class StandardTasks:
-    """Attributes:
-    num_fewshot: examples in a prompt; null is each task's default.
-    limit: maximum documents per task, for a quick test; null is all.
-    include_path: a folder with your own task files (YAML).
-    batch_tokens: maximum tokens per rank and forward pass; bounds memory.
-    seed: of few-shot examples and sampled texts.
+    """Settings shared by all tasks of lm_eval.
+
+    Attributes:
+        num_fewshot: examples in a prompt; null is each task's default.
+        limit: maximum documents per task, for a quick test; null is all.
+        include_path: a folder with your own task files (YAML).
+        batch_tokens: maximum tokens per rank and forward pass; bounds memory.
+        seed: of few-shot examples and sampled texts.
     """
 
     num_fewshot: int | None = None

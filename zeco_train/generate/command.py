@@ -63,6 +63,7 @@ def _generate(arguments: list[str], job: Job) -> int:
             prefill_tokens=options.prefill_tokens,
             batch=options.batch,
             cuda_graph=options.cuda_graph,
+            # A closed pipe, as after `| head`, ends all ranks like a signal.
             stop=lambda: signal.SIGPIPE if printer.is_closed else stop.signal or 0,
         )
         job.enter("reading the prompts")
@@ -73,6 +74,7 @@ def _generate(arguments: list[str], job: Job) -> int:
             options.sampling,
             options.limits,
             samples=options.samples,
+            # The texts of other ranks are printed at the end, by `finish`.
             on_text=printer.tell if mesh.is_main else None,
         )
     scan.drain()
@@ -91,6 +93,7 @@ def _join(config: Config, options: Options, launch: Launch) -> ProcessMesh:
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     join(device, timeout)
     remedy = "start all ranks with the same command line, code and environment"
+    # Prompts and results are rank 0's alone; a model's path may differ between nodes.
     own = {name: str(value) for name, value in vars(options).items() if name not in ("run", "prompts", "json")}
     check_same(setup(to_plain(config), device) | own, launch.world_size, remedy)
     return init_mesh(launch, sp_size, device, timeout)

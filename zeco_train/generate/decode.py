@@ -37,6 +37,7 @@ class Decoder:
         index = torch.tensor(rows, device=self._states[0].device)
         self._states = [state[index] for state in self._states]
         if self._graph is not None:
+            # A graph is bound to the addresses and shapes of its buffers.
             self._graph = _GraphedStep(self._model, self._states)
 
 

@@ -223,6 +223,7 @@ class Generator:
         done: list[Completion] = []
         for start in range(0, len(own), at_once):
             done += self._run({i: prompts[i] for i in own[start : start + at_once]}, request)
+        # A rank without work keeps meeting: the others would wait for it in their next all-reduce.
         while not self._meetings.meet(in_batch=False, finished=True).all_finished:
             pass
         everyone = [done] * self._mesh.world_size
@@ -265,6 +266,7 @@ class Generator:
             active = [place for place, row in enumerate(batch) if not row.ended_by]
             if step % self._meetings.steps_between == 0:
                 met = self._meetings.meet(in_batch=bool(active))
+                # Agreed by all ranks of the group, so all leave the loop after equally many meetings.
                 if met.signal or not met.batch_goes_on:
                     break
             if decoder is None or not active:
@@ -275,6 +277,7 @@ class Generator:
                     decoder.keep(active)
                     sampler.keep(active)
                 logits = decoder.step(tokens)
+            # A model's vocabulary may be larger than its tokenizer's; such ids have no text.
             tokens = sampler.draw(logits[:, : self._tokenizer.vocab_size])
             for row, token in zip(batch, tokens.tolist(), strict=True):
                 if not row.ended_by:
@@ -305,8 +308,10 @@ class _Meeting(NamedTuple):
 
 
 class _Meetings:
-    """Periodic synchronisation of all ranks, to detect completion and stop requests. Ranks progress at different speeds
-    in between, but all meet regularly, so the wait is at most a few steps of another rank.
+    """Periodic synchronisation of all ranks, to detect completion and stop requests.
+
+    Ranks progress at different speeds in between, but all meet regularly, so the wait is at most a few steps of another
+    rank.
 
     Attributes:
         signal: of the last meeting.
@@ -320,6 +325,7 @@ class _Meetings:
 
     def meet(self, *, in_batch: bool, finished: bool = False) -> _Meeting:
         """All-reduce the status of all ranks. Collective over all ranks, in prefill, decoding or finished."""
+        # Signal, work left, and by SP group whether its batch goes on: one all-reduce for all.
         flags = torch.zeros(2 + self._mesh.dp_size, dtype=torch.int64)
         flags[0], flags[1], flags[2 + self._mesh.dp_rank] = self._stop(), int(not finished), int(in_batch)
         if self._mesh.world_size > 1:

@@ -65,6 +65,7 @@ def parse(arguments: Sequence[str]) -> Options:
         ConfigError: an invalid argument.
         SystemExit: after printing --help.
     """
+    # `parse_args` would refuse KEY=VALUE behind an option.
     given = _parser().parse_intermixed_args(arguments)
     if given.greedy and (given.temperature is not None or given.top_k or given.top_p != 1.0):
         raise ConfigError("--greedy", "true", "takes the likeliest token; leave out --temperature, --top-k and --top-p")

@@ -60,6 +60,7 @@ class Prefill:
             None if `proceed` returned false.
         """
         device, lengths = self._mesh.device, [len(prompt) for prompt in prompts]
+        # The caller's are cloned: they are written in place below.
         states = self._model.zero_states(len(prompts), device) if states is None else [s.clone() for s in states]
         width, dtype = self._model.config.hidden_size, self._model.model.norm.weight.dtype
         last = torch.zeros(len(prompts), width, dtype=dtype, device=device)
@@ -70,6 +71,7 @@ class Prefill:
             rows = [row for row, length in enumerate(lengths) if length >= stop]
             index = torch.tensor(rows, device=device)
             tokens = torch.stack([prompts[row][start:stop] for row in rows])
+            # Indexing with a tensor copies, so `_steps` may update the carries in place.
             carries, hidden = process(tokens, start, [state[index] for state in states])
             for state, carry in zip(states, carries, strict=True):
                 state[index] = carry

@@ -47,8 +47,10 @@ class Sampling:
 
 
 class Sampler:
-    """Samples the tokens of a batch. Each row has its own random generator, so its tokens do not depend on the rest of
-    the batch; a row with seed s draws as transformers' `generate` does alone after `torch.manual_seed(s)`.
+    """Samples the next token of each row of a batch.
+
+    Each row has its own random generator, so its tokens do not depend on the rest of the batch; a row with seed s draws
+    as transformers' `generate` does alone after `torch.manual_seed(s)`.
 
     Args:
         sampling: the parameters.
@@ -72,6 +74,7 @@ class Sampler:
         else:
             # On CUDA, multinomial of NaN triggers a device-side assert, reported asynchronously.
             weights = probabilities(logits.masked_fill(~is_sound[:, None], 0.0), self._sampling)
+            # Row by row: a call takes one generator.
             draws = [torch.multinomial(row, 1, generator=g) for row, g in zip(weights, self._streams, strict=True)]
             tokens = torch.cat(draws)
         return tokens.masked_fill(~is_sound, -1)

@@ -32,6 +32,8 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
     """The text of README.md.
 
     Args:
+        config: of the run.
+        progress: at the exported checkpoint.
         losses: the known losses; see `last_losses`.
         origin: contents of ORIGIN_FILE.
     """

@@ -36,14 +36,17 @@ from zeco_train.system.paths import check_output_folder
 from zeco_train.system.ranges import check_least
 from zeco_train.tracking.progress import compact
 
+# ByT5's <pad>.
 _PAD_OF_BYTES = 0
 
 
 @dataclass
 class ExportSettings:
-    """Attributes:
-    shard_mb: maximum size of a weight file, in MB; memory is about twice that, since each file is read back.
-    dtype: of the weights in the files; null: that of the checkpoint, bit for bit.
+    """Settings of an export.
+
+    Attributes:
+        shard_mb: maximum size of a weight file, in MB; memory is about twice that, since each file is read back.
+        dtype: of the weights in the files; null: that of the checkpoint, bit for bit.
     """
 
     shard_mb: int = 1000

@@ -101,6 +101,7 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         )
     except ConfigError as error:
         raise ConfigError("config", file, f"is of no model that can be built: {error}") from error
+    # Unfused norms have other parameter names in fla.
     return FlaModel(model.canonical(), {} if is_fused else fla.plain_norm)
 
 
@@ -110,6 +111,7 @@ def to_fla(
     """The contents of config.json.
 
     Args:
+        model: the shape.
         tokenizer: provides the end-of-sequence id; there is no beginning-of-sequence token.
         pad_id: padding id, if there is one.
         seq_len: sequence length in training; no limit of the model, but tools require one.
@@ -158,7 +160,7 @@ def _known(file: Path, model_type: Any) -> tuple[type[Mixer], FlaFormat]:
 
 
 def _default_inner(width: int, ratio: int | None) -> int:
-    """fla's default MLP width: 2/3 · ratio · width, rounded up to a multiple of 256."""
+    """The default MLP width of fla: 2/3 · ratio · width, rounded up to a multiple of 256."""
     return -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256) * 256
 
 

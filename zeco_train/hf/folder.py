@@ -27,7 +27,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor's entry in a file header: [shape] of `dtype`."""
+    """A tensor's entry in the header of a safetensors file."""
 
     file: str
     dtype: str
@@ -35,8 +35,9 @@ class Stored:
 
 
 def checked_fla_model(folder: Path) -> FlaModel:
-    """The model of config.json, after checking that the files hold exactly its parameters, with matching shapes and
-    readable dtypes.
+    """The model of config.json, checked against the headers of the weight files.
+
+    They must hold exactly its parameters, with matching shapes and readable dtypes.
 
     Raises:
         ConfigError: an unsupported model; see `from_fla`.
@@ -99,6 +100,7 @@ def _files(folder: Path) -> list[str]:
 
 def _header(path: Path) -> dict[str, Stored]:
     try:
+        # Opening a FIFO would block.
         small_files.check_regular(path)
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary

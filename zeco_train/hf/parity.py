@@ -43,11 +43,13 @@ ALLOWED = {Dtype.fp32: 1e-4, Dtype.bf16: 1e-2}
 
 @dataclass
 class ParitySettings:
-    """Attributes:
-    tokens: length of the sequence whose logits are compared.
-    prompt_tokens: tokens of it used as the prompt of the texts.
-    new_tokens: tokens generated per text.
-    seed: of the sequence, and of sampling.
+    """Settings of a comparison.
+
+    Attributes:
+        tokens: length of the sequence whose logits are compared.
+        prompt_tokens: tokens of it used as the prompt of the texts.
+        new_tokens: tokens generated per text.
+        seed: of the sequence, and of sampling.
     """
 
     tokens: int = 4096
@@ -81,6 +83,7 @@ class Parity:
 
     @property
     def passes(self) -> bool:
+        """Whether the error between the logits is within the tolerance; texts are only reported."""
         return self.error <= ALLOWED[self.dtype]
 
 
@@ -91,6 +94,12 @@ def compare(
 
     Args:
         trained: an export.
+        mesh: of one rank, on a GPU.
+        settings: lengths and seed.
+        dtypes: to compare, one after the other.
+
+    Yields:
+        The comparison in each dtype.
     """
     import fla  # noqa: F401 - registers its models with transformers
     from transformers import AutoModelForCausalLM
@@ -122,6 +131,7 @@ def compare(
             theirs=relative_error(expected, exact),
             same=same,
         )
+        # Before the next dtype's models are loaded.
         del ours, theirs, generator
 
 
@@ -174,6 +184,7 @@ def _same(
         row,
         attention_mask=torch.ones_like(row),
         max_new_tokens=settings.new_tokens,
+        # Both sides generate the same number of tokens, so that they can be compared one by one.
         min_new_tokens=settings.new_tokens,
         eos_token_id=None,
         **options,

@@ -37,7 +37,9 @@ def write_tokenizer(tokenizer: Tokenizer, files: Path | None, folder: Path) -> N
     """Write a tokenizer's files.
 
     Args:
+        tokenizer: the byte tokenizer, or one of Hugging Face.
         files: the folder with its files, which are copied unchanged; None: use `Tokenizer.save`.
+        folder: to write to.
 
     Raises:
         DataError: a file is a link out of that folder; see `check_tokenizer`.

@@ -85,6 +85,7 @@ class Trained:
             if key == "model" or key.startswith("model."):
                 raise ConfigError(key, value, f"is decided by the trained model in {self.path}; leave it out")
         base = self.config if self.config is not None else load_config(["name=trained"])
+        # Chosen anew: other ranks than those of the training may use the model, and its weights are in `path`.
         base = replace(
             base,
             run_dir=str(self.path),
@@ -111,6 +112,7 @@ def find_trained(path: str) -> Trained:
         problem = "is a file" if folder.exists() else "no such folder"
         raise ConfigError("RUN", path, f"{problem}; name a run's folder, a step_… folder of one, or an export")
     if (folder / PROGRESS_FILE).is_file():
+        # Resolved, since `latest` may be relinked at any moment.
         return _of_checkpoint(folder.resolve())
     if is_hf_folder(folder):
         return _of_export(folder)
@@ -132,6 +134,7 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
         CheckpointError: the weights are damaged or of another model.
         ConfigError: the ranks found different checkpoints.
     """
+    # On meta: initial values would be overwritten by the stored ones.
     with torch.device("meta"):
         model = spec_of(trained.model).build().to(dtype.compute)
     model.to_empty(device=mesh.device)

@@ -24,6 +24,8 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
 
     Args:
         path: a checkpoint's folder, or a Hugging Face folder.
+        model: plain, or parallelised.
+        mesh: the ranks.
         group: CPU process group of all ranks.
 
     Raises:
@@ -48,8 +50,10 @@ def load_weights(path: Path, model: nn.Module, mesh: ProcessMesh, group: dist.Pr
 
 
 def _which(path: Path, is_hf: bool) -> dict[str, Any]:
-    """Identity of a folder, to be compared over ranks: each looks for the newest checkpoint by itself, the run may
-    still be writing checkpoints, and nodes may hold different exports under the same path.
+    """Identity of a folder, to be compared over ranks.
+
+    Each rank looks for the newest checkpoint by itself, the run may still be writing checkpoints, and nodes may hold
+    different exports under the same path.
     """
     if not is_hf:
         return {"checkpoint": path.name}

@@ -59,6 +59,10 @@ def write_weights(
     """Write the weights, converted to `dtype`, and verify each file by reading it back.
 
     Args:
+        checkpoint: the folder to read from.
+        model: its shape.
+        folder: to write to.
+        dtype: of the weights in the files.
         file_bytes: maximum bytes of tensors per file; a single larger tensor gets its own file.
 
     Raises:
@@ -112,5 +116,6 @@ def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.chmod(0o644)
     with safe_open(path, framework="pt") as stored:
         for name, tensor in tensors.items():
+            # As bytes: NaN is not equal to itself, and 0 is equal to −0.
             if not torch.equal(stored.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
                 raise OSError(f"{path.name} does not hold what was written to it: {name} differs")

@@ -73,7 +73,7 @@ class Job:
         self.watchdog = Watchdog(launch, self._store, advice.lost_peer, advice.timeout_key)
         self.closing = ExitStack()
         self._postmortem = Postmortem(launch.rank)
-        # Held by the thread that ends this process because of a failure.
+        # Held by the thread that ends this process because of a failure; reentrant, since `fail` calls `_abandon`.
         self._ending = threading.RLock()
 
     def enter(self, activity: str) -> None:
@@ -127,6 +127,7 @@ class Job:
             return None
         # At info level the traceback goes to the log file only; the terminal gets one line.
         logger.info("ending", exc_info=error)
+        # Stored before the wait in `_say_once`: peers that notice first should find the reason.
         self.watchdog.report_failure(str(expected), expected.exit_code)
         self._say_once(expected)
         self.closing.close()
@@ -164,6 +165,7 @@ class Job:
         if not self._ending.acquire(blocking=False):
             if threading.current_thread() is not threading.main_thread():
                 raise SystemExit  # ends this thread only, and without a message
+            # The main thread must not return: the process would exit before the other thread has reported.
             threading.Event().wait()
 
     def _as_expected(self, error: Exception) -> ZecoError | None:
@@ -206,6 +208,7 @@ class Job:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         logger.info("communication failed", exc_info=error)
         self.watchdog.report_loss()
+        # Stacks are most useful now; but a launcher may terminate all ranks without a loss, which needs no postmortem.
         if not self.watchdog.is_terminated:
             self._postmortem.write()
         explained = self.watchdog.diagnose(error)

@@ -47,10 +47,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Finding:
-    """Attributes:
-    culprits: the ranks at fault, and why; empty if all are alive.
-    places: the ranks' activities.
-    exit_code: of all ranks that exit for this; `TERMINATED` if the launcher has terminated them and none is at fault.
+    """Result of a check of all heartbeats, shared through the store.
+
+    Attributes:
+        culprits: the ranks at fault, and why; empty if all are alive.
+        places: the ranks' activities.
+        exit_code: of all ranks that exit for this; `TERMINATED` if the launcher has terminated them and none is at
+            fault.
     """
 
     culprits: str
@@ -101,6 +104,7 @@ class Watchdog:
         survivors of a lost rank, and to all ranks if it has been terminated itself.
         """
         if self._store is not None:
+            # Beyond the timeout of communication, whose own error names the operation.
             limit = timeout.total_seconds() + 2 * _LISTEN_SECONDS
             background.start(self._watch, self._store, limit, abandon, on_loss, name="watchdog", stop=self.stop)
 
@@ -112,8 +116,10 @@ class Watchdog:
         """Store the error with which this rank exits.
 
         Args:
+            message: the error's text, which the other ranks report with this rank's number.
             exit_code: the other ranks exit with it, too: a launcher decides on a restart by the first exit code.
         """
+        # In this order: ranks that learn of the loss look for its reason.
         self._add_word("failed", message, exit_code)
         self.report_loss()
 
@@ -171,7 +177,7 @@ class Watchdog:
         return explained
 
     def _find(self, store: dist.Store) -> _Finding:
-        """The finding of the first rank that calls this, on every rank; if that rank is lost, the next one looks."""
+        """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
         turn = 0
         while store.add(f"{self._prefix}/looking/{turn}", 1) > 1:
             deadline = time.monotonic() + 2 * _LISTEN_SECONDS
@@ -196,6 +202,7 @@ class Watchdog:
         culprits = [f"rank {r} failed: {text}" for r, (text, _) in sorted(failed.items())] or [
             f"rank {r} no longer answers (killed, stopped or unreachable; last seen in {after[r][1]})" for r in silent
         ]
+        # Ranks that have left because of the loss are no longer in their last activity.
         places = {self._launch.rank: self.activity} | {r: after[r][1] for r in others if r not in left}
         # That of the first rank that failed.
         exit_code = next((code for _, code in failed.values()), CommunicationError.exit_code)
@@ -210,6 +217,7 @@ class Watchdog:
             try:
                 self._set(f"heartbeat/{self._launch.rank}", f"{count} {self.activity}")
             except (dist.DistError, RuntimeError):
+                # The store was the launcher's, and does not come back.
                 return
 
     def _operation(self, error: Exception) -> str:
@@ -285,7 +293,7 @@ class Watchdog:
 
 
 def _where(activities: Mapping[int, str]) -> str:
-    """ "ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data"."""
+    """Group ranks by activity: `ranks 0, 2 in step 3, optimizer; rank 1 in step 3, waiting for data`."""
     by_activity: dict[str, list[int]] = {}
     for rank in sorted(activities):
         by_activity.setdefault(activities[rank], []).append(rank)

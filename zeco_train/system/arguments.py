@@ -33,6 +33,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises usage errors as `ConfigError`, which are printed as one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError`, instead of printing the usage and exiting."""
         raise ConfigError("argument", shown(" ".join(sys.argv[1:])), f"{message}; --help lists all")
 
 

@@ -27,6 +27,8 @@ def start(
     """Start a daemon thread that runs `target(*arguments)`.
 
     Args:
+        target: what the thread runs.
+        *arguments: of `target`.
         name: of the thread.
         stop: makes the thread end soon; called from another thread, possibly after this one has ended.
     """

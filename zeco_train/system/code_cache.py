@@ -55,6 +55,7 @@ def private_folder(key: str, path: Path) -> Path:
 
     Args:
         key: the setting that names it.
+        path: the folder, or a link to it.
 
     Returns:
         Its path with links resolved, so that no one can redirect it later.
@@ -72,6 +73,7 @@ def private_folder(key: str, path: Path) -> Path:
         raise ConfigError(key, path, f"cannot be made ({_reason(error)}); name another folder") from error
     if not stat.S_ISDIR(folder.st_mode):
         raise ConfigError(key, path, "is no folder; name another one")
+    # The owner of a link could point it to another folder.
     for what, owner in (("folder", folder.st_uid), ("link", found.st_uid)):
         if owner != os.geteuid():
             problem = f"the {what} belongs to user {owner}, who could have this process run any code"

@@ -24,6 +24,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     The file is flushed to disk. If the block raises, or the process is killed, `path` is unchanged.
     """
+    # The pid alone is not unique: processes of several nodes may share the folder.
     partial = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield partial

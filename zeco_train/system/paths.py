@@ -17,11 +17,11 @@ _SHOWN_CHARACTERS = 500
 
 
 def path_problem(path: str | Path) -> str | None:
-    """Why the system cannot look up a path (None if it can): empty, too long, a loop of links, in a folder without
-    search permission, on a failing disk, or with a NUL character.
+    """Why the system cannot look up a path; None if it can.
 
-    `Path.exists()` and the like return False for some of these and raise OSError, RuntimeError or ValueError for
-    others. A path that merely does not exist is no problem.
+    Such a path is empty, too long, a loop of links, in a folder without search permission, on a failing disk, or has a
+    NUL character. `Path.exists()` and the like return False for some of these and raise OSError, RuntimeError or
+    ValueError for others. A path that merely does not exist is no problem.
     """
     text = os.fspath(path)
     if not text:
@@ -70,6 +70,8 @@ def check_output_folder(field: str, path: str | Path, remedy: str = "name anothe
     """Check, without creating it, that a folder is writable, or can be created with its parents.
 
     Args:
+        field: the setting that names the folder, for the message.
+        path: the folder.
         remedy: advice to the user.
 
     Raises:
@@ -77,6 +79,7 @@ def check_output_folder(field: str, path: str | Path, remedy: str = "name anothe
     """
     check_path(field, path)
     place = Path(path).absolute()
+    # Up to the nearest parent that exists; a dangling link stops the search, since no folder can be made there.
     while _is_folder(place) is None and not place.is_symlink():
         place = place.parent
     if not _is_folder(place):

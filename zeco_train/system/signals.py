@@ -110,14 +110,21 @@ def _unblock_caught() -> None:
 
 def _drop_handlers_in_child() -> None:
     for number, handler in _caught.items():
+        # Unless it has been replaced since.
         if signal.getsignal(number) == handler:
             signal.signal(number, signal.SIG_DFL)
     _unblock_caught()
 
 
 class StopRequest:
-    """Context manager that records the first stop signal instead of letting it end the process. Later ones are ignored:
-    a launcher forwards the signal that the terminal has already sent, so a second one does not mean urgency."""
+    """Context manager that records the first stop signal instead of letting it end the process.
+
+    Later ones are ignored: a launcher forwards the signal that the terminal has already sent, so a second one does not
+    mean urgency.
+
+    Attributes:
+        signal: the recorded signal, also one from before the start (`remember_warning`); None if there was none.
+    """
 
     def __init__(self) -> None:
         self.signal = _early[0] if _early else None

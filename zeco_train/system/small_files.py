@@ -31,6 +31,7 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
         OSError: not such a file, or it cannot be read; `strerror` has the reason.
     """
     check_regular(path)
+    # Not blocking, and checked again: the path may name another file by now.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check_regular(os.fstat(file.fileno()), path)
         contents = bytearray()
@@ -43,8 +44,9 @@ def read_small(path: str | Path, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def check_regular(path: str | Path) -> None:
-    """Check that `path` is a regular file or a link to one, before it is opened: opening a FIFO waits for a writer, and
-    opening a device may have side effects.
+    """Check, before it is opened, that `path` is a regular file or a link to one.
+
+    Opening a FIFO waits for a writer, and opening a device may have side effects.
 
     Raises:
         OSError: it is not.

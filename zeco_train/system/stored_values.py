@@ -77,7 +77,7 @@ def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_structure(text: str) -> None:
-    """Reject aliases and deep nesting, which let a short text expand without bound, before it is parsed."""
+    """Reject aliases and deep nesting, which let a short text expand without bound, before values are built."""
     depth = 0
     # As a stream: errors of a string quote its text, and the file may be a link to a private one.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):

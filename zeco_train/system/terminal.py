@@ -14,8 +14,10 @@ _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u
 
 
 def visible(text: str) -> str:
-    """Escape control characters, as in "\\x1b": in names from an untrusted file, or in a document's text, they would
-    be commands to the terminal."""
+    r"""Escape control characters, as in "\x1b".
+
+    In names from an untrusted file, or in a document's text, they would be commands to the terminal.
+    """
     return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -33,6 +35,7 @@ def show_any_text() -> None:
 def nobody_reads() -> bool:
     """Whether the reader of stdout is gone, as after `| head`; if so, redirects stdout to /dev/null."""
     poll = select.poll()
+    # POLLERR, by which a pipe reports that its reader is gone, is returned without being asked for.
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False

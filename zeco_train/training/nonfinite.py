@@ -39,8 +39,10 @@ def explain(model: nn.Module, symptom: str, forwards: Iterable[Callable[[], obje
     Collective: every rank runs the step's forward passes once more, with hooks, on unchanged weights.
 
     Args:
+        model: after the step's backward passes, so with gradients.
         symptom: such as "the loss is nan".
         forwards: the forward pass of each of this rank's micro-batches.
+        world_size: number of ranks.
 
     Returns:
         Symptom, tensor with its layer, and rank, as text; the same on every rank.
@@ -97,5 +99,6 @@ def _first_activation(model: nn.Module, forwards: Iterable[Callable[[], object]]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    # A DTensor's own shard, without communication: ranks stop their searches at different tensors.
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return bool(torch.isfinite(local).all())

@@ -96,8 +96,10 @@ class StepProfiler:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, step: int) -> None:
-        """Call before a step. The first profiled step synchronises the device, so that the trace excludes earlier
-        work."""
+        """Call before a step.
+
+        The first profiled step synchronises the device, so that the trace excludes earlier work.
+        """
         if not self._start <= step <= self._stop:
             return
         if self._profile is None:

@@ -22,11 +22,13 @@ class ScheduleKind(Enum):
 
 @dataclass
 class ScheduleConfig:
-    """Attributes:
-    kind: the schedule's shape.
-    warmup_steps: steps of linear growth from 0 to the peak; a shorter run warms up to its end.
-    decay_fraction: `wsd` only, the last fraction of the run, in which the rate decays linearly.
-    min_ratio: the last step's learning rate, relative to the peak.
+    """Shape of the learning rate over a run.
+
+    Attributes:
+        kind: the schedule's shape.
+        warmup_steps: steps of linear growth from 0 to the peak; a shorter run warms up to its end.
+        decay_fraction: `wsd` only, the last fraction of the run, in which the rate decays linearly.
+        min_ratio: the last step's learning rate, relative to the peak.
     """
 
     kind: ScheduleKind = ScheduleKind.cosine

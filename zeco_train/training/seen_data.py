@@ -160,10 +160,12 @@ class SeenData:
 
 
 def check_alike(data: OpenedData, world_size: int) -> None:
-    """Check by meta.json that all ranks have the same stores: nodes may have different ones under the same path.
+    """Check by meta.json that all ranks have the same stores. Collective.
+
+    Nodes may have different ones under the same path.
 
     Raises:
-        ConfigError: see `check_same`. Collective.
+        ConfigError: see `check_same`.
     """
     values = data.identity()
     for name, store in data.stores().items():
@@ -180,6 +182,7 @@ def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: b
         config: the data settings.
         run_dir: the run's folder, locked by rank 0.
         has_begun: on rank 0, whether the folder has a run from an earlier start.
+        mesh: the ranks.
 
     Raises:
         DataError: on every rank; names the first file that differs from its digest in meta.json, or a store whose
@@ -192,9 +195,11 @@ def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: b
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
     earlier = found[0]
+    # A copy: `earlier` stays as it is, for the comparisons below.
     seen.record = DataRecord(dict(earlier.stores), {digest: [*notes] for digest, notes in earlier.files.items()})
     agree(mesh, lambda: _compare_stores(data.stores(), earlier, config, seen) if mesh.is_main else None)
 
+    # By path: one store may have several names.
     stores = {store.path: store for store in data.stores().values()}
     files = [_File(store, index) for store in stores.values() for index in range(store.num_shards)]
     sharing = _ranks_with_these(files, mesh)
@@ -275,7 +280,10 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
 
     Args:
         own: the share of this rank.
+        explain: builds the error for a file that does not match.
+        seen: gets the messages, and on rank 0 the record.
         run_dir: where to save the record during the hashing; None if the folder has no run yet.
+        mesh: the ranks.
     """
     shares = gather((len(own), sum(file.note[0] for file in own)), mesh.world_size)
     count, total = (sum(column) for column in zip(*shares, strict=True))
@@ -307,8 +315,11 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
 def _rounds(
     own: Sequence[_File], explain: Explain, mesh: ProcessMesh
 ) -> Iterator[tuple[int, list[tuple[str, Note]], DataError | None]]:
-    """Hash files on all ranks in rounds; yields, per round and over all ranks, the bytes read, the matching files, and
-    the first error, which ends the iteration."""
+    """Hash files on all ranks in rounds. Collective.
+
+    Yields:
+        Per round and over all ranks: the bytes read, the matching files, and the first error, which ends the iteration.
+    """
     found: list[tuple[str, Note]] = []
     reading = _compare(own, explain, found)
     while True:
@@ -322,6 +333,7 @@ def _rounds(
         except DataError as caught:
             error = caught
         everyone = gather((read, found, has_more, error), mesh.world_size)
+        # `everyone` has copies: a rank's own values are unpickled, too.
         found.clear()
         reads, notes, more, errors = zip(*everyone, strict=True)
         first = next((error for error in errors if error is not None), None)

@@ -29,6 +29,7 @@ class Numbers:
         both = torch.stack([loss.double(), norm.double()])
         self._values, self._ready = both, None
         if both.is_cuda:
+            # A copy to pageable memory would make the host wait.
             self._values = torch.empty_like(both, device="cpu", pin_memory=True)
             self._values.copy_(both, non_blocking=True)
             self._ready = torch.cuda.Event()
@@ -102,6 +103,7 @@ class TrainingStep:
         for index in reversed(range(len(segments))):
             if not proceed():
                 return None
+            # Segments run last to first, so the first one completes the gradient.
             begin_micro_batch(self.model, self._strategy, last=last and index == 0)
             batch = segments[index]
             loss_sum = self.forward.loss(batch, self._seq_len, states[index])
@@ -113,6 +115,7 @@ class TrainingStep:
             torch.autograd.backward(outputs, grads)
             loss += share.detach()
             carry_grads = [carry.grad for carry in states[index].carry_in or ()]
+            # Frees this segment's states, which earlier segments do not need.
             states.pop()
         return loss
 
@@ -131,11 +134,13 @@ class TrainingStep:
         """
         dist.all_reduce(loss)
         norm = global_norm(self.model)
+        # Before the optimizer's kernels are queued, so that reading does not wait for them.
         numbers = Numbers(loss, norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
         # for loss scaling. Separate clipping would be another pass over all gradients.
         self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
         if self._grad_clip > 0:
+            # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             self.optimizer.grad_scale = ((norm + 1e-6) / self._grad_clip).clamp(min=1.0).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         return numbers
@@ -162,4 +167,5 @@ class TrainingStep:
 
 
 def _leaves(carries: Sequence[Tensor] | None) -> list[Tensor]:
+    """Cut the autograd graph between segments; `backward` passes the gradients on."""
     return [carry.detach().requires_grad_() for carry in carries or ()]

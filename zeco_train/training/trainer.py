@@ -102,6 +102,7 @@ class Trainer:
             with parts.scan.exposed.measuring():
                 share = parts.step.backward(segments, last=last, proceed=lambda: self._agreed_signal(stop) is None)
             if share is None:
+                # Gradients of some passes only, and parameters gathered for a backward pass that did not come.
                 parts.step.zero_grad()
                 reshard(parts.model)
                 assert self._stop_signal is not None
@@ -110,6 +111,7 @@ class Trainer:
             sequence_ids += segments[0].sequence_ids
 
         parts.watchdog.enter(f"step {step}, optimizer")
+        # The update changes weights that an asynchronous save may still be copying.
         parts.checkpointer.wait_staged()
         values = parts.step.update(loss).read()
         nonfinite = self._judge(step, dict(zip(("loss", "gradient norm"), values, strict=True)))

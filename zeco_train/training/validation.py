@@ -88,6 +88,7 @@ class Validation:
             if not proceed():
                 return None
             for batch, scores in zip(segments, forward.scores(segments, self._split.seq_len), strict=True):
+                # Padding is computed like the rest, for matching collectives.
                 if not batch.is_padding:
                     sums.add(batch.sequence_ids, batch.offset, scores)
         sums.reduce()

@@ -25,6 +25,10 @@ def heat_map(
     """Draw accuracies from 0 to 1, indexed by depth, then length.
 
     Args:
+        title: of the figure.
+        lengths: of the sequences, one column each.
+        depths: one row each; None: random depths.
+        accuracies: [depths][lengths].
         train_len: sequence length in training, marked if it is among the lengths.
         chance: accuracy of a uniform guess.
         caption: describes the samples behind a cell.

@@ -43,12 +43,15 @@ def score(
 
     Args:
         examples: functions that generate them; all have the same length and `num_answers` answers.
+        num_answers: of each example.
+        forward: of the model.
         cut: of that length.
         enter: sets the name of this rank's current phase.
     """
     mesh = forward.mesh
     wrong = torch.zeros(len(examples), num_answers, dtype=torch.int64)
     losses = torch.zeros(len(examples), 2, dtype=torch.float64)
+    # At most a rank's share, so that few examples still occupy all data-parallel ranks.
     batch = min(cut.batch, -(-len(examples) // mesh.dp_size))
     split = mesh.split(cut.length, batch, segments=cut.segments)
     for start in range(0, len(examples), batch * mesh.dp_size):
@@ -65,6 +68,7 @@ def score(
                 wrong[number] += _by_answer(is_wrong[row], made[row], part.offset)
                 losses[number] += torch.stack([own_losses[row], (part.labels[row] != IGNORE_INDEX).sum()])
     wrong, losses = wrong.to(mesh.device), losses.to(mesh.device)
+    # Over the shards of a sequence, too: an answer's tokens may lie on two ranks.
     dist.all_reduce(wrong)
     dist.all_reduce(losses)
     return Scores((wrong == 0).cpu(), (losses[:, 0] / losses[:, 1]).cpu())
@@ -73,6 +77,7 @@ def score(
 def _by_answer(is_wrong: Tensor, example: Example, offset: int) -> Tensor:
     """Number of wrong tokens per answer on this shard, [answers]; is_wrong [T] is of the labels from `offset` on."""
     total = torch.cat([torch.zeros(1, dtype=torch.int64), is_wrong.cumsum(0)])
+    # − 1: the token at position p is the label of the input before it.
     borders = torch.tensor([[answer.start, answer.stop] for answer in example.answers]) - 1 - offset
     before, after = total[borders.clamp(0, len(is_wrong))].unbind(1)
     return after - before

@@ -94,6 +94,7 @@ class SyntheticTask:
         if data.kind is DataKind.synthetic and data.synthetic.task is self.task:
             trained = data.synthetic
         own = {entry.name for entry in fields(self)} & {entry.name for entry in fields(SyntheticConfig)}
+        # Unlike the others, `queries` is not taken from training: by default, every pair is asked for.
         values = {name: getattr(trained, name) for name in own - {"queries"}}
         values |= {name: getattr(self, name) for name in own if getattr(self, name) is not None}
         config = SyntheticConfig(task=self.task, **values)
@@ -119,6 +120,7 @@ class SyntheticTask:
         return table
 
     def _example(self, length: int, depth: float | None, index: int) -> Example:
+        # The text separates these draws from those of training and its validation.
         draws = draws_for(self._asked, f"evaluation, length {length}, depth {depth}", self.seed, index)
         return self._maker.example(length, draws, depth)
 

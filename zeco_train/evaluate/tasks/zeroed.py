@@ -16,6 +16,7 @@ class _Zeroed:
 
     def wait(self) -> Tensor:
         """See `LaunchedScan`."""
+        # The scan runs all the same: `finish` and `carry_out` must follow its `wait`.
         return torch.zeros_like(self._pending.wait())
 
     def finish(self) -> None:

@@ -92,6 +92,7 @@ class Muon(torch.optim.Optimizer):
         self._settings = settings
         self._rules = [rule for _, rule in parameters if rule.is_projection]
         projections = [parameter for parameter, rule in parameters if rule.is_projection]
+        # One step each: only the ratios matter for the assignment.
         costs = [_products(p.shape, rule, 1) for p, rule in zip(projections, self._rules, strict=True)]
         self._matrices = WholeMatrices(projections, costs)
         others = [(parameter, rule) for parameter, rule in parameters if not rule.is_projection]
@@ -115,6 +116,7 @@ class Muon(torch.optim.Optimizer):
         parameters: list[Tensor] = group["params"]
         for parameter in parameters:
             if not self.state[parameter]:
+                # On the device, where the fused kernels take a skipped step back from the count.
                 count = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter] = {"step": count, **moments}
@@ -140,6 +142,7 @@ class Muon(torch.optim.Optimizer):
 
     def _update_projections(self, group: dict[str, Any]) -> None:
         parameters: list[Tensor] = group["params"]
+        # The same rounds on every rank: gather and scatter are collective, also for a rank that owns no matrix.
         for owners in self._matrices.rounds:
             indices = [index for index in owners if index is not None]
             moved = [self._direction(parameters[index]) for index in indices]
@@ -158,7 +161,7 @@ class Muon(torch.optim.Optimizer):
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
         if self.found_inf is not None:
-            # The lerp towards itself leaves the buffer unchanged.
+            # The lerp towards itself leaves the buffer unchanged. Not a factor 0: 0 · NaN is NaN.
             grad = torch.where(self.found_inf.bool(), buffer, grad)
         momentum = self._settings.momentum
         buffer.lerp_(grad, 1 - momentum)
@@ -183,8 +186,10 @@ def _most_products(parameters: Sequence[ParameterSpec], ranks: int, settings: Op
 
 
 def _working(parameters: Sequence[ParameterSpec]) -> int:
-    """Six times the largest matrix: shards of a round with its send and receive buffers, the whole matrix, two iterates
-    and two squares."""
+    """Elements of temporary memory: six times the largest matrix.
+
+    They are the shards of a round with its send and receive buffers, the whole matrix, two iterates and two squares.
+    """
     return 6 * max((math.prod(shape) for shape, rule in parameters if rule.is_projection), default=0)
 
 

@@ -30,7 +30,7 @@ class OptimizerName(Enum):
 
 @dataclass
 class OptimConfig(OptimizerSettings):
-    """The settings, and `name`: which optimizer."""
+    """`OptimizerSettings`, and `name`: which optimizer."""
 
     name: OptimizerName = OptimizerName["adamw"]
 

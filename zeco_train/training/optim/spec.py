@@ -32,8 +32,11 @@ class AdjustLR(Enum):
 
 
 class Precision(Enum):
-    """The dtype of Muon's orthogonalisation: that of the master weights, or bf16 as in `torch.optim.Muon`; `auto`: bf16
-    where the model computes in bf16, else that of the master weights."""
+    """The dtype of Muon's orthogonalisation.
+
+    master: that of the master weights. bf16: as in `torch.optim.Muon`. auto: bf16 where the model computes in bf16,
+    else that of the master weights.
+    """
 
     auto = "auto"
     master = "master"
@@ -67,6 +70,7 @@ class OptimizerSettings:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
+        # Conditions that must hold, rather than those that must not: NaN fulfils none.
         for name, is_right, allowed in (
             # The upper bounds keep AdamW's own factors within fp32.
             ("lr", 0 < self.lr <= 1e30, "must be > 0 and ≤ 1e30"),
