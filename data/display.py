@@ -49,6 +49,7 @@ class Display:
         rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
         speed = f"{tokens:,} tokens, {short_number(rate)} tokens/s"
         if self._bar is not None:
+            # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
             self._bar.set_postfix_str(speed, refresh=False)
             self._bar.update(amount)
         elif now - self._last >= _LINE_SECONDS:

@@ -118,6 +118,7 @@ class _Measurement:
         ids = self._random(self._config.check_tokens)
         exact = copy.deepcopy(self._model).double()
         expected = whole_logits(exact, ids[None].to(self._session.device))[0]
+        # Its memory would count in the measured peaks.
         del exact
         errors = {variant: self._check(variant, ids, expected) for variant in self._variants}
         contexts = list(self._contexts())
@@ -190,6 +191,7 @@ class _Measurement:
         """Errors of a second half's logits, by steps and by the chunked operator; the worst rank's.
 
         Args:
+            variant: `eager` or `graph`.
             ids: [T] int64.
             expected: all logits [T, vocab] in fp64.
         """
@@ -197,6 +199,7 @@ class _Measurement:
         started = self._prefill.run([ids[:half]])
         assert started is not None
         decoder = Decoder(self._model, started[1], cuda_graph=variant == "graph")
+        # Copies: a decoder's logits are valid until its next step only.
         steps = torch.cat([decoder.step(token[None].to(device)).clone() for token in ids[half:]])
         chunked = relative_error(whole_logits(self._model, ids[None].to(device))[0, half:], expected[half:])
         tolerance = max(TOLERANCE[self._config.dtype], RATIO * chunked)

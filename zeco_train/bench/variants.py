@@ -96,6 +96,7 @@ class LocalCopyScan(ScanBackend):
     """
 
     def start(self, request: ScanRequest) -> PendingScan:
+        """See `ScanBackend.start`."""
         scan = PendingScan(request.want_carry)
         for promise in scan.promises:
             promise.deliver(request.state.clone())
@@ -109,6 +110,7 @@ class GatheredScan(ScanBackend):
     """
 
     def start(self, request: ScanRequest) -> PendingScan:
+        """See `ScanBackend.start`."""
         ranks = range(dist.get_world_size())
         states, log_decays = ([torch.empty_like(own) for _ in ranks] for own in (request.state, request.transition))
         dist.all_gather(states, request.state)
