@@ -21,10 +21,12 @@ from zeco_train.tracking.progress import compact
 
 @dataclass(frozen=True)
 class Column:
-    """Attributes:
-    heading, hint: column header and its tooltip.
-    value: sort key.
-    show: the value as text.
+    """A column of the table of measurements.
+
+    Attributes:
+        heading, hint: column header and its tooltip.
+        value: sort key.
+        show: the value as text.
     """
 
     heading: str
