@@ -38,7 +38,7 @@ class Display:
             self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 

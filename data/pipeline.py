@@ -264,6 +264,7 @@ class _Pool:
         Raises an error of the first lane; errors of others wait until their lane is first, as in a single process.
         """
         head = lanes[0]
+        # Without failed lanes behind the first: they are done, so `wait` would return at once, again and again.
         busy = {lane.pending for lane in lanes if lane.pending and (lane is head or not _failed(lane.pending))}
         wait(busy, return_when=FIRST_COMPLETED)
         new: list[Part] = []

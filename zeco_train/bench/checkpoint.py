@@ -89,7 +89,7 @@ class CheckpointConfig(CaseConfig):
         return config
 
     def join(self, launch: Launch) -> ProcessMesh:
-        """Join the other ranks, split as the run's configuration says."""
+        """Join the other ranks, split by the run's configuration."""
         return init(self.run_config(), launch)
 
 

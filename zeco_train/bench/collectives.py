@@ -1,9 +1,9 @@
 """Case `collectives`: time to pass a state to the next ranks, by algorithm and size.
 
-Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. Timed is `launch` → `wait` → `finish` on the current
-stream, one at a time and inside CUDA graphs of several. The baselines, all-gather and all-reduce of the states alone,
-are timed alike; ratios are to the all-gather in the same mode. Consecutive scans in a graph overlap if their algorithm
-lets ranks run ahead of each other, as a chain's does; one at a time they cannot.
+Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. The timed operation is `launch` → `wait` → `finish` on
+the current stream, singly and inside CUDA graphs of several. The baselines, all-gather and all-reduce of the states
+alone, are timed alike; ratios are to the all-gather in the same mode. Consecutive scans in a graph overlap if their
+algorithm lets ranks run ahead of each other, as a chain's does; one at a time they cannot.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class CaseConfig:
         out: output folder; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
         timeout_seconds: bound of each wait for another rank.
-        budget_seconds: no configuration is started that, going by the longest so far, would end after this many
-            seconds.
+        budget_seconds: a configuration is not started if, taking as long as the longest so far, it would end after
+            this many seconds.
         commit: of this source tree; empty asks git, which may be missing or outdated in a copy of the tree.
     """
 

@@ -2,7 +2,7 @@
 
 Contexts are processed in increasing order: the tokens that one adds to the previous one go through the model as a
 prompt, over all ranks together (`zeco_train.generate.prefill`). Then each rank continues on its own from the resulting
-states, with the configured number of sequences: greedy token of each, and a step with it
+states, with the configured number of sequences: it picks the greedy token of each, and takes a step with it
 (`zeco_train.generate.decode`). A step ends when its token is on the host, as for a user. Weights and tokens are random,
 which costs the same as real ones. Contexts, batches and variants take turns, a part of the steps each, so that
 disturbances of the machine affect all of them alike.

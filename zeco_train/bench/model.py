@@ -192,11 +192,11 @@ class _Measurement:
             contender = Contender(name, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
             tuned = 0.0
             rows = self._time([contender], count, later, began)
-            # No HFU: what the peer recomputes is not counted here.
+            # No HFU: the peer's recomputation is not counted here.
             self._add([{**row, "hfu": None, "relative_error": error} for row in rows])
 
     def _may_start(self, what: str, variants: int) -> bool:
-        """Whether this many variants, each with one number of tokens, would end in time; if not, that is noted."""
+        """Whether this many variants, each with one number of tokens, would end in time; adds a note if not."""
         if self._session.within_budget(times=variants):
             self._session.enter(what)
             return True

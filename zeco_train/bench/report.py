@@ -26,7 +26,7 @@ class Report:
     """Collects rows; rank 0 writes them to a folder after each configuration.
 
     Args:
-        case: `collectives`, `operator` or `model`.
+        case: name of the case.
         config: of the case.
         session: the ranks.
         columns: of the table.

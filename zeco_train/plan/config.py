@@ -21,7 +21,7 @@ class PlanSettings:
     Attributes:
         world_size: ranks; null is sp.size if that is a number, else 1.
         gpu: the device of each rank; null is cpu with train.device=cpu, else h200.
-        gpus_per_node: GPUs with peer access to each other; beyond them is the network.
+        gpus_per_node: GPUs with peer access to each other; others are reached over the network.
         memory_gb: of a device (of the machine, for cpu), in 10^9 bytes, instead of the named one's.
         headroom: fraction of the memory that stays free, for fragmentation.
         matmul_tflops: achieved by matrix products, instead of the assumption for the device.

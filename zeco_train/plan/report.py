@@ -18,7 +18,7 @@ from zeco_train.sp.backend import BackendSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: the requested case, and what would fit.
+    """A plan: the requested case, and alternatives that fit.
 
     Attributes:
         planned: the requested case.

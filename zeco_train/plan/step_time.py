@@ -60,7 +60,7 @@ def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | N
     """Predicted time of a step.
 
     Args:
-        case: what runs.
+        case: the configuration on its ranks.
         backend: instead of the configured one, on the same ranks and tokens.
         scan: one of its algorithms; None is the configured one, or the fastest.
     """

@@ -77,7 +77,7 @@ def scan_choice(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) 
     """Time of one scan from launch to wait, without overlapped work; None if nothing is communicated.
 
     Args:
-        case: what runs.
+        case: the configuration on its ranks.
         backend: instead of the configured one.
         scan: one of its algorithms; None is the configured one, or the fastest.
     """

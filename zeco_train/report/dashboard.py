@@ -247,6 +247,7 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
         if not entity:
             raise ConfigError("--entity", "", "this account has no default; name a user or a team")
         workspace = build(entity, project, name, model)
+        # Before anything is created on the server.
         check(as_json(workspace))
         create_chart(api, entity)
         if update is None:

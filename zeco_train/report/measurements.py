@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """For at least one value."""
+        """The spread of at least one value."""
         p10, middle, p90 = (float(np.percentile(values, q)) for q in (10, 50, 90))
         return cls(middle, p10, p90, len(values))
 

@@ -76,11 +76,11 @@ _COLUMNS = (
 
 
 def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: dict[str, bytes]) -> str:
-    """The whole page.
+    """The report as an HTML page.
 
     Args:
         title: its heading.
-        comparison: what is compared.
+        comparison: the measurements and runs to show.
         drawn: the panels.
         pictures: further PNGs, by caption.
     """
@@ -200,6 +200,7 @@ def _number(value: float) -> str:
 
 
 def _figure(panel: Panel) -> str:
+    # The size below is that of `panel_png` in pixels, so that the page keeps its layout while it loads.
     light, dark = (_data(panel_png(panel, dark)) for dark in (False, True))
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'

@@ -26,7 +26,7 @@ class LoggerMode(Enum):
     disabled = "disabled"
 
 
-# Required package, and what to install for it.
+# Required package, and the argument of `pip install`.
 _PACKAGES = {
     LoggerKind.wandb: ("wandb", "wandb==0.31.*"),
     LoggerKind.tensorboard: ("tensorboard", "'zeco-train[tensorboard]', or tensorboard"),

@@ -167,7 +167,7 @@ def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
         counts: [sequences, …], of labels.
 
     Returns:
-        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for nothing by nothing.
+        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for 0 / 0.
     """
     number, labels = len(sums), counts.sum(0)
     mean = sums.sum(0) / labels

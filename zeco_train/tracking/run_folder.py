@@ -131,7 +131,7 @@ class RunFolder:
         if files is None or kept.exists():
             return
         with _system_errors(self.path):
-            # Renamed when complete, since later starts keep whatever they find.
+            # Renamed when complete: later starts keep an existing folder as it is.
             partial = kept.with_name(f"{TOKENIZER_FOLDER}.tmp")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()

@@ -64,6 +64,7 @@ class Verification:
     def _make(self, mesh: ProcessMesh, tokens: int, dtype: str, documents: bool, carry: bool) -> Sequence:
         config = self._config
         return Sequence(
+            # Each group of ranks has values of its own.
             name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
             tokens=tokens,
             num_ranks=mesh.sp_size,

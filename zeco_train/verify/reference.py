@@ -63,6 +63,7 @@ def exact(
     """
     inputs = {name: part[name].double() for name in TOKENS}
     start = place.rank * sequence.tokens
+    # For its document borders only: this scan is never launched.
     shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
     restarts = shard.pieces(sequence.tokens, torch.device("cpu"))
     chosen = slice(None) if heads is None else heads
@@ -82,6 +83,7 @@ def exact(
             *operands, _ = (x[:, a:b] for x in inputs.values())
             forward = CHUNKED.forward(operands, scale, pieces_between(restarts, a, b))
             forward.overlap()
+            # Enough for the backward pass, which recomputes the states within a piece.
             kept.append((state, forward.transition))
             after = forward.transition.exp()[..., None] * state + forward.state
             results["o"][:, a:b] = forward.outputs(state)
