@@ -75,6 +75,7 @@ class DocumentStream:
         ends = np.minimum(pieces.offsets[1:], stop)
         froms = pieces.starts + (begins - pieces.offsets[:-1])
         tos = froms + (ends - begins)
+        # Where a piece does not continue the one before it in the store, a new read begins.
         apart = np.flatnonzero(froms[1:] != tos[:-1])
         runs = zip(froms[np.append(0, apart + 1)].tolist(), tos[np.append(apart, len(tos) - 1)].tolist(), strict=True)
         if len(apart) == 0:

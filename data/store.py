@@ -48,6 +48,7 @@ VALIDATION_FOLDER = "validation"
 PREPARE_HINT = "prepare one with: python -m data.prepare SOURCE --out STORE"
 
 _VERSION_1_TOKENS = "tokens.bin"
+# Five digits or more, as `shard_name` pads to five and does not limit the number.
 _SHARD_NAME = re.compile(r"tokens-[0-9]{5,}\.bin")
 _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_FOLDER, _VERSION_1_TOKENS})
 _OFFSETS_BLOCK = 1 << 20

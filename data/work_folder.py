@@ -89,6 +89,7 @@ class WorkFolder:
             if part.name not in known:
                 for path in part.paths(self.parts):
                     sync_file(path)
+        # The new names, too: after a power loss the state must not refer to files that are gone.
         sync_folder(self.parts)
         sync_folder(self.store)
         record = {"version": _VERSION, "arguments": self._arguments, "state": asdict(state)}

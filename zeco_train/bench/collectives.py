@@ -165,6 +165,7 @@ class _Inputs:
     def _expected(self, reverse: bool) -> Tensor:
         """The expected incoming state of this rank in float64, from all ranks' pairs."""
         rank = self._session.rank
+        # In the order in which the scan folds them: towards this rank.
         before = self._pairs[:rank:-1] if reverse else self._pairs[:rank]
         running = torch.zeros_like(self.state, dtype=torch.float64)
         for state, log_decay in before:

@@ -136,6 +136,7 @@ class _Measurement:
 
     def _contexts(self) -> Iterator[_Context]:
         """The contexts that fit in the budget."""
+        # No rate is measured before the first context: it counts as free.
         states, position, rate = self._model.zero_states(1, self._session.device), 0, math.inf
         for context in self._config.contexts:
             if not self._session.within_budget((context - position) / rate):

@@ -90,6 +90,7 @@ class Session:
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
             # Backends check this too, but not over one rank, where nothing is sent.
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
+        # Its text, since settings are mutable dataclasses, which cannot be keys.
         key = purpose, repr(config)
         if key not in self._scans:
             self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout, self.device)

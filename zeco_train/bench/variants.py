@@ -62,6 +62,7 @@ def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[st
         if kind not in kinds or (settings and kind not in ("zeco", "fla")):
             raise ConfigError("variants", name, allowed)
         if kind == "zeco":
+            # Checks the settings only; the size of the state does not matter for that.
             _all_scan(name, 1)
         if kind == "fla" and (not set(settings) <= set(peer_settings) or len(set(settings)) < len(settings)):
             raise ConfigError("variants", name, allowed)

@@ -195,7 +195,7 @@ def _align(values: Iterable[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Format for JavaScript."""
+    """Format for JavaScript, which reads `Infinity` but not Python's `inf`."""
     return "Infinity" if value == math.inf else repr(value)
 
 

@@ -102,6 +102,7 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
     for shard, stop in zip(shards, stops, strict=True):
         cut = slice(shard.offset - first, None if stop is None else stop - first)
         q, k, v, g = (tokens[name][:, cut].detach().requires_grad_() for name in ("q", "k", "v", "g"))
+        # Every shard but the last passes its state on.
         o, state = mix("gla", (q, k, v, g), shard, carry_in=state, want_carry=sequence.carry or stop is not None)
         leaves += [q, k, v, g]
         outputs.append(o)
