@@ -105,7 +105,7 @@ class UnitTokenizer:
         """
         job = self._job
         position, texts = self._open.pop(index, (-1, iter(())))
-        # The unit is not open here: a resumed run, or its last part was reused from an earlier run.
+        # The unit is not open here: it is new, or its last part was made by an earlier run.
         if position != first:
             texts = job.source.read(unit, first)
         name = f"part-{index:010d}-{first:010d}"

@@ -230,7 +230,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
     """A warning for a new run that loads its weights from `run_dir`, if they are of another model or tokenizer.
 
-    Another model may have the same shapes. None if they match, or if the identity cannot be read.
+    Shapes alone do not show that. None if they match, or if the identity cannot be read.
     """
     try:
         stored = read_identity(run_dir)
