@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_SUFFIX = ".lock"
 OLD_SUFFIX = ".old"
+# Linux's constants for renameat2, which `os` does not offer.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -49,9 +50,11 @@ def atomic_folder(out: Path, *, replace: bool = False, remedy: str = "choose ano
         remove_leftovers(out)
         temporary, lock = _claim(out)
         try:
+            # Only after the lock exists: a folder without one would never be recognised as a leftover.
             temporary.mkdir()
             yield temporary
             move_into_place(temporary, out, replace)
+            # A rename is durable only once its folder is synced.
             sync_folder(out.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -103,6 +106,7 @@ def move_into_place(temporary: Path, out: Path, replace: bool) -> None:
     Raises:
         DataError: `out` exists, is not empty, and `replace` is false.
     """
+    # The rename is the check: it replaces an empty folder only. Looking first would race with other processes.
     if not (replace and out.exists()):
         try:
             temporary.rename(out)

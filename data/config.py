@@ -103,7 +103,8 @@ class DataConfig:
         """Yield (key, setting it depends on, whether that is set); a key stands for all keys below it."""
         is_embedded, is_synthetic = self.kind is DataKind.embedded, self.kind is DataKind.synthetic
         yield "validation_fraction", "data=embedded", is_embedded
-        # Shuffled or filtered documents need an index.
+        # Shuffled or filtered documents need an index. Each document has at least its end-of-sequence token, so a
+        # minimum of 1 filters nothing.
         shortest = [self.min_document_tokens, *(store.min_document_tokens or 0 for store in self.stores)]
         has_index = self.shuffle is Shuffle.documents or max(shortest) > 1
         index = "data=embedded, data.shuffle=documents or data.min_document_tokens"
@@ -231,6 +232,7 @@ def check_seq_len(
     """Check the length of a sequence against its shards and, where given, the size of the corpus.
 
     Args:
+        seq_len: tokens of the whole sequence.
         sp_size: ranks that share the sequence.
         num_tokens: tokens of the corpus; a sequence needs one more than its length, the label of its last token.
         segments: parts of the sequence in time, each shared by all those ranks.

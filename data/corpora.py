@@ -63,6 +63,7 @@ def standard_library_documents(folder: Path | None = None) -> Corpus:
         found.extend((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
     documents, not_utf8 = [], 0
     digest = hashlib.sha256()
+    # os.walk lists a folder in the file system's order, which the digest must not depend on.
     for name, path in sorted(found):
         try:
             with read_errors(path):

@@ -38,6 +38,7 @@ def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, 
     """Compute the sha256 of a file incrementally: yields the size of each part read, returns the digest.
 
     Args:
+        path: the file.
         version: the expected `file_version`, checked at the end.
 
     Raises:
@@ -48,6 +49,7 @@ def hash_in_parts(path: Path, version: Version | None = None) -> Generator[int, 
         while part := file.read(_PART_BYTES):
             digest.update(part)
             yield len(part)
+        # Of the descriptor: what was hashed, even if the path leads to another file by now.
         now = file_version(os.fstat(file.fileno()))
     if version is not None and now != version:
         raise DataError(path, "was changed or replaced since it was opened", "leave a store alone while a run uses it")

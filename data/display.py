@@ -38,7 +38,7 @@ class Display:
             self._bar = tqdm(total=total, initial=done, unit=self._unit, unit_scale=True, desc="prepare")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 
@@ -49,6 +49,7 @@ class Display:
         rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
         speed = f"{tokens:,} tokens, {short_number(rate)} tokens/s"
         if self._bar is not None:
+            # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
             self._bar.set_postfix_str(speed, refresh=False)
             self._bar.update(amount)
         elif now - self._last >= _LINE_SECONDS:

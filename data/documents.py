@@ -75,6 +75,7 @@ class DocumentStream:
         ends = np.minimum(pieces.offsets[1:], stop)
         froms = pieces.starts + (begins - pieces.offsets[:-1])
         tos = froms + (ends - begins)
+        # Where a piece does not continue the one before it in the store, a new read begins.
         apart = np.flatnonzero(froms[1:] != tos[:-1])
         runs = zip(froms[np.append(0, apart + 1)].tolist(), tos[np.append(apart, len(tos) - 1)].tolist(), strict=True)
         if len(apart) == 0:
@@ -116,6 +117,7 @@ class Documents:
         self._stored: DocumentIndex | None = None
         self._kept: NDArray[np.integer] | None = None
         self.num_documents, self.num_tokens = store.meta.num_documents, store.num_tokens
+        # Every document has at least its end-of-sequence token, so a minimum of 1 keeps all.
         if min_tokens > 1:
             self._kept = self._load("documents", lambda: long_documents(store.doc_offsets, min_tokens))
             self.num_documents = len(self._kept)
@@ -133,6 +135,7 @@ class Documents:
         return DocumentStream(self.store, self._stored if order is None else self._index(order))
 
     def _index(self, order: Permutation | None) -> DocumentIndex:
+        # The sums are a placeholder: computing them needs the other fields.
         index = DocumentIndex(self._kept, order, np.zeros(1, np.int64), self.num_documents)
         name = "stored order" if order is None else order.name
         return replace(index, sums=self._load(name, lambda: block_sums(self.store.doc_offsets, index)))
@@ -140,6 +143,7 @@ class Documents:
     def _load(self, name: str, make: Callable[[], NDArray]) -> NDArray:
         if self._is_small:
             return make()
+        # The store's digest instead of its path: copies share an index, a store prepared anew gets another.
         key = f"{_INDEX_FORMAT} {self.store.meta.doc_offsets_sha256} {self.min_tokens} {name}"
         path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
         return cached(path, make, f"index of {self.store.path} ({name})")

@@ -22,6 +22,7 @@ from zeco_train.errors import DataError
 
 _SAVED_DATASET = ("dataset_info.json", "state.json")
 _SAVED_SPLITS = "dataset_dict.json"
+# The library resolves a hub data set's files to hf://datasets/NAME@COMMIT/FILE.
 _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 _ROWS_OF_A_UNIT = 1 << 16
 
@@ -112,6 +113,7 @@ class RowSource:
 
     def read(self, unit: Unit, first: int) -> Iterator[str]:
         """See Source."""
+        # Workers are spawned, so each must silence the library's logging itself.
         _library()
         with _read_errors(self.name):
             for start in range(unit.start + first, unit.stop, ROWS_AT_ONCE):
@@ -148,6 +150,7 @@ class StreamSource:
         with _read_errors(self.name):
             parts = _cut(self, unit.start)
             stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
+            # A stream has no random access: rows before `first` are read and sliced off (`slice` clamps its offset).
             for table in stream.iter(batch_size=ROWS_AT_ONCE):
                 column = self._column(table)
                 yield from texts_of_column(column.slice(max(0, first - row)), place, max(first, row), self._text_field)

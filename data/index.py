@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Documents per stored position.
 BLOCK = 128
+# Documents processed at a time; a multiple of BLOCK, so that no block straddles two chunks.
 _CHUNK = BLOCK << 11
 _DIGEST_BYTES = 32
 
@@ -72,6 +73,7 @@ class DocumentIndex:
 
 def touched(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
     """The range [first, beyond) of the parts, bordered by `offsets`, that overlap positions [start, stop)."""
+    # The sides differ so that parts which only share a border with [start, stop) are left out.
     first = int(np.searchsorted(offsets, start, side="right")) - 1
     return first, int(np.searchsorted(offsets, stop, side="left"))
 
@@ -111,6 +113,7 @@ def cached(path: Path, make: Callable[[], NDArray], what: str) -> NDArray:
                 started = time.perf_counter()
                 _write(path, make())
                 logger.info("%s made in %.1f s: %s", what, time.perf_counter() - started, path)
+                # Mapped from the file, not kept: the machine's processes share its pages.
                 array = _read(path)
     if array is None:
         raise DataError(path, "does not hold what was just written there", "check the disk, or set data.cache_dir")
@@ -142,6 +145,7 @@ def _write(path: Path, array: NDArray) -> None:
     with whole_file(path) as partial, partial.open("w+b") as file:
         np.save(file, array, allow_pickle=False)
         file.seek(0)
+        # Appended to the file: mapping an .npy file ignores what follows the array.
         digest = hashlib.file_digest(file, "sha256").digest()
         file.seek(0, os.SEEK_END)
         file.write(digest)

@@ -73,10 +73,12 @@ def check_shard(store: TokenStore, index: int) -> int:
     with read_errors(path, COPY_AGAIN), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
+            # A truncated shard may end within a token.
             tokens = np.frombuffer(block[: len(block) // dtype.itemsize * dtype.itemsize], dtype)
             mistakes += _mistakes(store, tokens, position)
             position += len(tokens)
     if digest.hexdigest() != shard.sha256:
+        # Damage explains the other mistakes, and only the first one is reported.
         mistakes.insert(0, "its contents differ from what was prepared")
     if mistakes:
         raise DataError(path, mistakes[0], COPY_AGAIN)
@@ -102,6 +104,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise ConfigError("--seed", options.seed, "must be ≥ 0")
     store = TokenStore.open(options.store)
+    # Resolved, since the path `.` has no name.
     png = options.png or options.store.resolve().with_name(f"{options.store.resolve().name}_lengths.png")
     check_output_file("--png", png)
     warn_of_replacing([options.png] if options.png else [])
@@ -187,6 +190,8 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
 
     Args:
         lengths: [documents] int64, at least 1.
+        png: the file to write.
+        title: of the figure, above its counts; long titles are cut at the front.
 
     Raises:
         DataError: the picture cannot be written.

@@ -200,6 +200,7 @@ class SequenceLoader:
         places = [self.place(start + i) for i in range(self.micro_batch)]
         shards = [self.readers[place.source].shard(place.epoch, place.sequence, segment) for place in places]
         ids = [self.sequence_id(place) for place in places]
+        # Any reader will do: stacking depends on the split only, which all readers share.
         return self.readers[0].batch(shards, ids, segment, self._step_labels(consumed))
 
     def reader_of(self, sequence_id: int) -> Reader:
@@ -241,6 +242,7 @@ class PrefetchingLoader:
             item = self._queue.get()
             if not isinstance(item, BaseException):
                 return item
+            # The thread has ended, so a later call would wait forever: raise the same error again.
             self._error = item
         raise self._error
 
@@ -265,6 +267,7 @@ class PrefetchingLoader:
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
+        # With a timeout, to notice `close`: a plain `put` would block forever once nobody takes batches.
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -290,5 +293,6 @@ def validation_batches(reader: Reader, *, max_sequences: int | None = None) -> I
         first = start + split.dp_rank * split.micro_batch
         ids = list(range(first, min(first + split.micro_batch, count)))
         for segment in range(split.segments):
+            # Padding: any sequence will do, since the batch is run for its collectives only.
             batch = reader.read(ids or [0], segment)
             yield batch if ids else replace(batch, sequence_ids=[], is_padding=True)

@@ -84,6 +84,7 @@ def open_data(
             continue
         if paths.validation is not None:
             held_out = _open(paths.validation, paths, config, vocab_size, data.train)
+            # One token more than a sequence: the label of its last token.
             if held_out.num_tokens > config.seq_len:
                 data.validation.append(Source(held_out, weight, paths.name))
                 continue

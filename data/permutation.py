@@ -54,6 +54,7 @@ class Permutation:
         """The items at positions `indices`, a one-dimensional array: as `__call__` on each, but much faster."""
         result = indices.astype(np.uint64)
         for start in range(0, len(result), _BLOCK):
+            # A view: `_encrypt_all` and the loop write into `result`.
             places = result[start : start + _BLOCK]
             self._encrypt_all(places)
             while (outside := np.flatnonzero(places >= self.n)).size:

@@ -105,6 +105,7 @@ class UnitTokenizer:
         """
         job = self._job
         position, texts = self._open.pop(index, (-1, iter(())))
+        # The unit is not open here: it is new, or its last part was made by an earlier run.
         if position != first:
             texts = job.source.read(unit, first)
         name = f"part-{index:010d}-{first:010d}"
@@ -113,6 +114,7 @@ class UnitTokenizer:
         with (job.folder / f"{name}.bin").open("wb") as file:
             while not ended and characters < job.part_characters:
                 pending, size = _take(texts, min(_ENCODE_CHARACTERS, job.part_characters - characters))
+                # Only an empty read shows the end, so a unit whose last document fills a part gets an empty part more.
                 ended = size == 0 and not pending
                 documents += len(pending)
                 characters += size
@@ -161,6 +163,9 @@ def tokenize_units(
     generator and with this process, even if it is killed.
 
     Args:
+        job: settings shared by all units.
+        units: (number, unit), in order.
+        workers: number of processes; 1: this process does the work.
         first: documents to skip in the first unit.
         made: parts in the job's folder, by name; matching parts of an earlier run are reused, and new ones are added.
             The caller removes the parts it has consumed.
@@ -259,6 +264,7 @@ class _Pool:
         Raises an error of the first lane; errors of others wait until their lane is first, as in a single process.
         """
         head = lanes[0]
+        # Without failed lanes behind the first: they are done, so `wait` would return at once, again and again.
         busy = {lane.pending for lane in lanes if lane.pending and (lane is head or not _failed(lane.pending))}
         wait(busy, return_when=FIRST_COMPLETED)
         new: list[Part] = []
@@ -338,4 +344,5 @@ def _part_in_worker(index: int, unit: Unit, first: int) -> Part:
 def _exit_with_parent(stop_reader: Connection) -> None:
     # Nothing is ever sent: the pipe becomes readable when the parent, its only writer, closes it or dies.
     stop_reader.poll(None)
+    # Not sys.exit, which would end this thread only.
     os._exit(1)

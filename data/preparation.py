@@ -115,6 +115,7 @@ def prepare_store(options: PrepareOptions) -> Prepared:
     tokenizer = cached_tokenizer(options.tokenizer, download=True)
     arguments = _arguments(options)
     recorded = arguments | {"tokenizer": tokenizer.info}
+    # A resume needs these, too: the saved state counts units and shards of these sizes.
     recorded |= {"unit_bytes": options.unit_bytes, "shard_tokens": options.shard_tokens}
     with work_folder(out, recorded, options.overwrite) as work:
         if work.state.phase == MOVING:
@@ -215,6 +216,7 @@ class _Preparation:
         self.tokens, self.seconds = writer.num_tokens - self.earlier_tokens, time.monotonic() - start
         if options.validation_fraction > 0:
             writer.tail_state(options.validation_fraction)  # may raise; must precede saving the READ phase
+        # With `max_tokens`, parts beyond the end may be left.
         self._made = {}
         self._save(writer, READ)
 
@@ -249,6 +251,7 @@ class _Preparation:
         state = replace(state, phase=phase, writer=writer.checkpoint(), stamps=stamps, waiting=waiting, commit=commit)
         self._work.save(state)
         self._stamps = {index: stamp for index, stamp in self._stamps.items() if index >= state.unit - 1}
+        # Only now: the state just replaced still referred to these files.
         for part in before:
             if part.name not in self._made:
                 for path in part.paths(self._work.parts):
@@ -260,9 +263,11 @@ class _Preparation:
         if self._options.validation_fraction > 0:
             kept = writer.tail_state(self._options.validation_fraction)
             folder = work.store / VALIDATION_FOLDER
+            # A partial copy, of a run killed in this phase.
             shutil.rmtree(folder, ignore_errors=True)
             with writer.copy_tail(kept, folder) as tail:
                 tail.finish(self.source.manifest_sha256, self._arguments)
+            # Record the copy before the store is cut: a kill in between must not lose the tail.
             work.save(replace(work.state, phase=SPLIT, writer=kept))
             writer.resume(kept)
 

@@ -171,18 +171,17 @@ class Reader(ABC):
 
 
 class SequenceSource(Protocol):
-    """Source of sequences.
-
-    Attributes:
-        weight: sampling weight relative to the run's other sources.
-        name: label of its metrics; empty for a single source.
-    """
+    """Source of sequences."""
 
     @property
-    def weight(self) -> int: ...
+    def weight(self) -> int:
+        """Sampling weight relative to the run's other sources."""
+        ...
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Label of its metrics; empty for a single source."""
+        ...
 
     def reader(self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0) -> Reader:
         """Create a reader, see `data.loader.SequenceReader`."""

@@ -42,6 +42,7 @@ def read_lines(path: Path, start: int, stop: int, text_field: str) -> Iterator[s
                 continue
             text = decode(line, path, position)
             try:
+                # A byte-order mark at the start of the file: json.loads refuses it.
                 yield _field_of_line(text.removeprefix("\ufeff") if position == 0 else text, text_field)
             except _LineProblem as error:
                 raise SourceProblem(f"{path}, line {_line_number(path, position)}", *error.args) from error
@@ -176,7 +177,10 @@ def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Itera
     """Yield the values of an Arrow text column; a null is an empty document.
 
     Args:
-        place, row: location of the first value for messages: "FILE, row" and its number.
+        column: an Arrow array, or chunked array, of text.
+        place: the file in messages, such as "FILE, row".
+        row: number of the first value, for messages.
+        text_field: the column's name, for messages.
     """
     for value in column:
         try:

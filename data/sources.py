@@ -150,7 +150,7 @@ def find_sources(sources: Sequence[Path]) -> tuple[list[SourceFile], Counter[str
 
 
 def manifest_sha256(files: Sequence[SourceFile]) -> str:
-    """Digest of the names and sizes of the files, in order. (The digest of the tokens covers their contents.)"""
+    """Digest of the names and sizes of the files, in order; their contents are covered by the tokens' digest."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(os.fsencode(file.name) + f"\0{file.size}\n".encode())
@@ -164,6 +164,7 @@ def split_into_units(files: Sequence[SourceFile], unit_bytes: int = UNIT_BYTES) 
         kind = _kind(file.path)
         if kind in TEXT_SUFFIXES:
             group.append(file)
+        # A group of text files ends before a file of another kind, so that units keep the order of the files.
         if group and (kind not in TEXT_SUFFIXES or _size(group) >= unit_bytes or len(group) == UNIT_FILES):
             yield _unit_of(group, 0, 0, _size(group))
             group = []
@@ -239,6 +240,7 @@ def _unit_of(files: Sequence[SourceFile], start: int, stop: int, size: float) ->
 
 def _walk(folder: Path, skipped: Counter[str]) -> list[SourceFile]:
     found = []
+    # By default os.walk skips a folder that it cannot list, without a message.
     for root, folders, names in os.walk(folder, onerror=_raise):
         skipped["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
         folders[:] = [name for name in folders if not name.startswith(".")]

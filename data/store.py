@@ -48,6 +48,7 @@ VALIDATION_FOLDER = "validation"
 PREPARE_HINT = "prepare one with: python -m data.prepare SOURCE --out STORE"
 
 _VERSION_1_TOKENS = "tokens.bin"
+# Five digits or more, as `shard_name` pads to five and does not limit the number.
 _SHARD_NAME = re.compile(r"tokens-[0-9]{5,}\.bin")
 _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_FOLDER, _VERSION_1_TOKENS})
 _OFFSETS_BLOCK = 1 << 20
@@ -136,6 +137,7 @@ class TokenStore:
         self.itemsize = self._dtype.itemsize
         self._shard_stops = np.cumsum([shard.num_tokens for shard in meta.shards], dtype=np.int64)
         self._descriptors: dict[int, int] = {}
+        # It holds the dictionary; a reference to `self` would keep the store alive forever.
         self._close = weakref.finalize(self, _close_all, self._descriptors)
         self._lock = threading.Lock()
         self.bytes_requested = 0
@@ -155,6 +157,7 @@ class TokenStore:
         stats = []
         for shard in meta.shards:
             file = folder / shard.name
+            # Reads compare with this, although a shard's file is opened at its first read only.
             with read_errors(file, _COPY_AGAIN):
                 stats.append(file.stat())
             if (size := stats[-1].st_size) != (expected := shard.num_tokens * itemsize):
@@ -193,6 +196,7 @@ class TokenStore:
                 position = first - shard_start + wrong
                 problem = f"token {position} is {part[wrong]}, meta.json has ids below {self.vocab_size}"
                 raise DataError(self._where(index, first - shard_start, part), problem, _COPY_AGAIN)
+        # `+=` is not atomic, and several threads may read.
         with self._lock:
             self.bytes_requested += tokens.nbytes
         return tokens.astype(np.int64)
@@ -239,6 +243,7 @@ class TokenStore:
                 now = os.fstat(descriptor)
             if done < len(view):
                 problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
+            # This descriptor can still read a removed file, but nobody else can open it.
             elif now.st_nlink == 0:
                 problem = "was removed or replaced since it was opened"
             elif file_version(now) != self.versions[index]:
@@ -331,6 +336,7 @@ def read_meta(folder: Path) -> StoreMeta:
 
 def _meta_of(record: dict[str, Any], path: Path) -> StoreMeta:
     values: dict[str, Any] = {entry.name: record.get(entry.name) for entry in fields(StoreMeta)}
+    # Annotations are text in this module, by the import from __future__.
     kinds = {"int": int, "str": str, "dict[str, str]": dict, "dict[str, Any]": dict, "tuple[ShardMeta, ...]": list}
     for entry in fields(StoreMeta):
         if not isinstance(values[entry.name], kinds[str(entry.type)]):

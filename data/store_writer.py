@@ -131,6 +131,7 @@ class StoreWriter:
         Raises:
             DataError: not even the last document fits.
         """
+        # Flush first: the offsets are read through the file.
         self.checkpoint()
         offsets = self._mapped_offsets()
         most = int(self.num_tokens * fraction)
@@ -185,6 +186,7 @@ class StoreWriter:
         self._offsets.close()
 
     def _resume(self, state: WriterState) -> None:
+        # Without meta.json the folder is not a store, until `finish` writes it.
         (self.folder / META_FILE).unlink(missing_ok=True)
         self.num_tokens, self.num_documents = state.num_tokens, state.num_documents
         self._full_shards = list(state.full_shards)
@@ -194,6 +196,7 @@ class StoreWriter:
         self._offsets = offsets.open("r+b")
         if state.num_documents == 0:
             self._offsets.truncate(0)
+            # Space for the header, which `finish` writes, and the first offset, 0.
             self._offsets.write(bytes(_HEADER_BYTES) + np.zeros(1, np.int64).tobytes())
         self._offsets.truncate(_HEADER_BYTES + 8 * (state.num_documents + 1))
         self._offsets.seek(0, os.SEEK_END)
@@ -205,9 +208,12 @@ class StoreWriter:
             self._shard_bytes = rest * self.dtype.itemsize
             self._shard = (self.folder / shard_name(full)).open("r+b")
             self._shard.truncate(self._shard_bytes)
+            # The state cannot hold an unfinished digest, so hash the partial shard again. That leaves the position at
+            # its end, where the next write goes.
             for block in _blocks(self._shard):
                 self._sha256.update(block)
         beyond = full + (rest > 0)
+        # Shards begun after the state was saved.
         while (path := self.folder / shard_name(beyond)).exists():
             path.unlink()
             beyond += 1
@@ -224,6 +230,7 @@ class StoreWriter:
             self._shard_bytes += len(part)
             data = data[len(part) :]
             if self._shard_bytes == self.shard_tokens * self.dtype.itemsize:
+                # Now, since `checkpoint` syncs the open shard only.
                 self._shard.flush()
                 os.fsync(self._shard.fileno())
                 self._shard.close()

@@ -38,8 +38,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, with the ids of `transformers.ByT5Tokenizer(extra_ids=0)`: byte + 3; 0 is padding,
-    1 is end of sequence, 2 is unknown and does not occur."""
+    """One token per UTF-8 byte, with the ids of `transformers.ByT5Tokenizer(extra_ids=0)`.
+
+    Ids are byte + 3; 0 is padding, 1 is end of sequence, 2 is unknown and does not occur.
+    """
 
     vocab_size = 259
     eos_id = 1
@@ -92,6 +94,7 @@ class HuggingFaceTokenizer:
         # Added tokens can leave gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(self._tokenizer), max(vocabulary.values(), default=0) + 1, self.eos_id + 1)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        # Slow tokenizers have no backend to serialise; their vocabulary stands for them.
         contents = backend.to_str() if backend is not None else json.dumps(sorted(vocabulary.items()))
         digest = hashlib.sha256(contents.encode("utf-8", errors="surrogatepass")).hexdigest()
         place = str(Path(name).resolve()) if Path(name).exists() else name
@@ -99,6 +102,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens] int64."""
+        # `verbose`: a document may be longer than the tokenizer's model allows, without a warning.
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         with _failures(self.info["path"], "this tokenizer cannot encode a text"):
             encoded = self._tokenizer(list(texts), **options)
@@ -107,6 +111,7 @@ class HuggingFaceTokenizer:
     def decode(self, ids: NDArray[np.integer]) -> str:
         """The text of `ids`, special tokens included."""
         with _failures(self.info["path"], "this tokenizer cannot decode its ids"):
+            # Clean-up would remove spaces before punctuation, which the text had.
             return str(self._tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
@@ -133,6 +138,7 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
     """The byte tokenizer for "bytes", else the Hugging Face tokenizer at a local path or with that hub name.
 
     Args:
+        name: "bytes", a local path, or a hub name.
         download: allow downloads; otherwise a hub name must be in the local cache.
 
     Raises:
@@ -149,8 +155,10 @@ def load_tokenizer(name: str, download: bool = False) -> Tokenizer:
 
 
 def tokenizer_name(info: Mapping[str, str], *folders: Path) -> str:
-    """The argument of `load_tokenizer` for the tokenizer described by `info` (see `StoreMeta`): its files in the first
-    of `folders` that has them, else its original path."""
+    """The argument of `load_tokenizer` for the tokenizer described by `info` (see `StoreMeta`).
+
+    That is the tokenizer's folder in the first of `folders` that has one, else its original path.
+    """
     if info.get("kind") == BYTES:
         return BYTES
     own = tokenizer_files(*folders)

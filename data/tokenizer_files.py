@@ -83,6 +83,7 @@ def copy_tokenizer(folder: Path, to: Path, model_config: bool = False) -> None:
     """Copy only a tokenizer's files; links become files.
 
     Args:
+        folder: of the tokenizer; checked first.
         to: an existing folder.
         model_config: also copy config.json; see `_MODEL_CONFIG`.
 

@@ -89,6 +89,7 @@ class WorkFolder:
             if part.name not in known:
                 for path in part.paths(self.parts):
                     sync_file(path)
+        # The new names, too: after a power loss the state must not refer to files that are gone.
         sync_folder(self.parts)
         sync_folder(self.store)
         record = {"version": _VERSION, "arguments": self._arguments, "state": asdict(state)}
@@ -109,6 +110,7 @@ def work_folder(out: Path, arguments: dict[str, Any], overwrite: bool) -> Iterat
     It is kept if the block raises after some work was saved, else deleted at the end.
 
     Args:
+        out: the store's final path.
         arguments: everything the result depends on, as JSON.
         overwrite: discard an interrupted preparation with other arguments.
 
@@ -175,6 +177,7 @@ def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:
     try:
         record = read_json(folder / "state.json")
         if record["version"] != _VERSION:
+            # Not a new state, so it is discarded only with --overwrite.
             return {"version": record["version"]}, State(phase="of another version")
         values = record["state"]
         writer = WriterState(**{**values["writer"], "full_shards": tuple(values["writer"]["full_shards"])})
@@ -204,6 +207,7 @@ def _locked(out: Path, path: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # In this order: once unlocked, the path may be the lock of another process.
         path.unlink(missing_ok=True)
         os.close(lock)
 

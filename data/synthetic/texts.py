@@ -39,6 +39,7 @@ class Sentences:
 
     def __init__(self, table: Sequence[Tokens], draws: Draws, length: int) -> None:
         self._table, self.length = table, length
+        # Enough even if every sentence drawn is the shortest one.
         most = length // min(len(tokens) for tokens in table) + 1
         self._choices = draws.many_below(len(table), 0, most, "sentences")
         ends = np.cumsum(np.array([len(tokens) for tokens in table])[self._choices])

@@ -10,7 +10,7 @@ _PLACES = (
     "anchor", "arch", "barn", "bridge", "cabin", "canal", "castle", "cellar", "chapel", "garden", "gate", "harbour",
     "island", "lantern", "market", "meadow", "mill", "orchard", "quarry", "stable", "temple", "tower", "tunnel", "well",
 )  # fmt: skip
-# The longest come last.
+# The longest come last, where `_Longest` of data.synthetic.texts takes them.
 COLOURS, PLACES = (tuple(sorted(words, key=len)) for words in (_COLOURS, _PLACES))
 # Parts of filler sentences: subject, predicate, adverbial.
 _WHO = ("The miller", "A tall child", "The old sailor", "Our neighbour", "A quiet nurse", "The baker", "Some traveller")

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`
+"""`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`.
 
 collectives, operator, model and decode compare variants; operator_cpu, loader, documents and checkpoint measure the
 operator on a CPU, data loading, and how long a checkpoint blocks training.

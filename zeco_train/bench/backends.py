@@ -37,6 +37,7 @@ class SwitchedScan(ScanBackend):
         self.current: ScanBackend = LocalScan()
 
     def start(self, request: ScanRequest) -> LaunchedScan:
+        """See `ScanBackend.start`."""
         return self.current.launch(request)
 
 
@@ -56,6 +57,7 @@ class RandomTokens:
     def stream(self, step: int) -> Tensor:
         """[ranks · count + 1] int64, on the device, the same on all ranks."""
         device = self.session.device
+        # Runs with different seeds share no step's tokens, up to 2^20 steps.
         generator = torch.Generator(device).manual_seed((self.seed << 20) + step)
         size = (self.session.world_size * self.count + 1,)
         return torch.randint(self.vocab_size, size, device=device, generator=generator)
@@ -120,11 +122,15 @@ class Backends:
     def gradient(
         self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
     ) -> tuple[float, list[Tensor]]:
-        """Mean loss over the tokens of all ranks in step 0, and this rank's shard of its gradient, if that is to be
-        kept. Does not train. Collective.
+        """Mean loss over the tokens of all ranks in step 0, and this rank's shard of its gradient.
+
+        Does not train. Collective.
 
         Args:
             scan: joins the shards; with each rank `alone`, those of its own sequence.
+            tokens: inputs and labels.
+            alone: each rank has its own sequence.
+            keep: return the gradient; an empty list otherwise.
         """
         self._scan.current = scan
         step = self._training_step(alone, tokens)
@@ -144,6 +150,7 @@ class Backends:
     def logits(self, ids: Tensor) -> Tensor:
         """[1, T] → [1, T, vocab], for each rank alone. Collective."""
         logits = self.model(ids, SequenceShard(LocalScan(), 0, ids.shape[1]))
+        # FSDP frees gathered parameters in the backward pass, of which there is none.
         reshard(self.model)
         return logits
 

@@ -32,6 +32,7 @@ def check_results(
     """
     errors = {name: relative_error(found, expected) for name, (found, expected) in results.items()}
     for name, error in errors.items():
+        # Not `error > tolerance`, which is false for NaN.
         if not error <= tolerance:
             raise WrongResultError(variant, rank, name, error, tolerance)
     return errors

@@ -53,9 +53,11 @@ _DEFAULTS = [
 
 @dataclass
 class CheckpointConfig(CaseConfig):
-    """Attributes:
-    rounds: saves per mode.
-    overrides: all other KEY=VALUE, as of train.py; without any, `gla_125m` with 256 tokens a step.
+    """Settings of case `checkpoint`.
+
+    Attributes:
+        rounds: saves per mode.
+        overrides: all other KEY=VALUE, as of train.py; without any, `gla_125m` with 256 tokens a step.
     """
 
     rounds: int = 5
@@ -63,6 +65,7 @@ class CheckpointConfig(CaseConfig):
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
+        """Settings from KEY=VALUE arguments; keys that are not this case's own are overrides of the run."""
         own = {entry.name for entry in fields(cls)}
         overrides = [text for text in arguments if text.partition("=")[0] not in own]
         config = super().load([text for text in arguments if text not in overrides])
@@ -70,6 +73,7 @@ class CheckpointConfig(CaseConfig):
         return config
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, rounds=1)
 
@@ -85,6 +89,7 @@ class CheckpointConfig(CaseConfig):
         return config
 
     def join(self, launch: Launch) -> ProcessMesh:
+        """Join the other ranks, split by the run's configuration."""
         return init(self.run_config(), launch)
 
 
@@ -112,10 +117,12 @@ class _Loop:
         self.config, self.parts, self._stop, self._session = config, parts, stop, session
         self.trainer, self.stalls = Trainer(config, parts), Stalls()
         self._waited = 0.0
+        # The trainer calls it before it updates the weights: the second part of a stall.
         self._wait_staged = parts.checkpointer.wait_staged
         parts.checkpointer.wait_staged = self._timed_wait  # type: ignore[method-assign]
 
     def step(self) -> float:
+        """One training step; returns its duration in seconds, until the device is idle."""
         began = time.perf_counter()
         if isinstance(self.trainer.train_step(self._stop), Signals):
             raise ZecoError("told to stop, nothing was measured")
@@ -123,17 +130,20 @@ class _Loop:
         return time.perf_counter() - began
 
     def plain_steps(self) -> None:
+        """Time a few steps without a save."""
         self.stalls.plain += [self.step() for _ in range(_PLAIN_STEPS)]
 
     def save(self, mode: str) -> None:
         """One save and, if it is asynchronous, steps until all ranks have written it."""
         self.config.checkpoint.mode = CheckpointMode[mode]
+        # Else the stall would include pending work of the device, and late ranks.
         self._session.settle()
         dist.barrier()
         began, self._waited = time.perf_counter(), 0.0
         self.trainer.save()
         held = time.perf_counter() - began
         beside = []
+        # Steps are collective, so all ranks take them until the slowest one has written.
         while mode == "async" and any(self._session.gather(self.parts.checkpointer.is_writing)):
             beside.append(self.step())
         self.stalls.written[mode].append(time.perf_counter() - began)
@@ -141,6 +151,7 @@ class _Loop:
         if mode == "async":
             plain = statistics.median(self.stalls.plain)
             self.stalls.beside.append(max(0.0, sum(beside) - self._waited - len(beside) * plain))
+            # Settles the save that has ended; the next save would do it within its own stall.
             self.parts.checkpointer.due(self.parts.progress)
 
     def _timed_wait(self) -> None:

@@ -1,9 +1,9 @@
 """Case `collectives`: time to pass a state to the next ranks, by algorithm and size.
 
-Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. Timed is `launch` → `wait` → `finish` on the current
-stream, one at a time and inside CUDA graphs of several. The baselines, all-gather and all-reduce of the states alone,
-are timed alike; ratios are to the all-gather in the same mode. Consecutive scans in a graph overlap if their algorithm
-lets ranks run ahead of each other, as a chain's does; one at a time they cannot.
+Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. The timed operation is `launch` → `wait` → `finish` on
+the current stream, singly and inside CUDA graphs of several. The baselines, all-gather and all-reduce of the states
+alone, are timed alike; ratios are to the all-gather in the same mode. Consecutive scans in a graph overlap if their
+algorithm lets ranks run ahead of each other, as a chain's does; one at a time they cannot.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ class _Inputs:
     def _expected(self, reverse: bool) -> Tensor:
         """The expected incoming state of this rank in float64, from all ranks' pairs."""
         rank = self._session.rank
+        # In the order in which the scan folds them: towards this rank.
         before = self._pairs[:rank:-1] if reverse else self._pairs[:rank]
         running = torch.zeros_like(self.state, dtype=torch.float64)
         for state, log_decay in before:

@@ -31,8 +31,8 @@ class CaseConfig:
         out: output folder; empty is `runs/bench/<case>-<ranks>`.
         seed: of the inputs.
         timeout_seconds: bound of each wait for another rank.
-        budget_seconds: no configuration is started that, going by the longest so far, would end after this many
-            seconds.
+        budget_seconds: a configuration is not started if, taking as long as the longest so far, it would end after
+            this many seconds.
         commit: of this source tree; empty asks git, which may be missing or outdated in a copy of the tree.
     """
 
@@ -87,6 +87,7 @@ class BenchConfig(CaseConfig):
     variants: list[str] = field(default_factory=list)
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, warmup=1)
 
@@ -106,16 +107,19 @@ class RunsConfig(BenchConfig):
     graph: bool = False
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, runs=1, flush_mb=-1)
 
 
 @dataclass
 class CollectivesConfig(RunsConfig):
-    """Attributes:
-    sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; must be whole heads.
-    key_dim, value_dim: K and V.
-    graph_operations: operations per CUDA graph.
+    """Settings of case `collectives`.
+
+    Attributes:
+        sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; must be whole heads.
+        key_dim, value_dim: K and V.
+        graph_operations: operations per CUDA graph.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.SCAN_VARIANTS))
@@ -126,6 +130,7 @@ class CollectivesConfig(RunsConfig):
     graph_operations: int = 10
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         known.check_variants(self.variants, *known.ANCHORS, *SHARING)
         check_least(self, key_dim=1, value_dim=1, graph_operations=1)
@@ -145,13 +150,15 @@ class CollectivesConfig(RunsConfig):
 
 @dataclass
 class OperatorConfig(RunsConfig):
-    """Attributes:
-    heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
-    dtype: of q, k, v; decays are fp32 (fp64 with fp64).
-    passes: `forward`, `forward_backward`.
-    check_tokens: tokens per rank in the correctness check; −1 is 4,096 on GPUs, where shorter inputs would give each
-        walk over chunks a single chunk, and 256 on CPUs.
-    trace: also profile one forward + backward of each variant, and report the overlap of communication and compute.
+    """Settings of case `operator`.
+
+    Attributes:
+        heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
+        dtype: of q, k, v; decays are fp32 (fp64 with fp64).
+        passes: `forward`, `forward_backward`.
+        check_tokens: tokens per rank in the correctness check; −1 is 4,096 on GPUs, where shorter inputs would give
+            each walk over chunks a single chunk, and 256 on CPUs.
+        trace: also profile one forward + backward of each variant, and report the overlap of communication and compute.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.GLA_VARIANTS))
@@ -164,6 +171,7 @@ class OperatorConfig(RunsConfig):
     trace: bool = False
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         known.check_variants(self.variants, "dp", "copy", *SHARING, "fla")
         self._check_lists(heads=1, tokens=1)
@@ -191,9 +199,11 @@ class OfModelConfig(BenchConfig):
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
+        """Settings from KEY=VALUE arguments; those of `model.` are overrides of the model."""
         overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
         config = super().load([text for text in arguments if text not in overrides])
         config.overrides += overrides
+        # Again, now with the overrides: the model that they describe may be invalid.
         config.validate()
         return config
 
@@ -204,13 +214,15 @@ class OfModelConfig(BenchConfig):
 
 @dataclass
 class DecodeConfig(OfModelConfig):
-    """Attributes:
-    variants: `eager` launches the kernels of a step one by one, `graph` starts them as one CUDA graph.
-    contexts: context lengths before the timed tokens, increasing.
-    batches: concurrent sequences per rank.
-    steps: timed tokens per sequence.
-    prefill_tokens: tokens of a context per prefill pass and rank; more take more memory.
-    check_tokens: tokens of the correctness check, half of them in steps.
+    """Settings of case `decode`.
+
+    Attributes:
+        variants: `eager` launches the kernels of a step one by one, `graph` starts them as one CUDA graph.
+        contexts: context lengths before the timed tokens, increasing.
+        batches: concurrent sequences per rank.
+        steps: timed tokens per sequence.
+        prefill_tokens: tokens of a context per prefill pass and rank; more take more memory.
+        check_tokens: tokens of the correctness check, half of them in steps.
     """
 
     variants: list[str] = field(default_factory=lambda: ["eager", "graph"])
@@ -221,6 +233,7 @@ class DecodeConfig(OfModelConfig):
     check_tokens: int = 200
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         if not self.variants or len(set(self.variants)) < len(self.variants) or not {*self.variants} <= _DECODERS:
             raise ConfigError("variants", self.variants, f"must be a list of different ones of {', '.join(_DECODERS)}")
@@ -245,18 +258,21 @@ _DECODERS = {"eager": None, "graph": None}.keys()
 
 @dataclass
 class ModelConfig(OfModelConfig):
-    """Attributes:
-    variants: dp, lasp1, lasp2, zeco train; `products` runs only the matrix products of their plain step, as an upper
-        bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
-    budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with more
-        tokens per rank are not started, and fewer steps are timed, if that would not be left.
-    heads, tokens: H, and tokens per rank and step; all combinations are measured, tokens innermost.
-    steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of them
-        would not end within budget_seconds.
-    dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to `products`, and
-        none to `fla`, which is trained in bf16.
-    strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the rest.
-    check_tokens: tokens per rank in the correctness check.
+    """Settings of case `model`.
+
+    Attributes:
+        variants: dp, lasp1, lasp2, zeco train; `products` runs only the matrix products of their plain step, as an
+            upper bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
+        budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
+            more tokens per rank are not started, and fewer steps are timed, if that would not be left.
+        heads, tokens: H, and tokens per rank and step; all combinations are measured, tokens innermost.
+        steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
+            them would not end within budget_seconds.
+        dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to `products`,
+            and none to `fla`, which is trained in bf16.
+        strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
+            rest.
+        check_tokens: tokens per rank in the correctness check.
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
@@ -270,6 +286,7 @@ class ModelConfig(OfModelConfig):
     check_tokens: int = 256
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
         self._check_lists(heads=1, tokens=1)

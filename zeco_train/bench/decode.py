@@ -2,7 +2,7 @@
 
 Contexts are processed in increasing order: the tokens that one adds to the previous one go through the model as a
 prompt, over all ranks together (`zeco_train.generate.prefill`). Then each rank continues on its own from the resulting
-states, with the configured number of sequences: greedy token of each, and a step with it
+states, with the configured number of sequences: it picks the greedy token of each, and takes a step with it
 (`zeco_train.generate.decode`). A step ends when its token is on the host, as for a user. Weights and tokens are random,
 which costs the same as real ones. Contexts, batches and variants take turns, a part of the steps each, so that
 disturbances of the machine affect all of them alike.
@@ -118,6 +118,7 @@ class _Measurement:
         ids = self._random(self._config.check_tokens)
         exact = copy.deepcopy(self._model).double()
         expected = whole_logits(exact, ids[None].to(self._session.device))[0]
+        # Its memory would count in the measured peaks.
         del exact
         errors = {variant: self._check(variant, ids, expected) for variant in self._variants}
         contexts = list(self._contexts())
@@ -135,6 +136,7 @@ class _Measurement:
 
     def _contexts(self) -> Iterator[_Context]:
         """The contexts that fit in the budget."""
+        # No rate is measured before the first context: it counts as free.
         states, position, rate = self._model.zero_states(1, self._session.device), 0, math.inf
         for context in self._config.contexts:
             if not self._session.within_budget((context - position) / rate):
@@ -190,6 +192,7 @@ class _Measurement:
         """Errors of a second half's logits, by steps and by the chunked operator; the worst rank's.
 
         Args:
+            variant: `eager` or `graph`.
             ids: [T] int64.
             expected: all logits [T, vocab] in fp64.
         """
@@ -197,6 +200,7 @@ class _Measurement:
         started = self._prefill.run([ids[:half]])
         assert started is not None
         decoder = Decoder(self._model, started[1], cuda_graph=variant == "graph")
+        # Copies: a decoder's logits are valid until its next step only.
         steps = torch.cat([decoder.step(token[None].to(device)).clone() for token in ids[half:]])
         chunked = relative_error(whole_logits(self._model, ids[None].to(device))[0, half:], expected[half:])
         tolerance = max(TOLERANCE[self._config.dtype], RATIO * chunked)

@@ -46,10 +46,12 @@ _SHARD_TOKENS = 1 << 38
 
 @dataclass
 class DocumentsConfig(CaseConfig):
-    """Attributes:
-    documents: number of documents in the store.
-    mean_tokens: their mean length.
-    seq_len: tokens per sequence.
+    """Settings of case `documents`.
+
+    Attributes:
+        documents: number of documents in the store.
+        mean_tokens: their mean length.
+        seq_len: tokens per sequence.
     """
 
     documents: int = 10_000_000
@@ -57,6 +59,7 @@ class DocumentsConfig(CaseConfig):
     seq_len: int = 65_536
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, documents=1, mean_tokens=1, seq_len=1)
 
@@ -89,6 +92,7 @@ def make_store(folder: Path, documents: int, mean_tokens: int) -> None:
         count = min(_SHARD_TOKENS, total - start)
         (folder / shard_name(index)).touch()
         os.truncate(folder / shard_name(index), 2 * count)
+        # Opening a store hashes no shard, so any text will do.
         shards.append(ShardMeta(shard_name(index), count, sha256="holes"))
     digest = hashlib.sha256((folder / OFFSETS_FILE).read_bytes()).hexdigest()
     meta = StoreMeta("uint16", 32_000, {"kind": "random"}, 1, total, documents, tuple(shards), digest, "", "bench")
@@ -104,6 +108,7 @@ def measure(path: Path, cache_dir: Path, seq_len: int, shuffle: Shuffle, shortes
     record["open_s"] = time.perf_counter() - start
     for attempt in ("first", "again"):
         start, cpu = time.perf_counter(), time.process_time()
+        # Cached whatever the size: a second opening must find the index of the first.
         documents = Documents(store, shortest, cache_dir, smallest_cached=0)
         loader = SequenceLoader([Source(documents)], DataSplit(seq_len), seed=0, global_batch=1, shuffle=shuffle)
         loader.batch(0, 0)

@@ -45,13 +45,16 @@ _WARM_READS = 5
 
 @dataclass
 class LoaderConfig(CaseConfig):
-    """Attributes:
-    tokens: length of the sequence, over all ranks.
+    """Settings of case `loader`.
+
+    Attributes:
+        tokens: length of the sequence, over all ranks.
     """
 
     tokens: int = 8_388_608
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, tokens=1)
 
@@ -68,6 +71,7 @@ def run(config: LoaderConfig, session: Session) -> Report:
             dist.barrier()
             if rank == session.rank:
                 row, batch = measure(store, config.tokens, rank, session.world_size)
+        # Rank 0 deletes the store when it leaves this block.
         dist.barrier()
     length = config.tokens // session.world_size
     own = torch.from_numpy(tokens[session.rank * length : (session.rank + 1) * length + 1].astype(np.int64))

@@ -192,11 +192,11 @@ class _Measurement:
             contender = Contender(name, partial(_peer_step, peer, self._tokens(count)), first_seconds=tuned)
             tuned = 0.0
             rows = self._time([contender], count, later, began)
-            # No HFU: what the peer recomputes is not counted here.
+            # No HFU: the peer's recomputation is not counted here.
             self._add([{**row, "hfu": None, "relative_error": error} for row in rows])
 
     def _may_start(self, what: str, variants: int) -> bool:
-        """Whether this many variants, each with one number of tokens, would end in time; if not, that is noted."""
+        """Whether this many variants, each with one number of tokens, would end in time; adds a note if not."""
         if self._session.within_budget(times=variants):
             self._session.enter(what)
             return True
@@ -222,6 +222,8 @@ class _Measurement:
         """Rows of contenders with this many tokens per rank.
 
         Args:
+            contenders: ready to be timed.
+            count: tokens per rank.
             later: measurements of one variant for which budget must be left after these.
             started: time at which the setup of these contenders began.
         """
@@ -291,8 +293,11 @@ class _Measurement:
         return checked
 
     def _check_losses(self, losses: dict[str, float]) -> None:
-        """Raise `WrongResultError`, on all ranks, if a first loss differs from a uniform guess or from the other
-        backends'."""
+        """Compare the first losses with a uniform guess, and those of the backends with each other.
+
+        Raises:
+            WrongResultError: one differs; on all ranks.
+        """
         guess = torch.tensor(math.log(self._run.model.vocab_size))
         for name, loss in losses.items():
             pair = torch.tensor(loss), guess

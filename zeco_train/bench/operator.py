@@ -85,6 +85,7 @@ class Inputs:
 
     @classmethod
     def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
+        """Normal q, k, v, do, and decays as fla's gates give them."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(dim: int, kind: torch.dtype) -> Tensor:
@@ -103,6 +104,7 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, g: the operands, whose gradients are measured."""
         return self.q, self.k, self.v, self.g
 
     def gathered(self, session: Session) -> Inputs:
@@ -115,14 +117,16 @@ class Inputs:
         return Inputs.of(*wholes)
 
     def double(self) -> Inputs:
+        """The same inputs in fp64, as new leaves."""
         return Inputs.of(*(x.double() for x in (*self.leaves, self.do)))
 
     def forget_grads(self) -> None:
+        """Drop the gradients: a step must not add to those of the step before."""
         for leaf in self.leaves:
             leaf.grad = None
 
     def results(self, attention: Attention) -> dict[str, Tensor]:
-        """o and all gradients."""
+        """Compute o and all gradients, by the names of `RESULTS`."""
         self.forget_grads()
         o = attention(*self.leaves)
         o.backward(self.do)
@@ -181,10 +185,10 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
 
 
 def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
-    """Fields of each variant's rows: the largest error at a small length, relative to the whole sequence on one device
-    in float64, and the choice of `auto`.
+    """Fields of each variant's rows: its largest error, and the choice of `auto`.
 
-    Unsupported variants are noted, and have no error. `copy` is wrong by design.
+    Errors are taken at a small length, relative to the whole sequence on one device in float64. Unsupported
+    variants are noted, and have no error. `copy` is wrong by design.
 
     Raises:
         WrongResultError: on all ranks, if a variant is wrong on one of them.

@@ -53,9 +53,11 @@ COLUMNS = {
 
 @dataclass
 class OperatorCpuConfig(RunsConfig):
-    """Attributes:
-    tokens: sequence length of the timings.
-    threads: torch threads.
+    """Settings of case `operator_cpu`.
+
+    Attributes:
+        tokens: sequence length of the timings.
+        threads: torch threads.
     """
 
     device: Device = Device.cpu
@@ -65,6 +67,7 @@ class OperatorCpuConfig(RunsConfig):
     threads: int = 2
 
     def validate(self) -> None:
+        """See `CaseConfig.validate`."""
         super().validate()
         check_least(self, tokens=1, threads=1)
         if self.device is not Device.cpu:
@@ -154,8 +157,7 @@ def run_in_place(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> tupl
 
 
 def check_all() -> list[Row]:
-    """Check all variants against `naive_gla`: fp64 with a length that is no multiple of a chunk, fp32 also against
-    fp64.
+    """Check all variants against `naive_gla` in fp64, at a length that is not a multiple of a chunk.
 
     Raises:
         WrongResultError: a result is wrong.

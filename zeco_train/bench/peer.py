@@ -113,7 +113,7 @@ class Peer:
 
 
 def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: torch.device) -> Any:
-    """fla's model with these parameters, in fp32."""
+    """Build fla's model with these parameters, in fp32."""
     import fla.models
 
     fla_format = mixer_of(config).fla

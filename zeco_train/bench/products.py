@@ -113,14 +113,14 @@ class Products:
         return self._dweight[0]
 
     def _outputs(self, weights: Sequence[Tensor]) -> list[_Product]:
-        """x Wᵀ for each weight [N, K]."""
+        """The product x Wᵀ for each weight [N, K]."""
         return [
             (self._view(self._inputs, weight.shape[1]), weight.T, self._view(self._results, weight.shape[0]))
             for weight in weights
         ]
 
     def _gradients(self, weights: Sequence[Tensor]) -> list[_Product]:
-        """dy W for each weight [N, K], then dyᵀ x for each."""
+        """The product dy W for each weight [N, K], then dyᵀ x for each."""
         dxs, dweights = [], []
         for weight in weights:
             n, k = weight.shape

@@ -26,7 +26,7 @@ class Report:
     """Collects rows; rank 0 writes them to a folder after each configuration.
 
     Args:
-        case: `collectives`, `operator` or `model`.
+        case: name of the case.
         config: of the case.
         session: the ranks.
         columns: of the table.
@@ -44,7 +44,7 @@ class Report:
         self.notes: list[str] = []
         self.failures: list[str] = []
         self._session, self._columns = session, columns
-        # Before anything is measured.
+        # Before anything is measured: results that cannot be written would be lost.
         session.agree(self._check_folder)
         self._header = {
             "case": case,
@@ -100,8 +100,10 @@ class Report:
 
 
 class LogLines(logging.Handler):
-    """While entered, prints the project's log records of level INFO and above, and stores each distinct line: the
-    choices of `auto`, and fallbacks."""
+    """While entered, prints and stores each distinct line that the project logs: choices of `auto`, and fallbacks.
+
+    Records below level INFO are left out.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__(logging.INFO)

@@ -53,11 +53,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Timing:
-    """Attributes:
-    summary: over the runs.
-    by_rank: every sample in ms, [ranks][runs].
-    host_ms: launch time of a run on the slowest host, from the first flush on; the 90th percentile.
-    cover_ms: time for which the device was kept busy meanwhile; if this is less, runs were bound by the host.
+    """Times of one subject.
+
+    Attributes:
+        summary: over the runs.
+        by_rank: every sample in ms, [ranks][runs].
+        host_ms: launch time of a run on the slowest host, from the first flush on; the 90th percentile.
+        cover_ms: time for which the device was kept busy meanwhile; if this is less, runs were bound by the host.
     """
 
     summary: Summary
@@ -92,6 +94,7 @@ class Runner:
         samples: list[list[Callable[[], float]]] = [[] for _ in subjects]
         issues: list[list[float]] = [[] for _ in subjects]
         timed = self._timed_cuda if self._session.on_cuda else self._timed_cpu
+        # A collection within a run would delay its launch, and with it every other rank.
         gc.collect()
         gc.disable()
         try:
@@ -148,6 +151,7 @@ class Runner:
         subject.run()
         end.record()
         issue_ms = 1e3 * (time.perf_counter() - issued)
+        # Read later: at this point the device has not reached the events.
         return lambda: start.elapsed_time(end) / subject.operations, issue_ms
 
     def _timed_cpu(self, subject: Subject, flushes: int) -> tuple[Callable[[], float], float]:
@@ -201,6 +205,7 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
     for _ in range(2):  # compile, connect and allocate before the capture
         subject.prepare()
         expected = subject.run()
+    # A copy, since a subject may return a buffer that its next run overwrites.
     expected = expected.clone() if isinstance(expected, Tensor) else None
     subject.prepare()
     torch.cuda.synchronize()
@@ -213,6 +218,7 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
     except (RuntimeError, CommunicationError) as error:
         problem = _first_cause(error)
     torch.cuda.synchronize()
+    # Captured on all ranks or on none: a replay is collective.
     problem = next((text for text in session.gather(problem) if text), "")
     if problem:
         return None, problem
@@ -237,6 +243,7 @@ def _first_cause(error: BaseException) -> str:
 def _check_replays(captured: Subject, result: Tensor, expected: Tensor, session: Session, tolerance: float) -> None:
     for _ in range(2):
         captured.prepare()
+        # A replay that writes nothing must not pass with the result of the one before.
         result.zero_()
         captured.run()
     torch.cuda.synchronize()

@@ -47,14 +47,17 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """This rank's number."""
         return self.mesh.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.mesh.world_size
 
     @property
     def on_cuda(self) -> bool:
+        """Whether the ranks' devices are GPUs."""
         return self.device.type == "cuda"
 
     def check_alone(self) -> None:
@@ -76,8 +79,9 @@ class Session:
         return gather(value, self.world_size)
 
     def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
-        """The scan of a variant over all ranks; cached by configuration and purpose, since a failed capture leaves a
-        scan that cannot be used again.
+        """The scan of a variant over all ranks, cached.
+
+        Each purpose has its own, since a failed capture leaves a scan that cannot be used again.
 
         Raises:
             ConfigError: this machine does not support it.
@@ -86,6 +90,7 @@ class Session:
         if config.all_scan.transport is AllScanTransport.symmetric and not self.on_cuda:
             # Backends check this too, but not over one rank, where nothing is sent.
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
+        # Its text, since settings are mutable dataclasses, which cannot be keys.
         key = purpose, repr(config)
         if key not in self._scans:
             self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout, self.device)
@@ -101,8 +106,10 @@ class Session:
         self._scans = {key: scan for key, scan in self._scans.items() if key[0] != purpose}
 
     def choice_since(self, line: int) -> str | None:
-        """The algorithm chosen by an All-Scan first launched since that line of the log; None if nothing was logged, as
-        on all ranks but the first."""
+        """The algorithm chosen by an All-Scan first launched since that line of the log.
+
+        None if nothing was logged, as on all ranks but the first.
+        """
         found = [text.partition(": ")[2] for text in self.log[line:] if text.startswith("all-scan of ")]
         return found[-1] if found else None
 
@@ -113,8 +120,10 @@ class Session:
         self.drain()
 
     def within_budget(self, seconds: float | None = None, *, times: int = 1) -> bool:
-        """Whether this many seconds, or `times` the longest so far (`spent`), fit in the budget; rank 0 decides.
-        Collective."""
+        """Whether this many seconds, or `times` the longest so far (`spent`), fit in the budget.
+
+        Rank 0's clock decides for all ranks. Collective.
+        """
         seconds = times * self._longest if seconds is None else seconds
         return self.gather(time.monotonic() + seconds < self._deadline)[0]
 

@@ -93,11 +93,16 @@ def time_in_turns(
     """Warm up, then time all contenders in turns; stores the results in them. Collective.
 
     Args:
+        contenders: set up; each stores its own results.
+        warmup: untimed steps of each contender.
+        steps: timed steps of each contender.
+        session: the ranks.
         kept: seconds of the session's budget reserved for later measurements.
 
     Returns:
         The number of steps per contender: less than requested if another round would exceed the session's budget.
     """
+    # One count for all contenders: no two of their steps train on the same tokens.
     numbers = itertools.count()
     for contender in contenders:
         for index in range(warmup):
@@ -130,6 +135,7 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     """Time this many steps."""
     session.settle()
     if contender.scan is not None:
+        # Drop what warm-up steps have measured.
         contender.scan.exposed.take()
     dist.barrier()
     if session.on_cuda:

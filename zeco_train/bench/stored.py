@@ -20,6 +20,7 @@ _NEEDED = {
 _TEXTS = ("model", "variant", "mode", "pass", "note")
 _COUNTS = ("heads", "key_dim", "value_dim", "tokens", "context", "batch", "runs")
 _NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
+# Beyond it ratios and plot axes would overflow.
 _LARGEST = 1e100
 
 
@@ -78,6 +79,7 @@ def _problem_of_row(row: object, case: str) -> str | None:
 
 
 def _is_count(value: object) -> bool:
+    # Not isinstance: a bool is an int, too.
     return type(value) is int and 1 <= value <= 1 << 50
 
 

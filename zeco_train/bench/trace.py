@@ -25,11 +25,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Attributes:
-    communication_us: time during which a communication kernel ran, waits for peers inside it included.
-    hidden_us: part of it during which kernels of the compute stream ran, too.
-    compute_us: time during which kernels of the compute stream ran.
-    kernels: names of the communication kernels.
+    """Overlap of communication and compute in one step.
+
+    Attributes:
+        communication_us: time during which a communication kernel ran, waits for peers inside it included.
+        hidden_us: part of it during which kernels of the compute stream ran, too.
+        compute_us: time during which kernels of the compute stream ran.
+        kernels: names of the communication kernels.
     """
 
     communication_us: float
@@ -58,6 +60,7 @@ def overlap_of(events: Iterable[dict[str, Any]]) -> Overlap:
     kernels = [e for e in events if e.get("cat") == "kernel"]
     if steps:
         start, stop = steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]
+        # Kernels may run after the annotation has ended on the host: take those that were launched within it.
         calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
         launched = {e["args"].get("correlation") for e in calls if start <= e["ts"] <= stop}
         kernels = [e for e in kernels if e["args"].get("correlation") in launched]
@@ -99,10 +102,9 @@ def length(intervals: Sequence[Interval]) -> float:
 
 
 def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
-    """Profile one step on rank 0 into a Chrome trace, while all ranks run it; returns the overlap, on rank 0. CUDA
-    only.
+    """Profile one step on rank 0 into a Chrome trace, while all ranks run it; returns the overlap, on rank 0.
 
-    Collective. The device is kept busy while the hosts launch the step, as in the timed runs.
+    Collective; CUDA only. The device is kept busy while the hosts launch the step, as in the timed runs.
     """
     busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
     token = torch.zeros(1, device=session.device)
@@ -126,6 +128,7 @@ def _issue(subject: Subject, busy: torch.Tensor, token: torch.Tensor) -> None:
     # Profiling slows launches several times: keep the device busy for some 20 ms to cover them.
     for _ in range(300):
         busy.fill_(1)
+    # A barrier on the device, so that no rank's step begins with waiting for a late peer.
     dist.all_reduce(token)
     with torch.profiler.record_function(_STEP):
         subject.run()

@@ -62,6 +62,7 @@ def check_variants(names: Sequence[str], *kinds: str, peer_settings: Sequence[st
         if kind not in kinds or (settings and kind not in ("zeco", "fla")):
             raise ConfigError("variants", name, allowed)
         if kind == "zeco":
+            # Checks the settings only; the size of the state does not matter for that.
             _all_scan(name, 1)
         if kind == "fla" and (not set(settings) <= set(peer_settings) or len(set(settings)) < len(settings)):
             raise ConfigError("variants", name, allowed)
@@ -96,6 +97,7 @@ class LocalCopyScan(ScanBackend):
     """
 
     def start(self, request: ScanRequest) -> PendingScan:
+        """See `ScanBackend.start`."""
         scan = PendingScan(request.want_carry)
         for promise in scan.promises:
             promise.deliver(request.state.clone())
@@ -109,6 +111,7 @@ class GatheredScan(ScanBackend):
     """
 
     def start(self, request: ScanRequest) -> PendingScan:
+        """See `ScanBackend.start`."""
         ranks = range(dist.get_world_size())
         states, log_decays = ([torch.empty_like(own) for _ in ranks] for own in (request.state, request.transition))
         dist.all_gather(states, request.state)

@@ -35,8 +35,10 @@ def evaluate(case: Case, headroom: float) -> Option:
 
 
 def options(case: Case, headroom: float) -> list[Option]:
-    """For each recompute setting the smallest number of segments that fits, and the case itself if it fits; fastest
-    first. Empty if nothing fits."""
+    """For each recompute setting the smallest number of segments that fits, and the case itself if it fits.
+
+    Fastest first; empty if nothing fits.
+    """
     found = [_smallest(case.with_changes(recompute=recompute), headroom) for recompute in Recompute]
     fitting = [option for option in found if option is not None]
     own = evaluate(case, headroom)
@@ -52,8 +54,10 @@ def legal_segments(case: Case) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in increasing order, from the prime factors: sequence lengths are too large for trial of every
-    number."""
+    """All divisors in increasing order.
+
+    Computed from the prime factors: sequence lengths are too large to try every number.
+    """
     found, factor = [1], 2
     while number > 1:
         if factor * factor > number:
@@ -69,8 +73,10 @@ def divisors(number: int) -> list[int]:
 
 
 def more_ranks(case: Case, headroom: float) -> Option | None:
-    """The fastest option on the fewest ranks that share a sequence: twice as many, and so on; None if there is none.
-    Ranks of `sp=dp` share no sequence."""
+    """The fastest option on the fewest ranks that share a sequence: twice as many, and so on.
+
+    None if there is none. Ranks of `sp=dp` share no sequence.
+    """
     if not case.config.sp.spec.scans:
         return None
     while case.world_size < _MOST_RANKS:

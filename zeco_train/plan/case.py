@@ -21,11 +21,13 @@ from zeco_train.plan.devices import Gpu, Machine, machine
 
 @dataclass(frozen=True)
 class Case:
-    """Attributes:
-    config: of the run.
-    world_size, sp_size: all ranks, and those that share a sequence.
-    machine: the device of a rank.
-    gpus_per_node: ranks per node.
+    """A configuration on a number of ranks of a device.
+
+    Attributes:
+        config: of the run.
+        world_size, sp_size: all ranks, and those that share a sequence.
+        machine: the device of a rank.
+        gpus_per_node: ranks per node.
     """
 
     config: Config
@@ -43,6 +45,7 @@ class Case:
 
     @property
     def dp_size(self) -> int:
+        """Groups of ranks that train on different sequences."""
         return self.world_size // self.sp_size
 
     @property
@@ -52,6 +55,7 @@ class Case:
 
     @property
     def recompute(self) -> Recompute:
+        """What the backward pass recomputes."""
         return self.config.train.recompute
 
     @property
@@ -81,11 +85,13 @@ class Case:
 
     @property
     def compiled(self) -> bool:
+        """Whether blocks are compiled by `torch.compile`."""
         wanted = self.config.train.compile
         return wanted is Compile.always or (wanted is Compile.auto and not self.machine.is_cpu)
 
     @property
     def compute_bytes(self) -> int:
+        """Bytes per element of weights and activations in compute."""
         return self.config.train.dtype.compute.itemsize
 
     @property
@@ -95,6 +101,7 @@ class Case:
 
     @property
     def master_bytes(self) -> int:
+        """Bytes per element of master weights and their reduced gradients."""
         return self.config.train.dtype.master.itemsize
 
     @property
@@ -104,6 +111,7 @@ class Case:
 
     @property
     def nodes(self) -> int:
+        """Machines that hold the ranks."""
         return -(-self.world_size // self.gpus_per_node)
 
     @property

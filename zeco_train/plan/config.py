@@ -16,19 +16,21 @@ from zeco_train.system.paths import check_output_file
 
 @dataclass
 class PlanSettings:
-    """Attributes:
-    world_size: ranks; null is sp.size if that is a number, else 1.
-    gpu: the device of each rank; null is cpu with train.device=cpu, else h200.
-    gpus_per_node: GPUs with peer access to each other; beyond them is the network.
-    memory_gb: of a device (of the machine, for cpu), in 10^9 bytes, instead of the named one's.
-    headroom: fraction of the memory that stays free, for fragmentation.
-    matmul_tflops: achieved by matrix products, instead of the assumption for the device.
-    bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
-    link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes, GB/s per device and
-        direction.
-    scan_alpha_us, scan_gbps: of the scan's messages: α in µs, and 1/β in GB/s, instead of the measured values.
-    token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
-    json: output file for the plan.
+    """The planner's own settings.
+
+    Attributes:
+        world_size: ranks; null is sp.size if that is a number, else 1.
+        gpu: the device of each rank; null is cpu with train.device=cpu, else h200.
+        gpus_per_node: GPUs with peer access to each other; others are reached over the network.
+        memory_gb: of a device (of the machine, for cpu), in 10^9 bytes, instead of the named one's.
+        headroom: fraction of the memory that stays free, for fragmentation.
+        matmul_tflops: achieved by matrix products, instead of the assumption for the device.
+        bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
+        link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes, GB/s per device and
+            direction.
+        scan_alpha_us, scan_gbps: of the scan's messages: α in µs, and 1/β in GB/s, instead of the measured values.
+        token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
+        json: output file for the plan.
     """
 
     world_size: int | None = None

@@ -33,14 +33,16 @@ _DATA_SHEETS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Attributes:
-    name: as on the command line.
-    memory: bytes of a device; on a CPU those of the machine, shared by its ranks.
-    flops: achieved by matrix products of these sizes in a step, FLOP/s, by compute dtype.
-    bandwidth: of memory, achieved by elementwise work, bytes/s.
-    link: between devices of a machine, bytes/s per direction, achieved by NCCL (gloo).
-    node_link: between machines, bytes/s per device and direction.
-    scans: costs of the scans' messages, by link.
+    """A device with its achieved rates.
+
+    Attributes:
+        name: as on the command line.
+        memory: bytes of a device; on a CPU those of the machine, shared by its ranks.
+        flops: achieved by matrix products of these sizes in a step, FLOP/s, by compute dtype.
+        bandwidth: of memory, achieved by elementwise work, bytes/s.
+        link: between devices of a machine, bytes/s per direction, achieved by NCCL (gloo).
+        node_link: between machines, bytes/s per device and direction.
+        scans: costs of the scans' messages, by link.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Machine:
 
     @property
     def is_cpu(self) -> bool:
+        """Whether a rank is a process on a CPU."""
         return self.name == Gpu.cpu.value
 
 

@@ -72,6 +72,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
+        """Whether the peak is within the usable memory."""
         return self.peak <= self.usable
 
 
@@ -135,8 +136,10 @@ def _heap_share(case: Case) -> float:
 
 
 def parameter_bytes(case: Case, itemsize: int) -> float:
-    """Total over this rank's parameters; the first ranks have the largest shards of parameters that do not divide
-    evenly."""
+    """Total over this rank's parameters.
+
+    Where a parameter does not divide evenly, the largest shard counts, that of the first ranks.
+    """
     return float(itemsize * sum(_local(shape, case.shards) for shape, _ in case.spec.parameters))
 
 
@@ -165,9 +168,11 @@ def _sum(case: Case, tensors: Iterable[TokenTensor]) -> float:
 
 
 def _passing_back(case: Case, block: BlockSpec) -> float:
-    """Memory of a block's backward pass in addition to the kept tensors: recomputed activations, with recompute=full up
-    to the block's output, and the gradients inside it. The mixer's gradients come after the MLP's kept tensors are
-    freed."""
+    """Memory of a block's backward pass in addition to the kept tensors.
+
+    That is recomputed activations, with recompute=full up to the block's output, and the gradients inside it. The
+    mixer's gradients come after the MLP's kept tensors are freed.
+    """
     kept = {part: _sum(case, activations.kept) for part, activations in block.activations.items()}
     gradients = {part: _sum(case, activations.gradients) for part, activations in block.activations.items()}
     again = sum(size for part, size in kept.items() if part not in _KEPT_PARTS[case.recompute])
@@ -210,6 +215,7 @@ def _gathered_bytes(case: Case) -> float:
     """Unsharded parameters in the compute dtype: of the model, or with zero3 of the largest adjacent units."""
     sizes = unit_bytes(case, case.compute_bytes)
     if case.config.parallel.strategy is Strategy.zero3:
+        # The last unit is the root: its parameters are gathered beside those of the blocks.
         return sum(sorted(sizes)[-2:]) + sizes[-1]
     return sum(sizes)
 

@@ -18,11 +18,13 @@ from zeco_train.sp.backend import BackendSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    planned: the requested case.
-    options: alternatives that fit, fastest first.
-    elsewhere: an option on more ranks, if nothing fits on these.
-    notes: assumptions that were not requested.
+    """A plan: the requested case, and alternatives that fit.
+
+    Attributes:
+        planned: the requested case.
+        options: alternatives that fit, fastest first.
+        elsewhere: an option on more ranks, if nothing fits on these.
+        notes: assumptions that were not requested.
     """
 
     settings: PlanSettings
@@ -150,8 +152,10 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _backends(case: Case) -> dict[str, dict[str, Any]]:
-    """Predictions for all backends on the same ranks; those that share sequences only if there are ranks to share
-    them."""
+    """Predictions for all backends on the same ranks.
+
+    Those that share sequences are left out if there are no ranks to share them.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for name, backend, scan in ways():
         choice = scan_choice(case, backend, scan)

@@ -28,10 +28,12 @@ from zeco_train.training.optim.spec import Precision
 
 @dataclass(frozen=True)
 class StepTime:
-    """Attributes:
-    seconds: per step, by kind of work.
-    tokens: per step, over all ranks.
-    world_size: ranks.
+    """Predicted time of a step.
+
+    Attributes:
+        seconds: per step, by kind of work.
+        tokens: per step, over all ranks.
+        world_size: ranks.
     """
 
     seconds: dict[str, float]
@@ -40,14 +42,17 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of the whole step."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second, over all ranks."""
         return self.tokens / self.total
 
     @property
     def per_device(self) -> float:
+        """Tokens per second of one rank."""
         return self.tokens_per_second / self.world_size
 
 
@@ -55,7 +60,7 @@ def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | N
     """Predicted time of a step.
 
     Args:
-        case: what runs.
+        case: the configuration on its ranks.
         backend: instead of the configured one, on the same ranks and tokens.
         scan: one of its algorithms; None is the configured one, or the fastest.
     """
@@ -145,8 +150,10 @@ def _traffic_per_token(case: Case, block: BlockSpec) -> float:
 
 
 def _exposed_traffic(case: Case, busy: float) -> float:
-    """Seconds of FSDP's traffic: its cost to overlapped compute, or the part that compute is too short to hide. On a
-    CPU the same cores do both."""
+    """Seconds of FSDP's traffic: its cost to overlapped compute, or the part that compute is too short to hide.
+
+    On a CPU the same cores do both, so nothing is hidden.
+    """
     traffic, machine = parameter_traffic(case), case.machine
     within = machine.link if case.shards <= case.gpus_per_node else machine.node_link
     between = machine.link if case.nodes == 1 else machine.node_link
@@ -155,8 +162,10 @@ def _exposed_traffic(case: Case, busy: float) -> float:
 
 
 def _gaps(case: Case, busy: float) -> float:
-    """Idle time between kernels, or launch time in excess of kernel time; and the synchronisation of a step. On a CPU
-    launches are part of the work."""
+    """Idle time between kernels, or launch time in excess of kernel time; and the synchronisation of a step.
+
+    On a CPU launches are part of the work.
+    """
     if case.machine.is_cpu:
         return known.HOST_STEP
     layers, backward = case.config.model.num_layers, case.passes

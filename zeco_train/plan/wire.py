@@ -33,12 +33,16 @@ class Scans:
 
     @property
     def total(self) -> int:
+        """Scans in both directions."""
         return self.forward + self.backward
 
 
 def count_scans(case: Case) -> Scans:
-    """One per layer, pass and direction, whatever is recomputed: received states are replayed. With segments a carry is
-    passed on, forward from each segment but the last, and its gradient back from each."""
+    """Count the scans of a step: one per layer, pass and direction.
+
+    Recomputation adds none, since received states are replayed. With segments a carry is passed on, forward from each
+    segment but the last, and its gradient back from each.
+    """
     layers = case.config.model.num_layers
     passes = layers * case.passes
     carries = 0 if case.segments == 1 else layers * case.micro_steps * (2 * case.segments - 1)
@@ -46,8 +50,10 @@ def count_scans(case: Case) -> Scans:
 
 
 def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
-    """The backends, and each algorithm of those that have several, by the names of table rows. A backend without
-    algorithms: the same tokens on each rank as separate sequences."""
+    """The backends, and each algorithm of those that have several, by the names of table rows.
+
+    A backend without algorithms has the same tokens on each rank as separate sequences.
+    """
     return [
         (spec.name if len(spec.scans) < 2 or scan is None else f"{spec.name} ({scan.name})", spec, scan)
         for spec in BACKENDS.values()
@@ -71,7 +77,7 @@ def scan_choice(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) 
     """Time of one scan from launch to wait, without overlapped work; None if nothing is communicated.
 
     Args:
-        case: what runs.
+        case: the configuration on its ranks.
         backend: instead of the configured one.
         scan: one of its algorithms; None is the configured one, or the fastest.
     """
@@ -119,12 +125,15 @@ class ParameterTraffic:
 
     @property
     def total(self) -> float:
+        """Bytes sent by a rank in a step."""
         return self.gathered + self.scattered + self.summed
 
 
 def parameter_traffic(case: Case) -> ParameterTraffic:
-    """Ring algorithms: (n − 1)/n of a gathered or scattered tensor leaves a rank, twice that of one all-reduced over n
-    ranks."""
+    """FSDP's traffic by ring algorithms.
+
+    Over n ranks, (n − 1)/n of a gathered or scattered tensor leaves a rank, and twice that of an all-reduced one.
+    """
     shards, copies = case.shards, case.world_size // case.shards
     strategy, whole = case.config.parallel.strategy, parameter_bytes(case, 1) * shards
     gathers, gathered = case.passes, whole * case.passes
@@ -133,6 +142,7 @@ def parameter_traffic(case: Case) -> ParameterTraffic:
     elif strategy is Strategy.zero3:
         # Also resharded after each forward pass. A states-only pass does not gather the head, if that is a unit.
         gathers = forward_passes(case) + case.passes
+        # The head is the unit before the root, which is the last; see `ModelSpec.units`.
         head = 0.0 if case.config.model.tie_word_embeddings else unit_bytes(case, 1)[-2]
         gathered = whole * gathers - head * (forward_passes(case) - case.passes)
     # `ddp` all-reduces whole gradients once a step, as do the replicas of `hsdp`; sharded ones are reduced in every

@@ -26,8 +26,11 @@ _STYLES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a column from the first run, over their common steps; infinite if exactly one has a
-    finite value. `relative` is relative to the first run's value; each maximum has its own step."""
+    """The largest difference of a column from the first run, over their common steps.
+
+    Infinite if exactly one has a finite value. `relative` is relative to the first run's value; each maximum has its
+    own step.
+    """
 
     absolute: float
     absolute_step: int
@@ -45,8 +48,10 @@ class Run:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Run:
-        """Raises:
-        DataError: the run has no metrics.
+        """Read a run's metrics.
+
+        Raises:
+            DataError: the run has no metrics.
         """
         rows = read_metrics(path / METRICS_FILE)
         if not rows:
@@ -95,6 +100,7 @@ def difference(run: Run, first: Run, column: str) -> Difference:
         value, expected = run.rows[step].get(column), first.rows[step].get(column)
         gap = _gap(value, expected)
         absolute.append((gap, step))
+        # Nothing is relative to 0 or to a missing value: the absolute difference stands for it.
         relative.append((gap / abs(expected) if gap and expected else gap, step))
     # The first of equal maxima.
     largest, worst = (max(gaps, key=lambda pair: pair[0]) for gaps in (absolute, relative))

@@ -227,6 +227,10 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
     """Save the charts and the view in W&B; returns its address.
 
     Args:
+        project: of the view and its runs.
+        entity: user or team; None for the account's default.
+        name: of the saved view.
+        model: show only this model's runs; None for all.
         update: address of the saved view to overwrite; None creates a new one.
 
     Raises:
@@ -243,6 +247,7 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
         if not entity:
             raise ConfigError("--entity", "", "this account has no default; name a user or a team")
         workspace = build(entity, project, name, model)
+        # Before anything is created on the server.
         check(as_json(workspace))
         create_chart(api, entity)
         if update is None:
@@ -276,6 +281,9 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
     Args:
         files: results.json of `bench model`.
         folder: for W&B's files, one subfolder per row.
+        project: of the runs.
+        entity: user or team; None for the account's default.
+        online: send the runs to the server; otherwise they stay in `folder`, for `wandb sync`.
 
     Returns:
         The number of runs.

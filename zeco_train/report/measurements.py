@@ -37,24 +37,26 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """For at least one value."""
+        """The spread of at least one value."""
         p10, middle, p90 = (float(np.percentile(values, q)) for q in (10, 50, 90))
         return cls(middle, p10, p90, len(values))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Attributes:
-    name: of the run, or the benchmark's file.
-    source: `training` or `benchmark`.
-    layout: parallel layout and workload.
-    rate: tokens per second and device.
-    step_seconds, exposed_seconds, data_seconds: medians: duration of a step, and the parts of it spent waiting for
-        scans and for data. None if not measured.
-    memory_gb: peak memory of a device, in 10^9 bytes.
-    mfu, hfu: medians.
-    loss, val_loss: last values.
-    ratio: throughput relative to sp=dp with the same work on as many devices; None without such a run.
+    """One measured layout: of a run, or of a row of a benchmark.
+
+    Attributes:
+        name: of the run, or the benchmark's file.
+        source: `training` or `benchmark`.
+        layout: parallel layout and workload.
+        rate: tokens per second and device.
+        step_seconds, exposed_seconds, data_seconds: medians: duration of a step, and the parts of it spent waiting for
+            scans and for data. None if not measured.
+        memory_gb: peak memory of a device, in 10^9 bytes.
+        mfu, hfu: medians.
+        loss, val_loss: last values.
+        ratio: throughput relative to sp=dp with the same work on as many devices; None without such a run.
     """
 
     name: str
@@ -79,12 +81,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Attributes:
-    measurements: in input order.
-    families: runs that train on the same data, batches and seed, so that their losses are comparable; the first of each
-        is the reference.
-    benchmarks: parsed results, by name.
-    notes: omissions, and their reasons.
+    """Runs and benchmarks to compare.
+
+    Attributes:
+        measurements: in input order.
+        families: runs that train on the same data, batches and seed, so that their losses are comparable; the first of
+            each is the reference.
+        benchmarks: parsed results, by name.
+        notes: omissions, and their reasons.
     """
 
     measurements: list[Measurement]
@@ -221,6 +225,7 @@ def _with_ratios(measurements: list[Measurement], identities: Mapping[str, str])
         layout = measurement.layout
         return identities[measurement.name], layout.devices, layout.device_name, layout.strategy
 
+    # Reversed, since the last entry of a key stays: the first measurement is the reference.
     base = {work(m): m.rate.median for m in reversed(measurements) if m.layout.backend == "dp"}
     return [
         replace(m, ratio=m.rate.median / base[work(m)]) if base.get(work(m)) else m  # a rate of 0 is no reference

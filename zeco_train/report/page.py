@@ -21,10 +21,12 @@ from zeco_train.tracking.progress import compact
 
 @dataclass(frozen=True)
 class Column:
-    """Attributes:
-    heading, hint: column header and its tooltip.
-    value: sort key.
-    show: the value as text.
+    """A column of the table of measurements.
+
+    Attributes:
+        heading, hint: column header and its tooltip.
+        value: sort key.
+        show: the value as text.
     """
 
     heading: str
@@ -74,11 +76,11 @@ _COLUMNS = (
 
 
 def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: dict[str, bytes]) -> str:
-    """The whole page.
+    """The report as an HTML page.
 
     Args:
         title: its heading.
-        comparison: what is compared.
+        comparison: the measurements and runs to show.
         drawn: the panels.
         pictures: further PNGs, by caption.
     """
@@ -194,11 +196,12 @@ def _align(values: Iterable[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Format for JavaScript."""
+    """Format for JavaScript, which reads `Infinity` but not Python's `inf`."""
     return "Infinity" if value == math.inf else repr(value)
 
 
 def _figure(panel: Panel) -> str:
+    # The size below is that of `panel_png` in pixels, so that the page keeps its layout while it loads.
     light, dark = (_data(panel_png(panel, dark)) for dark in (False, True))
     width, height = (round(PANEL_DPI * inches) for inches in PANEL_INCHES)
     return (

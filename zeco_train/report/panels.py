@@ -36,10 +36,12 @@ _DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 @dataclass(frozen=True)
 class Panel:
-    """Attributes:
-    title: of the panel.
-    text: alternative text: the axes, and the values if there are few.
-    draw: draws into axes, with the backends' colours.
+    """One picture of the report.
+
+    Attributes:
+        title: of the panel.
+        text: alternative text: the axes, and the values if there are few.
+        draw: draws into axes, with the backends' colours.
     """
 
     title: str

@@ -26,7 +26,7 @@ class LoggerMode(Enum):
     disabled = "disabled"
 
 
-# Required package, and what to install for it.
+# Required package, and the argument of `pip install`.
 _PACKAGES = {
     LoggerKind.wandb: ("wandb", "wandb==0.31.*"),
     LoggerKind.tensorboard: ("tensorboard", "'zeco-train[tensorboard]', or tensorboard"),
@@ -35,15 +35,17 @@ _PACKAGES = {
 
 @dataclass
 class LoggerConfig:
-    """Attributes:
-    kind: the tracker.
-    project, entity: as in W&B; `entity` (a user or team) None is the account's default.
-    group: None for MODEL-LENGTH, such as gla_1b-1M, which groups runs that differ in their parallelism.
-    job_type: W&B's job type.
-    tags: added to the automatic ones: sp=…, sp.size=…, seq_len=…, model=…, strategy=…, devices=….
-    mode: `offline` by default.
-    timeout_seconds: maximum wait for W&B's server at the start, after which the run is tracked offline, and at the end,
-        after which unsent data stays in the run's folder.
+    """Settings of the experiment tracker.
+
+    Attributes:
+        kind: the tracker.
+        project, entity: as in W&B; `entity` (a user or team) None is the account's default.
+        group: None for MODEL-LENGTH, such as gla_1b-1M, which groups runs that differ in their parallelism.
+        job_type: W&B's job type.
+        tags: added to the automatic ones: sp=…, sp.size=…, seq_len=…, model=…, strategy=…, devices=….
+        mode: `offline` by default.
+        timeout_seconds: maximum wait for W&B's server at the start, after which the run is tracked offline, and at the
+            end, after which unsent data stays in the run's folder.
     """
 
     kind: LoggerKind = LoggerKind.none

@@ -49,10 +49,11 @@ class NoLogger:
     """Records nothing, but keeps the run id, so that a run can be resumed with or without its tracker."""
 
     def begin(self, config: Mapping[str, Any], start: Start, run_id: str | None) -> str | None:
+        """Return the run's id, unchanged."""
         return run_id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        pass
+        """Do nothing."""
 
     def finish(self, exit_code: int = 0) -> None:
-        pass
+        """Do nothing."""

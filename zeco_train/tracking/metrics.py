@@ -238,6 +238,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with read_errors(path):
         if not path.exists():
             return
+        # What follows the last newline is empty, or a line that is not complete.
         lines = read_small(path, _LARGEST_BYTES).split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:

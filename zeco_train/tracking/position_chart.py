@@ -93,6 +93,7 @@ def _some(curves: list[tuple[int, PositionLosses]]) -> list[tuple[int, PositionL
 
 
 def _draw_curve(axes: Axes, losses: PositionLosses, *, color: Any, label: str, with_errors: bool = True) -> None:
+    # Geometric centres, with positions counted from 1: the axis is logarithmic.
     centres = [math.sqrt((a + 1) * b) for a, b in zip(losses.edges, losses.edges[1:], strict=False)]
     axes.plot(centres, losses.losses, color=color, linewidth=1.6, marker="o", markersize=3.5, label=plain(label))
     if with_errors:

@@ -92,6 +92,7 @@ class ValidationLoss:
     @property
     def perplexity(self) -> float:
         """Per-token perplexity."""
+        # math.exp raises an OverflowError above 709.
         return math.exp(self.mean) if self.mean < 700 else math.inf
 
     def as_dict(self) -> dict[str, Any]:
@@ -162,10 +163,11 @@ def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
     """Mean over tokens, and its standard error over sequences (a ratio estimator: label counts differ).
 
     Args:
-        sums, counts: [sequences, …], losses and labels.
+        sums: [sequences, …], of losses.
+        counts: [sequences, …], of labels.
 
     Returns:
-        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for nothing by nothing.
+        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for 0 / 0.
     """
     number, labels = len(sums), counts.sum(0)
     mean = sums.sum(0) / labels

@@ -123,6 +123,7 @@ class Recorder:
         layout = layout_of(config, self._mesh.world_size, facts.get("device_name", ""))
         start = Start(progress.step, layout, facts)
         if self._mesh.is_main:
+            # A start that finds the run finished takes no step, so no row is of its layout.
             if progress.step < self._total_steps:
                 append_start(self._run_dir, start)
             self._writer = LineWriter(self._run_dir / METRICS_FILE)

@@ -108,6 +108,7 @@ class RunFolder:
         """
         with _system_errors(self.path):
             self._write_mark("")
+            # Before all other files: without it the next start would take the folder for somebody else's.
             if not (self.path / IDENTITY_FILE).exists():
                 write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=2))
             if not ((self.path / RECORD_FILE).exists() or (self.path / METRICS_FILE).exists()):
@@ -118,8 +119,9 @@ class RunFolder:
                 file.write(shlex.join(overrides) + "\n")
 
     def keep_tokenizer(self, files: Path | None) -> None:
-        """Copy the tokenizer's files here, if there are any: the token store may be gone when the model is used for
-        text.
+        """Copy the tokenizer's files here, if there are any.
+
+        The token store may be gone when the model is used for text.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -129,6 +131,7 @@ class RunFolder:
         if files is None or kept.exists():
             return
         with _system_errors(self.path):
+            # Renamed when complete: later starts keep an existing folder as it is.
             partial = kept.with_name(f"{TOKENIZER_FOLDER}.tmp")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -166,6 +169,7 @@ def check_shared(path: Path, mark: str, rank: int) -> None:
     """Check by its mark that `path` on this machine is rank 0's folder.
 
     Args:
+        path: the run's folder, as named on this machine.
         mark: of rank 0's `RunFolder`.
         rank: this rank, for the message.
 
@@ -224,8 +228,9 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 
 
 def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
-    """A warning for a new run that loads its weights from `run_dir`, if those belong to another model of the same
-    shapes, or another tokenizer; None if they match, or if the identity cannot be read.
+    """A warning for a new run that loads its weights from `run_dir`, if they are of another model or tokenizer.
+
+    Shapes alone do not show that. None if they match, or if the identity cannot be read.
     """
     try:
         stored = read_identity(run_dir)

@@ -156,6 +156,7 @@ def _start_of(path: Path, number: int, row: Mapping[str, Any]) -> Start:
     values = {column.name: row.get(column.name) for column in fields(Layout)}
     for column in fields(Layout):
         value = values[column.name]
+        # Annotations are text in this module, by the import from __future__.
         if column.type == "int":
             is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_STEP
             check(column.name, is_count, f"a whole number from 1 to {LARGEST_STEP}")

@@ -52,6 +52,7 @@ class TensorBoardLogger:
             self._give_up(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
+        """End the event file. A failure is logged; may be called again."""
         writer, self._writer = self._writer, None
         if writer is None:
             return

@@ -85,6 +85,7 @@ class WandbLogger:
             self._warn(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
+        """End W&B's run and its service process. A failure is logged; may be called again."""
         run, self._run = self._run, None
         if run is None:
             return

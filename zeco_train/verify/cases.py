@@ -64,6 +64,7 @@ class Verification:
     def _make(self, mesh: ProcessMesh, tokens: int, dtype: str, documents: bool, carry: bool) -> Sequence:
         config = self._config
         return Sequence(
+            # Each group of ranks has values of its own.
             name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents}",
             tokens=tokens,
             num_ranks=mesh.sp_size,
@@ -140,7 +141,7 @@ class Verification:
 
 
 def _applies(config: SPConfig, sp_size: int) -> bool:
-    """dp is for groups of one rank only, and symmetric memory needs more than one."""
+    """Whether a backend runs on groups of this size: dp on one rank only, symmetric memory on more than one."""
     if sp_size > 1:
         return bool(config.scans)
     return config.all_scan.transport is not AllScanTransport.symmetric

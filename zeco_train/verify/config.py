@@ -38,19 +38,21 @@ BACKENDS: dict[str, SPConfig] = {
 
 @dataclass
 class VerifyConfig:
-    """Attributes:
-    backends: subset of `BACKENDS`.
-    dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
-    tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
-    sp_sizes: ranks that share a sequence; empty is every divisor of the world size.
-    batch, heads, key_dim, value_dim: B, H, K, V. Packed documents have a batch of 1.
-    documents: packed documents that straddle ranks (true), one document (false), or both (null).
-    carry: the sequence has an initial state and returns its final state. null: only without packed documents.
-    huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
-    seed: of all inputs.
-    device: auto takes CUDA devices if there are any.
-    timeout: seconds that a rank waits for another, including the others' float64 reference.
-    out: a JSON file for the results.
+    """Settings of `python -m zeco_train.verify`.
+
+    Attributes:
+        backends: subset of `BACKENDS`.
+        dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
+        tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
+        sp_sizes: ranks that share a sequence; empty is every divisor of the world size.
+        batch, heads, key_dim, value_dim: B, H, K, V. Packed documents have a batch of 1.
+        documents: packed documents that straddle ranks (true), one document (false), or both (null).
+        carry: the sequence has an initial state and returns its final state. null: only without packed documents.
+        huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
+        seed: of all inputs.
+        device: auto takes CUDA devices if there are any.
+        timeout: seconds that a rank waits for another, including the others' float64 reference.
+        out: a JSON file for the results.
     """
 
     backends: list[str] = field(default_factory=lambda: list(BACKENDS))

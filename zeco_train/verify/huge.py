@@ -24,6 +24,7 @@ _ELEMENTS = 1 << 31
 
 def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Sequence:
     """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
+    # The chunk states have K / CHUNK times as many elements as the values: with K ≥ CHUNK both are large enough.
     key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
     heads = elements // (_TOKENS * value_dim) + 1
     return Sequence(name, _TOKENS, 1, 1, heads, key_dim, value_dim, dtype, documents=False, carry=True)

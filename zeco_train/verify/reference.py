@@ -41,6 +41,7 @@ class Place:
 
     @property
     def is_last(self) -> bool:
+        """Whether the rank has the end of the sequence."""
         return self.rank == self.size - 1
 
 
@@ -53,6 +54,8 @@ def exact(
     Args:
         sequence: shared by all ranks of `place`.
         part: `Sequence.part` of this rank; of `heads` only where those are given.
+        place: this rank among those of the sequence.
+        heads: the heads that `part` holds; None for all.
 
     Returns:
         o, dq, dk, dv, dg of this rank's tokens; R, D_in: the state before them and the gradient of the state after
@@ -60,6 +63,7 @@ def exact(
     """
     inputs = {name: part[name].double() for name in TOKENS}
     start = place.rank * sequence.tokens
+    # For its document borders only: this scan is never launched.
     shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
     restarts = shard.pieces(sequence.tokens, torch.device("cpu"))
     chosen = slice(None) if heads is None else heads
@@ -79,6 +83,7 @@ def exact(
             *operands, _ = (x[:, a:b] for x in inputs.values())
             forward = CHUNKED.forward(operands, scale, pieces_between(restarts, a, b))
             forward.overlap()
+            # Enough for the backward pass, which recomputes the states within a piece.
             kept.append((state, forward.transition))
             after = forward.transition.exp()[..., None] * state + forward.state
             results["o"][:, a:b] = forward.outputs(state)
@@ -138,6 +143,7 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
         [torch.cat(outputs, dim=1), states[-1]],
         [*leaves, *states],
         [do, carries.get("dcarry_out", zero)],
+        # The state before a rank that begins with a new document.
         allow_unused=True,
     )
     dq, dk, dv, dg, *dstates = (

@@ -51,6 +51,7 @@ class Row:
     def worst(self, tensor: str) -> tuple[float, int] | None:
         """The largest error of a tensor and its rank; None if no rank has the tensor."""
         found = [(ranks[tensor].error, rank) for rank, ranks in enumerate(self.deviations) if tensor in ranks]
+        # NaN counts as the largest: it compares false with every number, so `max` could pass over it.
         return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], default=None)
 
     @property

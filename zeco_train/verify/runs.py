@@ -47,6 +47,7 @@ class RecordingScan:
         self.received: dict[str, Tensor] = {}
 
     def launch(self, request: ScanRequest) -> _Received:
+        """See `StateScan`."""
         return _Received(self._scan.launch(request), "D_in" if request.reverse else "R", self.received)
 
 
@@ -63,8 +64,10 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, pl
 
 
 def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> tuple[dict[str, Tensor], ...]:
-    """The whole sequence on this rank's device, first in one piece and then in one piece more than there are ranks, cut
-    at odd positions where neither a chunk nor a rank begins. So both the chunks and the grouping of sums differ.
+    """The whole sequence on this rank's device, twice: in one piece, and cut into one piece more than there are ranks.
+
+    The cuts are at odd positions where neither a chunk nor a rank begins, so both the chunks and the grouping of sums
+    differ.
 
     Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens, without R and
     D_in.
@@ -99,6 +102,7 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
     for shard, stop in zip(shards, stops, strict=True):
         cut = slice(shard.offset - first, None if stop is None else stop - first)
         q, k, v, g = (tokens[name][:, cut].detach().requires_grad_() for name in ("q", "k", "v", "g"))
+        # Every shard but the last passes its state on.
         o, state = mix("gla", (q, k, v, g), shard, carry_in=state, want_carry=sequence.carry or stop is not None)
         leaves += [q, k, v, g]
         outputs.append(o)
@@ -110,6 +114,7 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
         [*grads, *(carries["dcarry_out"] for _ in ends)],
     )
     results = {"o": _joined([o.detach() for o in outputs])}
+    # Leaves are in the order q, k, v, g of the first shard, then of the next.
     for index, name in enumerate(("dq", "dk", "dv", "dg")):
         results[name] = _joined(found[index : 4 * len(shards) : 4])
     if ends:
@@ -123,11 +128,11 @@ def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 def _gather(part: Tensor, place: Place) -> Tensor:
-    """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]; as bytes, which all process groups
-    support."""
+    """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]."""
     if place.size == 1:
         return part
     assert place.group is not None
+    # As bytes, which all process groups support.
     own = part.contiguous().view(torch.uint8)
     parts = [torch.empty_like(own) for _ in range(place.size)]
     dist.all_gather(parts, own, group=place.group)

@@ -41,12 +41,15 @@ class Sequence:
 
     @property
     def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
         return self.tokens * self.num_ranks
 
     @property
     def borders(self) -> list[int]:
-        """Document borders, from 0 to `seq_len`: one document straddles up to three ranks, and from the fourth rank on
-        documents also start at rank boundaries."""
+        """Document borders, from 0 to `seq_len`.
+
+        One document straddles up to three ranks, and from the fourth rank on documents also start at rank boundaries.
+        """
         length, later = self.tokens, range(3, self.num_ranks)
         starts = {0, 3, length // 3, length // 2, min(2, self.num_ranks - 1) * length + length // 4}
         starts |= {rank * length + extra for rank in later for extra in (0, length // 2)}
@@ -58,6 +61,7 @@ class Sequence:
             return SequenceShard(scan, start, self.seq_len)
         inside = [border - start for border in self.borders if start < border < stop]
         begin = max(border for border in self.borders if border <= start)
+        # Any `before` above 0 makes the first piece a continuation: with a carry, tokens precede the sequence.
         before = start - begin + (self.carry and begin == 0)
         return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
 
@@ -77,6 +81,7 @@ class Sequence:
         return {name: self._random(name, *shape) for name in ("carry_in", "dcarry_out")} if self.carry else {}
 
     def _random(self, what: str, *shape: int) -> Tensor:
+        # Not `hash`, which differs between processes.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {what}".encode()))
         return torch.randn(shape, generator=generator, dtype=accumulation_dtype(self.dtype))
 
