@@ -1,7 +1,7 @@
 """States at chunk boundaries, segment by segment, and their join over the segments of a rank.
 
-A rank's chunks are cut into segments that are processed in parallel, each from a zero start. It is the split over ranks
-again, inside a GPU: without it, one sequential loop over all chunks would leave most of the chip idle. Forward:
+A rank's chunks are cut into segments that are processed in parallel, each from a zero start. This is the split over
+ranks again, inside a GPU: without it, one sequential loop over all chunks would leave most of the chip idle. Forward:
 
     states[n] = S before chunk n from the segment's start,    log_decays[n] = summed g from there to chunk n
 
@@ -179,7 +179,7 @@ def correct_starts_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """starts += exp(before_decays) ⊙ incoming."""
+    """Correct the states before the segments: starts += exp(before_decays) ⊙ incoming."""
     value_tiles = tl.cdiv(V, BV)
     tile = tl.program_id(0)
     batch_head = tl.program_id(1)

@@ -103,9 +103,9 @@ def load_pieces(pieces, start, T, C: tl.constexpr):
 def sum_tokens(which, x, PARTS: tl.constexpr):
     """[C, WIDTH], for each row of the mask `which` [C, C] the sum of those tokens of x [C, WIDTH], fp32.
 
-    A product with ones, several times faster than a cumulative sum along the rows. PARTS: so many bf16 parts of x, of 8
-    bits each: 3 together are x, 2 are as much as gradients of bf16 tokens are good for. 0: in tf32 parts that together
-    are x, as Triton's interpreter can, too.
+    A product with ones, several times faster than a cumulative sum along the rows. PARTS: x is split into this many
+    bf16 parts of 8 bits each: 3 are exact, 2 are enough for gradients of bf16 tokens. 0: tf32 parts, exact, which
+    Triton's interpreter also supports.
     """
     if PARTS == 0:
         return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
@@ -135,8 +135,8 @@ def load_corrected(
 ):
     """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index].
 
-    The states are those from a zero start of their segment, so this is the correction of step 4 of the operator
-    (docs/mathematics.md), made where the state is used instead of in a pass of its own.
+    The states are from a zero start of their segment, so this is the correction of step 4 of the operator
+    (docs/mathematics.md), applied where the state is used rather than in a separate pass.
     """
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     local = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
