@@ -137,11 +137,11 @@ class Operator:
     recomputed_flops: Callable[[int, int, int], float]
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
-        """(B, H, K, V)"""
+        """(B, H, K, V)."""
         query, _, value, *_ = operands
         return value.shape[0], value.shape[2], query.shape[3], value.shape[3]
 
     def transition_shape(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
-        """(B, H, K) or (B, H, K, K)"""
+        """(B, H, K) or (B, H, K, K)."""
         *outer, key_dim, _ = self.state_shape(operands)
         return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)

@@ -54,7 +54,7 @@ def chunk_size(num_tokens: int) -> int:
 
 
 def block_sizes(chunk: int) -> list[int]:
-    """Sizes of the blocks that are merged in pairs, up to a whole chunk: 1, 2, 4, …"""
+    """Sizes of the blocks that are merged in pairs, 1, 2, 4, …, up to half a chunk."""
     return [1 << power for power in range(chunk.bit_length() - 1)]
 
 
@@ -96,8 +96,7 @@ def token_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def merge_blocks(decays: ChunkDecays, block: int) -> None:
-    """Merge pairs of blocks: update decays inside blocks of `block` tokens, in place, to those inside blocks twice as
-    large."""
+    """Merge pairs of blocks, in place: decays inside blocks of `block` tokens become those inside twice as large."""
     # in this order: the last decay of the later block must be that block's own when the earlier block takes it
     halves(decays.to_end, block)[0].mul_(halves(decays.from_start, block)[1][..., -1:, :])
     merge_from_start(decays.from_start, block)
