@@ -38,9 +38,11 @@ class Strategy(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Attributes:
-    strategy: how parameters, gradients and optimizer state are sharded.
-    timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
+    """Settings of data parallelism.
+
+    Attributes:
+        strategy: how parameters, gradients and optimizer state are sharded.
+        timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
     """
 
     strategy: Strategy = Strategy.zero2
@@ -65,6 +67,7 @@ def parallelize(
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard_mesh = _shard_mesh(strategy, mesh)
+    # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
     # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The last unit,

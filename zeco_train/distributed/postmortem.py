@@ -65,6 +65,7 @@ class Postmortem:
         """Prepare to write beside `log`, this rank's log file.
 
         Args:
+            log: appended to; the flight records go to its folder.
             start: part of the file names, the same on every rank.
         """
         self._log, self._prefix = log.open("ab", buffering=0), log.parent / start

@@ -53,8 +53,11 @@ class AllScanAlgorithm(Enum):
 
 
 class AllScanTransport(Enum):
-    """`p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`:
-    `symmetric` if the ranks support it."""
+    """How states travel.
+
+    `p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`: `symmetric`
+    if the ranks support it.
+    """
 
     auto = "auto"
     p2p = "p2p"
@@ -63,13 +66,15 @@ class AllScanTransport(Enum):
 
 @dataclass
 class AllScanConfig:
-    """Attributes:
-    algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
-    transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
-        `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
-    blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
-        `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in one
-        kernel means blocks of 16,384 elements.
+    """Settings of the All-Scan.
+
+    Attributes:
+        algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
+        transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
+            `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
+        blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
+            `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in
+            one kernel means blocks of 16,384 elements.
     """
 
     algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
@@ -148,6 +153,7 @@ class AllScan(ScanBackend):
         courier = self.courier(request)
         if self._ranks == 1:
             return scan_alone(request)
+        # With the candidates: `prepare` starts each algorithm by itself, all with states of one shape.
         key = (courier, scans, request.state.shape, request.state.dtype, request.transition.ndim)
         if key not in self._choices:
             self._choices[key] = self._choose(courier, request, scans)
@@ -162,6 +168,7 @@ class AllScan(ScanBackend):
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
+            # The ranks could use symmetric memory, so they are on one machine.
             link = Link.nccl
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)
