@@ -165,6 +165,7 @@ class LMHead(nn.Linear):
         token_losses: see `zeco_train.ops.loss`; compiled or eager.
     """
 
+    # A plain function would become a method and get the module as its first argument.
     token_losses: TokenLosses = staticmethod(token_losses)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:

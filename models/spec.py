@@ -238,6 +238,7 @@ class _ProductsSeen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
+        # The last argument is Wᵀ, [K, N].
         elif func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.groups.append([tuple(args[-1].shape)])
         return func(*args, **(kwargs or {}))

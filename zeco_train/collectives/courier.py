@@ -138,7 +138,7 @@ class Courier:
             job.post()
             self.submit(job.run, scan.promises, request.state.device)
             if request.state.is_cuda and torch.cuda.is_current_stream_capturing():
-                # A capture must end with all its streams joined, even if nobody waits for this rank's sends.
+                # A capture must end with all its streams joined, even if this rank's sends are never waited for.
                 scan.ended = torch.cuda.Event()
                 scan.ended.record()
         return scan

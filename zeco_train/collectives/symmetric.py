@@ -5,7 +5,7 @@ courier's stream, and failure reporting to the host. Nothing here synchronises w
 captured into a CUDA graph once one of its size has run outside.
 
 On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
-log-decays to owners and receives as much in results. `carry_out` adds S to what is received.
+log-decays to owners and receives as much in results. `carry_out` adds S to the bytes received.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ class SymmetricScans:
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
         """The first arena of this algorithm and direction that holds the call, or a new one.
 
-        The first: ranks plan a call at different times (only one has a `carry_in`), and later arenas come after it.
+        Always the first, so that ranks agree: they plan a call at different times (only one has a `carry_in`), some
+        perhaps after a larger arena was added.
         """
         before = None
         for other, arena in self._arenas:

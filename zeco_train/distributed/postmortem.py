@@ -83,6 +83,7 @@ class Postmortem:
 
     def write(self) -> None:
         """Write the stacks and records; only the first call has an effect, and takes a few seconds at most."""
+        # Never released: later callers return at once.
         if self._log is None or not self._done.acquire(blocking=False):
             return
         faulthandler.dump_traceback(self._log)

@@ -209,7 +209,7 @@ class _Differentiable(torch.autograd.Function):
         # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
         for position in ctx.replaced:
             operands.insert(position, saved.pop(0))
-        # Of carry_in, by its position among the arguments of `forward`.
+        # Index 5: carry_in, by its position among the arguments of `forward`.
         want_dcarry = ctx.needs_input_grad[5]
         do = torch.zeros_like(operands[2]) if do is None else do
         # A compiler passes zeros for undefined gradients.
@@ -227,6 +227,7 @@ def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
     return o, received, carry_out, transition, saved
 
 
+# Not by `custom_op`, which registers an autograd kernel of its own.
 _LIBRARY = Library("zeco", "FRAGMENT")
 _LIBRARY.define(f"mix{infer_schema(_mix, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")

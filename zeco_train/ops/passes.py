@@ -28,7 +28,7 @@ class ForwardPass(Protocol):
     transition: Tensor
 
     def overlap(self) -> None:
-        """Compute what needs no other rank: the scores inside chunks."""
+        """Compute the scores inside chunks, which need no other rank."""
         ...
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class BackwardPass(Protocol):
     state_grad: Tensor
 
     def overlap(self) -> None:
-        """Compute what needs no other rank: recomputed states, gradients inside chunks."""
+        """Recompute the states and compute the gradients inside chunks, which need no other rank."""
         ...
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:

@@ -67,6 +67,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(x, incoming_state, boundary.carry_in, place.pieces)
         ctx.block, ctx.scan, ctx.want_carry = block, place.scan, boundary.want_carry
         ctx.mark_non_differentiable(received)
+        # Undefined gradients stay None: an output without gradient is left out of the inner backward pass.
         ctx.set_materialize_grads(False)
         return y, received, carry_out
 
@@ -77,6 +78,7 @@ class _Recomputed(torch.autograd.Function):
         # A new leaf: the inner backward pass must stop here, and the outer one goes on from its `.grad`.
         x = x.detach().requires_grad_()
         if carry_in is not None:
+            # Index 4: carry_in, by its position among the arguments of `forward`.
             carry_in = carry_in.detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad():
             place = Place(ctx.scan, pieces)

@@ -46,6 +46,7 @@ _MAX_BLOCKS = 1 << 20
 class AllScanAlgorithm(Enum):
     """The names of `ALL_SCANS`; `auto` is the fastest by the cost model."""
 
+    # Or the loop's variable would become a member.
     _ignore_ = "name"
     auto = "auto"
     for name in _BY_NAME:
@@ -83,6 +84,7 @@ class AllScanConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value that is out of range or has no effect."""
+        # Read first, since `num_blocks` also checks the value.
         if self.num_blocks is not None and self.algorithm is not AllScanAlgorithm.auto and not self.takes_blocks:
             allowed = f"would be ignored; it needs sp.all_scan.algorithm={IN_BLOCKS}"
             raise ConfigError("sp.all_scan.blocks", self.blocks, allowed)

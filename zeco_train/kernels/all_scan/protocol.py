@@ -71,8 +71,8 @@ def wait_for(flags, active, wanted, limit, ASM: tl.constexpr):
     """Wait until `flag >= wanted` for each active lane; then all threads of the CTA see what was written before it.
 
     Returns:
-        0, or 1 + the last lane whose flag did not come within `limit` ns. The same in all threads, because the lanes
-        are as many as the threads: their maximum goes through shared memory.
+        0, or 1 + the last lane whose flag was not raised within `limit` ns. The same in all threads: there are as many
+        lanes as threads, so their maximum goes through shared memory.
     """
     if ASM:
         late = tl.inline_asm_elementwise(

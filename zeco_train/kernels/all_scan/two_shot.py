@@ -32,7 +32,7 @@ def store_state_tile(x, tile, valid, value, K: tl.constexpr, V: tl.constexpr, KB
 
 @triton.jit
 def tile_offsets(K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr):
-    """Where the elements of a tile lie in an arena: rows of BV, one after the other."""
+    """Offsets of a tile's elements in an arena: contiguous rows of BV."""
     return (tl.arange(0, KB) * BV)[:, None] + tl.arange(0, BV)[None, :]
 
 

@@ -34,7 +34,7 @@ from zeco_train.kernels.gla.tiles import (
 def _leaving_keys(
     k, b, own, end, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """[C, BK], k; [C, BK], factors by which its tokens reach the chunk's end; [C, BK], both, in the dtype of k."""
+    """[C, BK] each: k; the tokens' decays to the chunk's end; the product of both, in the dtype of k."""
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
     total = load_last_row(b, start, T, H, K, first_key, C, BK)
     keys = load_tile(k, start, T, H, K, first_key, C, BK)
@@ -69,8 +69,8 @@ def input_grads_kernel(
     state_grads,  # [N, B, H, K, V]: gradients after the chunks from their segment's end
     log_decays,  # [N, B, H, K] fp32: by which `end_grads` decays on its way to them
     end_grads,  # [J, B, H, K, V] fp32: true gradients at the segments' ends
-    terms,  # [B, T, H, K] fp32: q ⊙ dq − k ⊙ dk with the dk of inside the chunk
-    dk,  # [B, T, H, K]: the part of inside the chunk; becomes all of it
+    terms,  # [B, T, H, K] fp32: q ⊙ dq − k ⊙ dk with dk's part inside the chunk
+    dk,  # [B, T, H, K]: that part on entry, complete on exit
     dv,  # [B, T, H, V], written
     dg,  # [B, T, H, K] fp32, written
     T,

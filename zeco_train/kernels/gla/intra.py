@@ -15,8 +15,8 @@ each size needs only one tile X [C, K] of queries and keys, by row, times their 
 G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. A program handles
 a whole chunk: a factor is computed once, where separate tiles of queries and keys would compute it at both ends of a
 pair, and a size is one product of the largest shape in either pass. Half of the product is masked, but tensor cores are
-not the bottleneck. The backward pass reads the scores of the forward pass, which are small beside the tokens, where it
-needs them: not here.
+not the bottleneck. The backward pass does not recompute the scores: they are small compared with the tokens, so the
+forward pass saves them for `input_grads_kernel`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _take(joined, is_query):
 
 @triton.jit
 def _laid_out_like(x, product):
-    """x, in the registers in which a matrix product of the same shape lies.
+    """x, in the register layout of a matrix product of the same shape.
 
     Triton keeps a loaded tile in the layout of its load, and converts it through shared memory wherever it meets a
     product, here at every size. A select between the two that it cannot fold makes it convert x here, once.
@@ -169,7 +169,7 @@ def intra_grads_kernel(
     pieces,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, K, V]: the true states before the chunks
     dq,  # [B, T, H, K], written, complete
-    dk,  # [B, T, H, K], written: the part that stays inside the chunk
+    dk,  # [B, T, H, K], written: the part inside the chunk
     terms,  # [B, T, H, K] fp32, written: q ⊙ dq − k ⊙ dk with this dk
     scale,
     T,

@@ -3,11 +3,11 @@
 A chunk is `C` tokens of one head. Tensors over tokens are [B, T, H, D], contiguous; a kernel gets a pointer to the
 first element of its (batch, head) and steps over tokens with a stride of H·D. Offsets that grow with T are 64-bit.
 
-Decays inside a chunk come as `b`, the cumulative sum of g from the chunk's first token through each token: all
+Decays inside a chunk are given as `b`, the cumulative sum of g from the chunk's first token through each token: all
 exponents are differences b_i − b_j with i >= j, so no factor exceeds 1 and nothing is divided by a decay.
 
-Documents come as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a state
-at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
+Documents are given as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a
+state at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ else:
 
     @triton.jit
     def decay(x):
-        """exp(x), fp32; below 2^-126 it is 0. `tl.exp` takes four more instructions to keep what lies below that."""
+        """exp(x), fp32; results below 2^-126 are 0. `tl.exp` takes four more instructions to keep these."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
 
     @triton.jit
     def decay_between(x):
-        """exp(−|x|), fp32, as `decay`; with the sign in the constant, where `decay(-tl.abs(x))` would subtract."""
+        """exp(−|x|), fp32, as `decay`; the sign is in the constant: `decay(-tl.abs(x))` would add a subtraction."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )

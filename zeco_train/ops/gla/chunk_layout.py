@@ -90,6 +90,7 @@ def token_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor
     if pieces is not None:
         decay.masked_fill_(find_restarts(pieces)[:, None, None], 0.0)
     padding = -g.shape[1] % chunk_size(g.shape[1])
+    # A decay of 1: the state after the last chunk is then the state after the last token.
     if padding:
         decay = F.pad(decay, (0, 0, 0, 0, 0, padding), value=1.0)
     return to_chunks(decay, dtype).contiguous()
@@ -143,10 +144,12 @@ def add_later_tokens(x: Tensor, pieces: Tensor | None) -> Tensor:
     """
     if pieces is not None:
         chunk = chunk_size(pieces.numel())
+        # Padding belongs to the last piece, so that the chunk's boundary term, in its last row, reaches that piece.
         padding = pieces[-1:].expand(-pieces.numel() % chunk)
         pieces = torch.cat([pieces, padding]).view(-1, 1, 1, chunk, 1)
     for block in block_sizes(x.shape[-2]):
         earlier, later = halves(x, block)
+        # The first token of the later block already has the sum over its block.
         sums = later[..., :1, :]
         if pieces is not None:
             earlier_piece, later_piece = halves(pieces, block)
@@ -159,7 +162,7 @@ def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:
     """Check the tensors of a phase, given by their names (q, k, v, g, do), against each other.
 
     Raises:
-        ValueError: naming the tensor, what was expected and what was got.
+        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
     """
     sizes: dict[str, int] = {}
     first = next(iter(tensors))
