@@ -195,7 +195,7 @@ class GatedLinearAttention(Mixer):
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
         self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
         self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
-        # The order of the modules is that in which `init_weights` draws: another one changes every initial value.
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = nn.Linear(width, queries, bias=False)
         self.k_proj = nn.Linear(width, keys, bias=False)
         self.v_proj = nn.Linear(width, values, bias=False)

@@ -38,7 +38,7 @@ class Strategy(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Settings of data parallelism.
+    """Settings of sharding and of communication.
 
     Attributes:
         strategy: how parameters, gradients and optimizer state are sharded.

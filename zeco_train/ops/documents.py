@@ -42,7 +42,7 @@ def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device:
             f"cu_seqlens: expected borders that rise from 0 to {num_tokens}, got {_shorten(borders.tolist())}"
         )
     restarts = torch.zeros(num_tokens, dtype=torch.bool)
-    # Empty pieces at the end would start past the last token.
+    # The last border starts no piece, nor do empty pieces at the end.
     starts = borders[borders < num_tokens]
     restarts[starts[starts > 0] if before else starts] = True
     return restarts.to(device).cumsum(0, dtype=torch.int32)

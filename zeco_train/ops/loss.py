@@ -157,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             piece = slice(start, start + chunk_tokens)
             logits = rows[piece] @ weight.T
             loss, dlogits = token_losses(logits, targets[piece], loss_dtype, want_hidden or want_weight)
-            # Or they would stay alive beside dlogits during both products.
+            # Otherwise they stay alive beside dlogits during both products.
             del logits
             losses.append(loss)
             if dhidden is not None:

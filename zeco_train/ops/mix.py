@@ -117,7 +117,7 @@ def _mix(
             local.overlap()
             o = local.outputs(incoming_state)
             carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
-        # Contiguous, as `_mix_shapes` has announced it to the compiler.
+        # Contiguous, as `_mix_shapes` promises the compiler.
         return o.contiguous(), received, carry_out, local.transition, list(local.saved)
 
 

@@ -56,7 +56,7 @@ def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tup
 class _Recomputed(torch.autograd.Function):
     """Forward: the block without autograd. Backward: the block once more, with its state replayed, then its backward.
 
-    That one accumulates the parameters' gradients in `.grad` as usual.
+    The inner backward pass accumulates the parameters' gradients in `.grad` as usual.
     """
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
         x, incoming_state, carry_in, pieces = ctx.saved_tensors
-        # A new leaf: the inner backward pass must stop here, and the outer one goes on from its `.grad`.
+        # A new leaf: the inner backward pass stops here, and its `.grad` is returned to the outer one.
         x = x.detach().requires_grad_()
         if carry_in is not None:
             # Index 4: carry_in, by its position among the arguments of `forward`.

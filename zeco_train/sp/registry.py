@@ -34,7 +34,7 @@ SHARING = tuple(name for name, spec in BACKENDS.items() if spec.scans)
 class Backend(Enum):
     """The names of `BACKENDS`, as a settings type."""
 
-    # Or the loop's variable would become a member.
+    # Otherwise the loop variable would become a member.
     _ignore_ = "name"
     for name in BACKENDS:
         vars()[name] = name

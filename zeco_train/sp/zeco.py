@@ -46,7 +46,7 @@ _MAX_BLOCKS = 1 << 20
 class AllScanAlgorithm(Enum):
     """The names of `ALL_SCANS`; `auto` is the fastest by the cost model."""
 
-    # Or the loop's variable would become a member.
+    # Otherwise the loop variable would become a member.
     _ignore_ = "name"
     auto = "auto"
     for name in _BY_NAME:

@@ -63,7 +63,7 @@ def chunk_states_kernel(
     batch_head = tl.program_id(2)
     first_key = (tile // value_tiles) * BK
     first_value = (tile % value_tiles) * BV
-    leads = first_value == 0  # of the programs with these keys, this one writes the outputs without a V
+    leads = first_value == 0  # of the programs with these keys, this one writes the outputs without V
 
     x += head_offset(batch_head, T, H, K)
     g += head_offset(batch_head, T, H, K)
