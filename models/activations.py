@@ -11,8 +11,10 @@ from enum import Enum
 
 
 class Part(Enum):
-    """Part of a block, by recompute setting: kept under every `train.recompute`, recomputed by `full`, or recomputed by
-    both `full` and `selective`."""
+    """Part of a block, by recompute setting.
+
+    `input` is kept under every `train.recompute`, `mixer` is recomputed by `full`, `mlp` by `full` and `selective`.
+    """
 
     input = "input"
     mixer = "mixer"

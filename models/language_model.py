@@ -1,5 +1,6 @@
-"""The language model: embedding, blocks of a token mixer and an MLP, norm, head. The configuration sets the mixer of
-each layer.
+"""The language model: embedding, blocks of a token mixer and an MLP, norm, head.
+
+The configuration sets the mixer of each layer.
 
 With packed documents (`shard.cu_seqlens`) only the mixer's state restarts at each document; the rest of the model acts
 on each token separately.
@@ -46,9 +47,9 @@ class MLP(nn.Module):
         return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
 
     def activations(self) -> Activations:
-        """Activations of `forward`, without its input and output. Compiled code can write the gradients of gate and up
-        over two other tensors. The peaks measured on H200s (recompute=selective and full) show that it does; they would
-        be 22 kB per token of gla_1b higher otherwise."""
+        """Activations of `forward`, without its input and output."""
+        # Compiled code can write the gradients of gate and up over two other tensors. The peaks measured on H200s
+        # (recompute=selective and full) show that it does; they would be 22 kB per token of gla_1b higher otherwise.
         inner = self.up_proj.out_features
         return Activations(
             (TokenTensor("mlp's gate", inner), TokenTensor("mlp's up", inner), TokenTensor("their product", inner)),
@@ -85,7 +86,7 @@ class Block(nn.Module):
         self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary = _NO_STATES) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] → y [B, T, D], and the two tensors of the layer's `Crossing`."""
+        """Map x [B, T, D] → y [B, T, D], and the two tensors of the layer's `Crossing`."""
         if self.recompute is Recompute.full and torch.is_grad_enabled():
             return recomputed(self._compute, x, place, boundary)
         return self._compute(x, place, boundary)
@@ -96,11 +97,12 @@ class Block(nn.Module):
         y, crossing = self.attn(self.attn_norm(x), place, boundary)
         x = x + y
         if self.recompute is Recompute.selective and torch.is_grad_enabled():
+            # The output is read here: `is_read` is False only where a whole block is recomputed.
             return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *crossing
         return self._mlp(x, is_read), *crossing
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """x [B, 1, D] → y [B, 1, D]; see `LanguageModel.step`."""
+        """Map x [B, 1, D] → y [B, 1, D]; see `LanguageModel.step`."""
         return self._mlp(x + self.attn.step(self.attn_norm(x), state))
 
     def activations(self) -> Mapping[Part, Activations]:
@@ -163,6 +165,7 @@ class LMHead(nn.Linear):
         token_losses: see `zeco_train.ops.loss`; compiled or eager.
     """
 
+    # A plain function would become a method and get the module as its first argument.
     token_losses: TokenLosses = staticmethod(token_losses)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
@@ -172,7 +175,7 @@ class LMHead(nn.Linear):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, labels: Tensor | None = None, scores: bool = False
     ) -> Tensor | TokenScores:
-        """hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss, or scores."""
+        """Map hidden [B, T, D] → logits [B, T, vocab] in its dtype; with labels [B, T] → the summed loss, or scores."""
         if labels is None:
             return super().forward(hidden)
         if scores:
@@ -268,8 +271,10 @@ class LanguageModel(nn.Module):
             layer.recompute = recompute
 
     def compile_parts(self, **options: Any) -> None:
-        """Compile the blocks (once, since they are identical), the final norm and the loss with `torch.compile`'s
-        options.
+        """Compile the blocks (once, since they are identical), the final norm and the loss.
+
+        Args:
+            **options: of `torch.compile`.
 
         The model as a whole is not compiled, since FSDP2 gathers parameters between its parts.
         """

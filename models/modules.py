@@ -41,7 +41,7 @@ class RMSNorm(_Norm):
     """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] → [..., size], in the dtype of x."""
+        """Map x [..., size] → [..., size], in the dtype of x."""
         if torch.compiler.is_compiling():
             return _normalise(x, self.eps)[0].mul(self.weight).to(x.dtype)
         return _RMSNormFunction.apply(x, self.weight, self.eps)
@@ -54,7 +54,7 @@ class GatedRMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [..., size] → [..., size], in the dtype of x."""
+        """Map x, gate [..., size] → [..., size], in the dtype of x."""
         if torch.compiler.is_compiling():
             return (_normalise(x, self.eps)[0] * self.weight * _swish(gate)).to(x.dtype)
         return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps)
@@ -68,7 +68,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """x [..., D], w [D] → y [..., D]. With r = (mean(x²) + eps)^-1/2, x̂ = r x and h = w ⊙ dy:
+    """RMS norm, x [..., D], w [D] → y [..., D].
+
+    With r = (mean(x²) + eps)^-1/2, x̂ = r x and h = w ⊙ dy:
 
     y  = w ⊙ x̂
     dw = Σ dy ⊙ x̂ over all but the last dimension
@@ -91,7 +93,9 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class _GatedRMSNormFunction(torch.autograd.Function):
-    """x, g [..., V], w [V] → y [..., V]. With x̂, r as in `_RMSNormFunction` and n = w ⊙ x̂:
+    """Gated RMS norm, x, g [..., V], w [V] → y [..., V].
+
+    With x̂, r as in `_RMSNormFunction` and n = w ⊙ x̂:
 
     y  = n ⊙ swish(g)
     dg = dy ⊙ n ⊙ swish'(g)
@@ -112,6 +116,7 @@ class _GatedRMSNormFunction(torch.autograd.Function):
         normed = x.to(rstd.dtype) * rstd
         dy = dy.to(rstd.dtype)
         swish, slope = _swish_and_slope(gate.to(rstd.dtype))
+        # `slope` and `swish` are fresh, so the gradients overwrite them.
         dgate = slope.mul_(dy).mul_(normed).mul_(weight).to(gate.dtype)
         dx, dweight = _norm_grads(normed, swish.mul_(dy), weight, rstd)
         return dx.to(x.dtype), dgate, dweight.to(weight.dtype), None
@@ -142,7 +147,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [..., D] and dw [D] of `_RMSNormFunction`, in the accumulation dtype."""
+    """Gradients dx [..., D] and dw [D] of `_RMSNormFunction`, in the accumulation dtype."""
     size = normed.shape[-1]
     dweight = (dy * normed).reshape(-1, size).sum(dim=0)
     dnormed = dy * weight
@@ -151,7 +156,7 @@ def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tup
 
 
 def _swish(gate: Tensor) -> Tensor:
-    """g σ(g) in the accumulation dtype."""
+    """Swish, g σ(g), in the accumulation dtype."""
     wide = gate.to(accumulation_dtype(gate.dtype))
     return wide * wide.sigmoid()
 

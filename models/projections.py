@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 def parallel_linear(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    """x weightᵀ for each weight.
+    """Linear layers of one input: x weightᵀ for each weight.
 
     Args:
         x: [..., D].
@@ -43,7 +43,7 @@ def _parallel_linear_shapes(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 @custom_op("zeco::parallel_linear_backward", mutates_args=())
 def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """dx = Σ dy_i W_i, then dW_i = dy_iᵀ x."""
+    """Gradients: dx = Σ dy_i W_i, then dW_i = dy_iᵀ x."""
     flat, rows = [dy.flatten(0, -2) for dy in dys], x.flatten(0, -2)
     dx = flat[0] @ weights[0]
     for dy, weight in zip(flat[1:], weights[1:], strict=True):

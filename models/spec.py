@@ -55,6 +55,7 @@ class TokenFLOPs:
 
     @property
     def total(self) -> float:
+        """All FLOPs of the token."""
         return self.linear + self.operator + self.head
 
     def __add__(self, other: TokenFLOPs) -> TokenFLOPs:
@@ -163,8 +164,9 @@ class ModelSpec:
         return TokenFLOPs(float(passes * linear), float(passes * operator), float(passes * head))
 
     def recomputed_flops_per_token(self, seq_len: int, recompute: Recompute, segments: int = 1) -> TokenFLOPs:
-        """FLOPs per token that an optimizer step spends on recomputation. Added to `flops_per_token` they are the
-        numerator of hardware FLOPs utilisation, HFU.
+        """FLOPs per token that an optimizer step spends on recomputation.
+
+        Added to `flops_per_token` they are the numerator of hardware FLOPs utilisation, HFU.
 
             operator's backward pass    `OperatorFLOPs.again`               always
             recompute=selective         the MLPs' linear layers without the last: the backward pass does not read the
@@ -218,6 +220,7 @@ _SPECS: dict[str, ModelSpec] = {}
 
 def spec_of(config: LanguageModelConfig) -> ModelSpec:
     """The specification of a model; cached by configuration, so each model is walked once."""
+    # Configurations are mutable, so they have no hash, and the specification needs its own copy.
     return _SPECS.setdefault(repr(config), ModelSpec(copy.deepcopy(config)))
 
 
@@ -235,6 +238,7 @@ class _ProductsSeen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
+        # The last argument is Wᵀ, [K, N].
         elif func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.groups.append([tuple(args[-1].shape)])
         return func(*args, **(kwargs or {}))
@@ -245,6 +249,7 @@ def _walk(count: int, block: Block) -> BlockSpec:
     """Walk one block. The number of tokens does not matter."""
     x = torch.empty(1, 2, block.attn_norm.weight.shape[0], device="meta")
     with _ProductsSeen() as in_mixer:
+        # No name: on the meta device the op computes shapes only, and looks up no scan.
         block.attn(x, Place(""), Boundary())
     with _ProductsSeen() as in_mlp:
         block.mlp(x)

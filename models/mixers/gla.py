@@ -42,6 +42,7 @@ class FeatureMap(Enum):
     sigmoid = "sigmoid"
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Apply the function to queries or keys of any shape."""
         match self:
             case FeatureMap.relu:
                 return F.relu(x)
@@ -101,6 +102,7 @@ class GLAConfig(LanguageModelConfig):
 
     def _require_whole_width(self, field: str) -> None:
         width = self.hidden_size * getattr(self, field)
+        # The factor is a float, so an exact product may still differ from a whole number in its last digits.
         if round(width) < 1 or not math.isclose(width, round(width)):
             nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
             allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
@@ -193,6 +195,7 @@ class GatedLinearAttention(Mixer):
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
         self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
         self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = nn.Linear(width, queries, bias=False)
         self.k_proj = nn.Linear(width, keys, bias=False)
         self.v_proj = nn.Linear(width, values, bias=False)
@@ -209,6 +212,7 @@ class GatedLinearAttention(Mixer):
             self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
     def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
+        """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
         q, k, v, g, gate = self._operands(x)
         o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, place, boundary)
         return self._output(o, gate), crossing
@@ -252,8 +256,11 @@ class GatedLinearAttention(Mixer):
         return OperatorFLOPs(operator.forward_flops(*self.state_shape), operator.recomputed_flops(*self.state_shape))
 
     def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save. On GPUs the operator keeps the scores, in
-        PyTorch it recomputes them. Feature maps and the lower bound of the decays are not counted."""
+        """Activations that autograd and the compiler's partitioner save.
+
+        On GPUs the operator keeps the scores, in PyTorch it recomputes them. Feature maps and the lower bound of the
+        decays are not counted.
+        """
         config, heads = self.config, self.config.num_heads
         keys, values, decays = config.key_dim, config.value_dim, config.projection_widths[1]
         scores, states = heads * CHUNK, heads * self.head_k_dim * self.head_v_dim // CHUNK

@@ -1,5 +1,6 @@
-"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file per algorithm; `registry.py`
-lists them by name, with their communication volume and cost.
+"""Exclusive scans of `(state, transition)` over the ranks of a process group, one file per algorithm.
+
+`registry.py` lists them by name, with their communication volume and cost.
 
 All take the pair of this rank's tokens, from a zero start, and return the preceding state (docs/mathematics.md):
 

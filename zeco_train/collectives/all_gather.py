@@ -35,6 +35,7 @@ class _Gather(ScanJob):
         running = torch.zeros_like(state)
         for position in range(wire.size):
             if position == wire.position and not wire.is_first:
+                # Not copied: `fold` returns a new tensor, so the folds for the carry do not change this one.
                 scan.incoming.deliver(running)
             if position >= wire.position and scan.carry is None:
                 break

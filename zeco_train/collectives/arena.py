@@ -90,6 +90,7 @@ class Layout:
             layout.place("results_flags", capacity.tiles * 4)
             layout.place("inbox", 2 * ranks * _aligned(capacity.slot))
             layout.place("decays_box", 2 * ranks * _aligned(capacity.decays))
+            # For each parity the incoming states, then the carries.
             layout.place("results", 2 * 2 * _aligned(capacity.results))
             layout.offsets["flag_stride"] = capacity.width
             layout.offsets["inbox_stride"] = _aligned(capacity.slot)
@@ -149,6 +150,7 @@ def allocate_symmetric(size: int, group: ProcessGroup, device: torch.device) -> 
     Raises:
         RuntimeError: a GPU is out of memory, or has no peer access. On all ranks.
     """
+    # In two steps: the rendezvous would wait for a rank that could not allocate.
     memory = on_all_ranks(lambda: _allocate(size, device), group)
     return on_all_ranks(lambda: _map(memory, group), group)
 
@@ -206,6 +208,7 @@ class Arena:
         if device.type == "cuda":
             # Kernels run on other streams than the one that initialised these tensors.
             torch.cuda.synchronize(device)
+        # With its own tensors: a kernel in flight has only the address of `_status`.
         keep((memory, self))
 
     def failed(self) -> tuple[int, int, int] | None:

@@ -50,8 +50,12 @@ def launch_chain(request: ScanRequest, courier: Courier, *, blocks: int) -> Pend
 
 @dataclass
 class _Block:
-    """A piece of some heads, or of some columns of one, [B, h, K, v], on this rank; `incoming` is its piece of R_p,
-    received by `receive`."""
+    """A piece of some heads, or of some columns of one, [B, h, K, v], on this rank.
+
+    Attributes:
+        incoming: the piece of R_p.
+        receive: its receive; None on the first rank.
+    """
 
     name: str
     tag: int
@@ -102,11 +106,13 @@ class _Chain(ScanJob):
             self.scan.incoming.deliver(incoming)
             parts = _split(incoming, self._count)
         else:
+            # Messages need contiguous memory, and the pieces of a state are strided views.
             like = _split(request.state, self._count)
             parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in like]
         along_heads, self._along_values = _pieces(request.state.shape, self._count)
         states, names = _split(request.state, self._count), (f"block {i}" for i in range(len(self._tags)))
         of_heads = request.transition.tensor_split(along_heads, dim=1)
+        # The pieces of a head along V share its transition.
         transitions = [transition for transition in of_heads for _ in range(self._along_values)]
         fields = zip(names, self._tags, states, transitions, parts, strict=True)
         self._blocks = [_Block(*of_block) for of_block in fields]
@@ -133,13 +139,14 @@ class _Chain(ScanJob):
         for send in sends:
             send.wait()
         if scan.carry is not None:
+            # The carry only on the last rank; on the others the broadcast overwrites it.
             carry = _join(folded, self._along_values)
             wire.broadcast(carry, wire.size - 1, "carry_out").wait()
             scan.carry.deliver(carry)
 
 
 def best_blocks(costs: Costs, load: Load) -> int:
-    """b = √((P − 2)βS/α), rounded to an integer from 1 to the H · V columns of a state."""
+    """The fastest number of blocks, √((P − 2)βS/α) rounded to an integer from 1 to the H · V columns of a state."""
     exact = math.sqrt(max(load.ranks - 2, 0) * costs.byte * load.state_bytes / costs.message)
     return max(1, min(load.columns, round(exact)))
 

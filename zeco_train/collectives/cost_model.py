@@ -65,8 +65,12 @@ MEASURED = {
 
 
 def assumed_costs(message: float | None, byte: float | None) -> dict[Link, Costs]:
-    """The costs of every link with α (seconds per message) and β (seconds per byte) replaced; None keeps the measured
-    value."""
+    """The costs of every link with assumed values in place of measured ones; None keeps the measured value.
+
+    Args:
+        message: α and α', seconds per message.
+        byte: β and β', seconds per byte.
+    """
     changes: dict[str, Any] = {}
     if message is not None:
         changes |= {"message": message, "exchange": message}
@@ -80,6 +84,7 @@ class Load:
     """The size of one scan.
 
     Attributes:
+        ranks: P.
         shape: of a state, [B, H, K, V].
         itemsize: bytes per element.
         matrices: the transitions are matrices [B, H, K, K] rather than log-decays [B, H, K].
@@ -92,7 +97,7 @@ class Load:
 
     @property
     def state_bytes(self) -> int:
-        """S."""
+        """S, bytes of a state."""
         return math.prod(self.shape) * self.itemsize
 
     @property

@@ -56,8 +56,11 @@ class ScanJob(ABC):
         """Work to do inside `launch`, such as posting receives; does not block on peers."""
 
     def own_state(self) -> Tensor:
-        """This rank's state. On the first rank in scan order, also delivers the incoming state, which is known, and
-        folds `carry_in` into the returned state."""
+        """This rank's state.
+
+        On the first rank in scan order, also delivers the incoming state, which is known, and folds `carry_in` into the
+        returned state.
+        """
         request = self.request
         if not self.wire.is_first:
             return request.state
@@ -104,6 +107,7 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tags = 0
+        # None ends the thread; it refers to the lane only, so that an unused courier can be collected.
         weakref.finalize(self, self._lane.jobs.put, None)
 
     @property
@@ -134,7 +138,7 @@ class Courier:
             job.post()
             self.submit(job.run, scan.promises, request.state.device)
             if request.state.is_cuda and torch.cuda.is_current_stream_capturing():
-                # A capture must end with all its streams joined, even if nobody waits for this rank's sends.
+                # A capture must end with all its streams joined, even if this rank's sends are never waited for.
                 scan.ended = torch.cuda.Event()
                 scan.ended.record()
         return scan
@@ -172,6 +176,7 @@ class Courier:
             # High priority: the scan is small and on the critical path of other ranks, so it goes before the overlapped
             # compute.
             self._stream = torch.cuda.Stream(inputs[0].device, priority=-1)
+        # The caller's stream may still be computing the inputs, and may free them before this one has read them.
         self._stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
         for tensor in inputs:
             tensor.record_stream(self._stream)
@@ -204,6 +209,7 @@ class Courier:
             CommunicationError: a scan failed.
         """
         if self._thread is not None:
+            # Jobs run in launch order: when this one runs, all others are over.
             drained = Promise()
             self.submit(lambda: drained.deliver(torch.empty(0)), [drained], torch.device("cpu"))
             drained.get()

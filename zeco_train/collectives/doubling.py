@@ -76,6 +76,7 @@ class _Doubling(ScanJob):
             name, distance = f"round {number}", 1 << number
             source, received, receive = wire.position - distance, state.new_empty(0), None
             if source >= 0:
+                # The sender's pair covers `distance` ranks up to itself; if the first is one, it has no transition.
                 received = state.new_empty((*state.shape[:-1], width if distance > source else width + columns))
                 receive = wire.receive(received, source, tag, name)
             self._rounds.append(_Round(name, tag, distance, receive, received))
@@ -91,6 +92,7 @@ class _Doubling(ScanJob):
         for step in self._rounds:
             if (target := wire.position + step.distance) < wire.size:
                 state, transition = own if before is None else _join(own, before)
+                # The first rank's own pair already reaches back to the first rank: no receiver reads its transition.
                 if transition is None or wire.is_first:
                     message = state.contiguous()
                 else:
@@ -106,6 +108,7 @@ class _Doubling(ScanJob):
         for send in sends:
             send.wait()
         if scan.carry is not None:
+            # Only the last rank has the carry; the others provide the broadcast's buffer.
             last = wire.is_last and before is not None
             carry = _join(own, before)[0].contiguous() if last and before else torch.empty_like(request.state)
             wire.broadcast(carry, wire.size - 1, "carry_out").wait()
@@ -131,8 +134,10 @@ def _join(later: Pair, earlier: Pair) -> Pair:
 
 
 def _bytes_sent(load: Load, want_carry: bool) -> float:
-    """Bytes sent by the busiest rank. The last rank sends only the carry, which is no larger than the first rank's
-    first message."""
+    """Bytes sent by the busiest rank.
+
+    The last rank sends only the carry, which is no larger than the first rank's first message.
+    """
     distances = [1 << number for number in range(_rounds(load.ranks))]
 
     def sent(position: int) -> int:

@@ -41,6 +41,8 @@ class Cut:
 
     Attributes:
         needed: required capacity of an arena.
+        ctas: the same on all ranks, since CTA c waits for the CTAs c of other ranks.
+        num_warps: per CTA.
         sizes: numbers of rows, tiles, …, in the kernel's order.
         places: the layout's offsets and strides, in the kernel's order.
         constants: dimensions, in the kernel's order.

@@ -46,6 +46,7 @@ class Promise:
         if self._ready is not None:
             stream = torch.cuda.current_stream(self._value.device)
             stream.wait_event(self._ready)
+            # Allocated on the courier's stream: the allocator must not reuse it while the caller's stream reads it.
             self._value.record_stream(stream)
         return self._value
 
@@ -71,8 +72,7 @@ class PendingScan:
         return self.incoming.get()
 
     def finish(self) -> None:
-        """Nothing to do: the courier has already forwarded this rank's part. Joins a captured scan to the current
-        stream."""
+        """Join a captured scan to the current stream; else nothing is left to do, since the courier forwards."""
         if self.ended is not None:
             torch.cuda.current_stream().wait_event(self.ended)
 

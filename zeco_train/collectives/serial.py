@@ -61,13 +61,16 @@ def send_folded(request: ScanRequest, incoming: Tensor, wire: Wire) -> Tensor | 
     if not request.want_carry:
         return None
     if wire.size > 1:
+        # Overwrites `folded` on all ranks but the last; it has been sent.
         wire.broadcast(folded, wire.size - 1, "carry_out").wait()
     return folded
 
 
 class PendingSerialScan:
-    """A serial scan (`zeco_train.ops.seam.LaunchedScan`): `wait` receives, `finish` folds and sends. Two scans of one
-    group must not overlap: call `finish` of the first before `wait` of the second."""
+    """A serial scan (`zeco_train.ops.seam.LaunchedScan`): `wait` receives, `finish` folds and sends.
+
+    Two scans of one group must not overlap: call `finish` of the first before `wait` of the second.
+    """
 
     def __init__(self, request: ScanRequest, wire: Wire) -> None:
         self._request: ScanRequest | None = request

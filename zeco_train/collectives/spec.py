@@ -55,11 +55,13 @@ class ScanSpec:
 
 @dataclass(frozen=True)
 class Choice:
-    """Attributes:
-    scan: the algorithm.
-    link: the transport.
-    blocks: number of blocks if states are sent in blocks over messages; else None.
-    seconds: predicted time.
+    """The result of `choose`.
+
+    Attributes:
+        scan: the algorithm.
+        link: the transport.
+        blocks: number of blocks if states are sent in blocks over messages; else None.
+        seconds: predicted time.
     """
 
     scan: ScanSpec

@@ -5,7 +5,7 @@ courier's stream, and failure reporting to the host. Nothing here synchronises w
 captured into a CUDA graph once one of its size has run outside.
 
 On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
-log-decays to owners and receives as much in results. `carry_out` adds S to what is received.
+log-decays to owners and receives as much in results. `carry_out` adds S to the bytes received.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def request_problem(request: ScanRequest) -> str | None:
     batch, heads, key_dim, value_dim = request.state.shape
     if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
+    # The kernels' offsets are 32-bit (`kernels/all_scan/protocol.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
 
@@ -160,6 +161,7 @@ class SymmetricScans:
         carry_in, output, carry_out = state, state, state
         if wire.is_first and request.carry_in is not None:
             carry_in = request.carry_in.contiguous()
+            # Before the launch: its readers need not wait for the kernel.
             scan.incoming.deliver(request.carry_in)
         elif wire.is_first:
             self._deliver_zeros(state, scan)
@@ -178,9 +180,11 @@ class SymmetricScans:
         key = (state.shape, state.dtype, state.device)
         zeros = self._zeros.get(key)
         if zeros is None:
+            # A tensor made in inference mode could not be saved for a backward pass later.
             with torch.inference_mode(False):
                 zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
             if state.is_cuda:
+                # Delivered without an event from now on, to any stream.
                 torch.cuda.current_stream().synchronize()
             self._zeros[key] = zeros
         scan.incoming.deliver(zeros, is_ready=True)
@@ -208,6 +212,7 @@ class SymmetricScans:
     def _plan(self, request: ScanRequest, kernel: Kernel, cut: Cut, wire: Wire, has_carry: bool) -> Callable[..., None]:
         """Prepare all shape-dependent parts of a launch. Collective if memory must be allocated."""
         arena = self._arena(cut.needed, request, wire)
+        # In the order of the kernels' parameters. `wait_for` needs one lane (next to last) for each thread.
         tail = (
             *(arena.peers, arena.control, arena.failure, arena.status_address),
             int(self._courier.timeout.total_seconds() * 1e9),
@@ -221,7 +226,8 @@ class SymmetricScans:
     def _arena(self, needed: Capacity, request: ScanRequest, wire: Wire) -> Arena:
         """The first arena of this algorithm and direction that holds the call, or a new one.
 
-        The first: ranks plan a call at different times (only one has a `carry_in`), and later arenas come after it.
+        Always the first, so that ranks agree: they plan a call at different times (only one has a `carry_in`), some
+        perhaps after a larger arena was added.
         """
         before = None
         for other, arena in self._arenas:
@@ -254,6 +260,7 @@ class _Launch:
 
     def __call__(self, *tensors: Tensor) -> None:
         addresses = [tensor.data_ptr() for tensor in tensors]
+        # Compiled for addresses that are multiples of 16; for others Triton has to choose another specialisation.
         aligned = not any(address & 15 for address in addresses)
         if aligned and self._compiled is not None:
             self._compiled(*addresses, *self._addresses)

@@ -73,6 +73,7 @@ class _Cut:
         self._heads, self._value_dim, self._owners = heads, value_dim, owners
         columns = heads * value_dim
         self.width = -(-columns // owners)
+        # Owners past the last column have padding only, and no start here.
         starts = range(0, columns, self.width)
         self.rows = max(
             (min(start + self.width, columns) - 1) // value_dim - start // value_dim + 1 for start in starts
@@ -104,8 +105,10 @@ class _Cut:
         return functional.pad(columns, (0, 0, -before, -after))
 
     def _padding(self, owner: int) -> tuple[int, int]:
-        """Numbers of other owners' columns before and after an owner's, among its heads; negative if its own columns
-        include padding."""
+        """Numbers of other owners' columns among an owner's heads, before and after its own.
+
+        Negative if its own columns include padding.
+        """
         if self.rows == 1:
             return 0, 0
         before = owner * self.width % self._value_dim
@@ -113,11 +116,17 @@ class _Cut:
 
 
 def _fold_slices(received: Tensor, transition: Tensor, wire: Wire, cut: _Cut, with_carry: bool) -> Tensor:
-    """The exclusive scan of this rank's columns: [P, B, w + …, K] → [P, 1 or 2, B, w, K], for each rank its R (and the
-    carry).
+    """The exclusive scan of this rank's columns.
 
     Args:
+        received: [P, B, w + …, K], by group rank: its part of these columns, and its transitions of their heads.
         transition: of this rank; all ranks' are of one kind.
+        wire: of the scan.
+        cut: columns and heads of each owner.
+        with_carry: also return the carry.
+
+    Returns:
+        [P, 1 or 2, B, w, K], by group rank: its R, and the carry if wanted.
     """
     columns, rows = received.split((cut.width, received.shape[2] - cut.width), dim=2)
     results = columns.new_empty((wire.size, 2 if with_carry else 1, *columns.shape[1:]))

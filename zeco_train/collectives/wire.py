@@ -27,8 +27,10 @@ class Transfer:
         self._bound = () if tensors[0].is_cuda else (wire.timeout,)
 
     def wait(self) -> None:
-        """Raises:
-        CommunicationError: no completion within the wire's timeout, or the peer is gone.
+        """Wait for completion; on CUDA the current stream waits, not the caller.
+
+        Raises:
+            CommunicationError: no completion within the wire's timeout, or the peer is gone.
         """
         self._wire.guard(lambda: self._work.wait(*self._bound), self._what, self._peer)
         self._tensors = ()
@@ -65,10 +67,12 @@ class Wire:
 
     @property
     def is_first(self) -> bool:
+        """Whether the scan starts at this rank."""
         return self.position == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether the scan ends at this rank."""
         return self.position == self.size - 1
 
     def group_rank(self, position: int) -> int:
@@ -134,12 +138,15 @@ class Wire:
 
     def _start(self, post: Callable[[], Work | None], what: str, peer: int | None, *tensors: Tensor) -> Transfer:
         work = self.guard(post, what, peer)
+        # torch returns None to a process outside of the group, which `__init__` refuses.
         assert isinstance(work, Work)
         return Transfer(self, work, what, peer, *tensors)
 
     def _problem(self, message: str) -> str:
-        """Meaning of a backend's error message. gloo raises RuntimeError for everything, so its text has to be
-        parsed."""
+        """Meaning of a backend's error message.
+
+        gloo raises RuntimeError for everything, so its text has to be parsed.
+        """
         text = message.lower()
         if "pair closure" in text:
             return "connection already given up after an earlier timeout"

@@ -1,6 +1,6 @@
 """Checks that configuration, code, versions, environment variables and data are the same on every rank.
 
-Ranks that differ in one of them silently train something else, or deadlock.
+Ranks that differ in one of these would train different models without notice, or deadlock.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def check_same(values: Mapping[str, Any], world_size: int, remedy: str) -> None:
 
     Args:
         values: JSON values, by the name shown to the user.
+        world_size: number of ranks.
         remedy: advice to the user if they differ.
 
     Raises:
@@ -86,7 +87,7 @@ def _difference(keys: Sequence[str], by_rank: Sequence[str], remedy: str) -> Con
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 1, 8–15"."""
+    """Ranks in words, such as "rank 3" or "ranks 1, 8–15"."""
     starts = [ranks[0], *(after for before, after in pairwise(ranks) if after != before + 1)]
     ends = [*(before for before, after in pairwise(ranks) if after != before + 1), ranks[-1]]
     spans = [str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in zip(starts, ends, strict=True)]

@@ -23,7 +23,9 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
     """Select this rank's device and make it current.
 
     Args:
-        key: the name of the setting `wanted`.
+        wanted: the user's setting.
+        launch: the launcher's description of this process.
+        key: name of the setting, for errors.
 
     Raises:
         ConfigError: there are fewer CUDA devices than ranks on this machine; no private folder for compiled code.

@@ -102,6 +102,7 @@ def await_listener(host: str, port: int, timeout: timedelta) -> str | None:
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
+        # Never 0, which would make the socket non-blocking.
         left = max(deadline - time.monotonic(), _SECONDS_BETWEEN_TRIES)
         try:
             socket.create_connection((host, port), timeout=left).close()
@@ -133,18 +134,22 @@ class ProcessMesh:
 
     @property
     def dp_size(self) -> int:
+        """Number of SP groups; each reads its own sequences."""
         return self.devices.size(0)
 
     @property
     def sp_size(self) -> int:
+        """Number of ranks that share a sequence."""
         return self.devices.size(1)
 
     @property
     def dp_rank(self) -> int:
+        """This rank's SP group, from 0."""
         return self.rank // self.sp_size
 
     @property
     def sp_rank(self) -> int:
+        """This rank's position in its SP group, and so its shard of each sequence."""
         return self.rank % self.sp_size
 
     @property
@@ -156,7 +161,10 @@ class ProcessMesh:
         """The part of each sequence that this rank reads.
 
         Args:
+            seq_len: length of the whole sequence in tokens.
+            micro_batch: sequences per SP group in one forward and backward pass.
             documents: whether the state is reset at document boundaries.
+            segments: M, parts of a sequence that are processed one after another.
 
         Raises:
             ConfigError: see `DataSplit`.
@@ -207,6 +215,7 @@ def join(device: torch.device, timeout: timedelta) -> None:
         _await_rank_0(timeout)
         dist.init_process_group(backend, timeout=timeout)
     else:
+        # Within the process: a single rank needs no port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
@@ -246,11 +255,15 @@ def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool
     """Create the groups in `members`; returns this rank's. With `urgent`, NCCL uses high-priority streams. Collective.
 
     Args:
+        members: ranks of each group; every rank of the world is in one.
+        timeout: of the group's collectives.
         name: shown by flight recorders.
+        urgent: only for NCCL.
     """
     options = None
     if urgent:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # The group's own timeout counts, but torch warns if that of the options differs.
         options._timeout = timeout
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
     assert group is not None
@@ -292,6 +305,7 @@ def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
 
 def main_first(mesh: ProcessMesh, action: Callable[[], T]) -> T:
     """Run `action` on rank 0, then on the others; a `ZecoError` of any rank is raised on all."""
+    # Every rank takes part in both agreements; rank 0 acts in the first one, the others in the second.
     if mesh.is_main:
         result = agree(mesh, action)
         agree(mesh, lambda: None)

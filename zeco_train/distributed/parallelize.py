@@ -38,9 +38,11 @@ class Strategy(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Attributes:
-    strategy: how parameters, gradients and optimizer state are sharded.
-    timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
+    """Settings of sharding and of communication.
+
+    Attributes:
+        strategy: how parameters, gradients and optimizer state are sharded.
+        timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
     """
 
     strategy: Strategy = Strategy.zero2
@@ -65,6 +67,7 @@ def parallelize(
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard_mesh = _shard_mesh(strategy, mesh)
+    # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
     # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The last unit,
@@ -143,4 +146,5 @@ def reshard(model: nn.Module) -> None:
 def global_norm(model: nn.Module) -> torch.Tensor:
     """The global gradient 2-norm, the same scalar on every rank and for every strategy."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    # Of sharded gradients it is a DTensor, a partial norm, which `full_tensor` reduces over the ranks.
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -65,6 +65,7 @@ class Postmortem:
         """Prepare to write beside `log`, this rank's log file.
 
         Args:
+            log: appended to; the flight records go to its folder.
             start: part of the file names, the same on every rank.
         """
         self._log, self._prefix = log.open("ab", buffering=0), log.parent / start
@@ -82,6 +83,7 @@ class Postmortem:
 
     def write(self) -> None:
         """Write the stacks and records; only the first call has an effect, and takes a few seconds at most."""
+        # Never released: later callers return at once.
         if self._log is None or not self._done.acquire(blocking=False):
             return
         faulthandler.dump_traceback(self._log)

@@ -111,7 +111,7 @@ class WholeMatrices:
         return [x.view(-1, self._shapes[index][1]) for x, index in owned]
 
     def _rows(self, index: int | None, rank: int) -> int:
-        """How many rows of a matrix a rank holds: split like `torch.chunk`, as in FSDP2."""
+        """Number of a matrix's rows on a rank: split like `torch.chunk`, as in FSDP2."""
         if index is None:
             return 0
         total, part = self._shapes[index][0], self._parts[rank]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device: torch.device) -> Tensor | None:
-    """Count the restarts of `num_tokens` tokens: one at the first token of every piece, except a first piece that
-    continues a document.
+    """Count the restarts through each token.
+
+    There is one at the first token of every piece, except a first piece that continues a document.
 
     Args:
         cu_seqlens: [D + 1] integers from 0 to `num_tokens`, non-decreasing; equal neighbours are empty pieces and are
@@ -41,6 +42,7 @@ def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device:
             f"cu_seqlens: expected borders that rise from 0 to {num_tokens}, got {_shorten(borders.tolist())}"
         )
     restarts = torch.zeros(num_tokens, dtype=torch.bool)
+    # The last border starts no piece, nor do empty pieces at the end.
     starts = borders[borders < num_tokens]
     restarts[starts[starts > 0] if before else starts] = True
     return restarts.to(device).cumsum(0, dtype=torch.int32)

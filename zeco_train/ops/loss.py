@@ -34,6 +34,8 @@ def token_losses(logits: Tensor, targets: Tensor, loss_dtype: torch.dtype, want_
     Args:
         logits: [n, vocab].
         targets: [n] int64.
+        loss_dtype: of the loss and of the arithmetic.
+        want_grad: compute dlogits.
 
     Returns:
         The summed loss, a scalar in `loss_dtype`; dlogits, [n, vocab] in the dtype of the logits, [0] if not wanted.
@@ -155,6 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             piece = slice(start, start + chunk_tokens)
             logits = rows[piece] @ weight.T
             loss, dlogits = token_losses(logits, targets[piece], loss_dtype, want_hidden or want_weight)
+            # Otherwise they stay alive beside dlogits during both products.
             del logits
             losses.append(loss)
             if dhidden is not None:

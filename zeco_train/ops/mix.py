@@ -75,8 +75,9 @@ def mix(
 def mix_at(
     operator: str, operands: Sequence[Tensor], scale: float, place: Place, boundary: Boundary
 ) -> tuple[Tensor, Crossing]:
-    """`mix` with arguments that a compiler can trace. The caller keeps the scan of `place` alive until after the
-    backward.
+    """`mix` with arguments that a compiler can trace.
+
+    The caller keeps the scan of `place` alive until after the backward pass.
 
     Returns:
         o, [B, T, H, V] in the dtype of v; and the states that crossed ranks.
@@ -95,8 +96,10 @@ def _mix(
     carry_in: Tensor | None,
     want_carry: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; absent tensors are
-    [0]."""
+    """o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`.
+
+    Absent tensors are [0].
+    """
     with _alone(operands[0]):
         local = operator_of(operator, operands).select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
@@ -114,6 +117,7 @@ def _mix(
             local.overlap()
             o = local.outputs(incoming_state)
             carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
+        # Contiguous, as `_mix_shapes` promises the compiler.
         return o.contiguous(), received, carry_out, local.transition, list(local.saved)
 
 
@@ -164,8 +168,11 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
 
 
 class _Differentiable(torch.autograd.Function):
-    """`zeco::mix` under autograd, with its lists flattened: `torch.library.register_autograd` would flatten and
-    unflatten them by pytrees, which takes more host time than everything else here."""
+    """`zeco::mix` under autograd, with its lists flattened.
+
+    `torch.library.register_autograd` would flatten and unflatten them by pytrees, which takes more host time than
+    everything else here.
+    """
 
     @staticmethod
     def forward(
@@ -179,6 +186,7 @@ class _Differentiable(torch.autograd.Function):
         want_carry: bool,
         *operands: Tensor,
     ) -> tuple[Tensor, ...]:
+        # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
         with torch._C._AutoDispatchBelowAutograd():
             o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(
                 list(operands), operator, scale, scan, pieces, incoming_state, carry_in, want_carry
@@ -198,8 +206,10 @@ class _Differentiable(torch.autograd.Function):
         *kept, transition, incoming_state, pieces = ctx.saved_tensors
         num_kept = ctx.num_operands - len(ctx.replaced)
         operands, saved = kept[:num_kept], kept[num_kept:]
+        # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
         for position in ctx.replaced:
             operands.insert(position, saved.pop(0))
+        # Index 5: carry_in, by its position among the arguments of `forward`.
         want_dcarry = ctx.needs_input_grad[5]
         do = torch.zeros_like(operands[2]) if do is None else do
         # A compiler passes zeros for undefined gradients.
@@ -217,6 +227,7 @@ def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
     return o, received, carry_out, transition, saved
 
 
+# Not by `custom_op`, which registers an autograd kernel of its own.
 _LIBRARY = Library("zeco", "FRAGMENT")
 _LIBRARY.define(f"mix{infer_schema(_mix, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")
@@ -225,8 +236,11 @@ register_fake("zeco::mix", _mix_shapes, lib=_LIBRARY)
 
 
 class _alone:
-    """Context manager: make the tokens' device current (Triton and streams use the current one) and disable autocast,
-    which would change the dtypes of some products, in backward passes too."""
+    """Context manager: make the tokens' device current, and disable autocast.
+
+    Triton and streams use the current device. Autocast would change the dtypes of some products, in backward passes
+    too.
+    """
 
     def __init__(self, q: Tensor) -> None:
         self._device, self._autocast = torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False)

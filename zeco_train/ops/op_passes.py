@@ -83,6 +83,7 @@ class _OpBackward:
             start = incoming_state.detach().requires_grad_()
             self._o, self._end = _run(op, self._leaves, scale, pieces, start)
             self._do = do
+            # `operand_grads` goes through the same graph, once D_in has arrived.
             (self.state_grad,) = _grads([self._o], [start], [do], retain_graph=True)
 
     def overlap(self) -> None:
@@ -126,8 +127,11 @@ _AUTOGRAD = (
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Enable autograd inside a custom op whose own gradient is written out. `torch.func.vjp` works there without this,
-    but not on a `torch.autograd.Function` without `setup_context`, which kernel libraries use."""
+    """Enable autograd inside a custom op whose own gradient is written out.
+
+    `torch.func.vjp` works there without this, but not on a `torch.autograd.Function` without `setup_context`, which
+    kernel libraries use.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(key)

@@ -28,7 +28,7 @@ class ForwardPass(Protocol):
     transition: Tensor
 
     def overlap(self) -> None:
-        """Compute what needs no other rank: the scores inside chunks."""
+        """Compute the scores inside chunks, which need no other rank."""
         ...
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class BackwardPass(Protocol):
     state_grad: Tensor
 
     def overlap(self) -> None:
-        """Compute what needs no other rank: recomputed states, gradients inside chunks."""
+        """Recompute the states and compute the gradients inside chunks, which need no other rank."""
         ...
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
@@ -137,11 +137,11 @@ class Operator:
     recomputed_flops: Callable[[int, int, int], float]
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
-        """(B, H, K, V)"""
+        """(B, H, K, V)."""
         query, _, value, *_ = operands
         return value.shape[0], value.shape[2], query.shape[3], value.shape[3]
 
     def transition_shape(self, operands: Sequence[Tensor]) -> tuple[int, ...]:
-        """(B, H, K) or (B, H, K, K)"""
+        """(B, H, K) or (B, H, K, K)."""
         *outer, key_dim, _ = self.state_shape(operands)
         return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)

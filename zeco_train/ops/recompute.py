@@ -23,13 +23,15 @@ class Block(Protocol):
     def __call__(
         self, x: Tensor, place: Place, boundary: Boundary, is_read: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] → y [B, T, D], received, carry_out. With `is_read=False` only the gradients of y are valid."""
+        """Map x [B, T, D] → y [B, T, D], received, carry_out. With `is_read=False` only y's gradients are valid."""
         ...
 
 
 class Recompute(Enum):
     """What the backward pass recomputes: nothing; the MLPs; or whole blocks, of which then only the inputs are kept.
-    States received from other ranks are always kept."""
+
+    States received from other ranks are always kept.
+    """
 
     none = "none"
     selective = "selective"
@@ -42,6 +44,8 @@ def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tup
     Args:
         block: deterministic; only x, `boundary.carry_in` and parameters need gradients.
         x: [B, T, D], requires grad.
+        place: of the tokens; the caller keeps its scan alive.
+        boundary: states at the boundaries of the layer's tokens.
 
     Returns:
         y [B, T, D], received and carry_out of the block.
@@ -50,8 +54,10 @@ def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tup
 
 
 class _Recomputed(torch.autograd.Function):
-    """Forward: the block without autograd. Backward: the block once more, with its state replayed, then its backward,
-    which accumulates the parameters' gradients in `.grad` as usual."""
+    """Forward: the block without autograd. Backward: the block once more, with its state replayed, then its backward.
+
+    The inner backward pass accumulates the parameters' gradients in `.grad` as usual.
+    """
 
     @staticmethod
     def forward(ctx: Any, block: Block, x: Tensor, place: Place, *states: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,6 +67,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(x, incoming_state, boundary.carry_in, place.pieces)
         ctx.block, ctx.scan, ctx.want_carry = block, place.scan, boundary.want_carry
         ctx.mark_non_differentiable(received)
+        # Undefined gradients stay None: an output without gradient is left out of the inner backward pass.
         ctx.set_materialize_grads(False)
         return y, received, carry_out
 
@@ -68,8 +75,10 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
         x, incoming_state, carry_in, pieces = ctx.saved_tensors
+        # A new leaf: the inner backward pass stops here, and its `.grad` is returned to the outer one.
         x = x.detach().requires_grad_()
         if carry_in is not None:
+            # Index 4: carry_in, by its position among the arguments of `forward`.
             carry_in = carry_in.detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad():
             place = Place(ctx.scan, pieces)

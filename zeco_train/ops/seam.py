@@ -100,6 +100,7 @@ class StateScan(Protocol):
         ...
 
 
+# Weak in both directions: neither names nor the graphs that contain them keep a scan, and its group, alive.
 _SCANS: WeakValueDictionary[str, StateScan] = WeakValueDictionary()
 _HANDLES: WeakKeyDictionary[StateScan, str] = WeakKeyDictionary()
 _numbers = itertools.count()

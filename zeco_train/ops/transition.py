@@ -39,7 +39,8 @@ def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tup
     """Compose two neighbouring shards into one pair.
 
     Args:
-        later, earlier: (state, transition) of each, as in `fold`.
+        later: (state, transition) of the later shard, as in `fold`.
+        earlier: the same of the earlier one.
 
     Returns:
         (state, transition); its `fold` is that of the earlier one followed by that of the later one.

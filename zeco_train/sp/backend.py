@@ -1,5 +1,7 @@
-"""Base class of the backends, which launches scans over the courier of their direction, and the backend descriptor, the
-interface to the rest of the project."""
+"""Base class of the backends, and the backend descriptor, the interface to the rest of the project.
+
+A backend launches each scan over the courier of its direction.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ class ScanBackend(ABC):
         return self._couriers[request.reverse]
 
     def prepare(self, device: torch.device) -> None:
-        """Warm up with a tiny scan in each direction, so that lazy initialisation (NCCL's communicators, symmetric
-        memory) happens here and not in a first step. Collective; returns when the scans have completed.
+        """Warm up with a tiny scan in each direction. Collective; returns when the scans have completed.
+
+        Lazy initialisation (NCCL's communicators, symmetric memory) then happens here and not in a first step.
 
         Required on CUDA: a group that is initialised eagerly at creation serialises its messages.
 
@@ -94,6 +97,7 @@ class SpecScan(ScanBackend):
         self._scan, self.finish_waits = scan, scan.in_series
 
     def start(self, request: ScanRequest) -> LaunchedScan:
+        """Start the scan by the descriptor's algorithm."""
         return self._scan.start(request, self.courier(request))
 
 

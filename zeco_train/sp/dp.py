@@ -11,6 +11,7 @@ class LocalScan(ScanBackend):
     """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no couriers."""
 
     def start(self, request: ScanRequest) -> PendingScan:
+        """The scan over this rank; complete at once."""
         return scan_alone(request)
 
 

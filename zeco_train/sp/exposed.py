@@ -59,8 +59,10 @@ class ExposedMeter:
         return seconds
 
     def metered(self, scan: LaunchedScan, device: torch.device, finish_waits: bool) -> LaunchedScan:
-        """Wrap a scan so that its calls are timed on the current stream of `device`; `finish` too if it waits for
-        communication."""
+        """Wrap a scan so that its calls are timed, on CUDA on the current stream of `device`.
+
+        `finish` is timed only if it waits for communication.
+        """
         return _MeteredScan(scan, device, self, finish_waits) if self._measuring else scan
 
     def timed(self, call: Callable[[], T], device: torch.device) -> T:
@@ -72,6 +74,7 @@ class ExposedMeter:
             return result
         if torch.cuda.is_current_stream_capturing():
             return call()
+        # Always recorded: the host does not know whether the device will have to wait.
         before, after = self._free.pop() if self._free else (_timing_event(), _timing_event())
         stream = torch.cuda.current_stream(device)
         before.record(stream)

@@ -34,6 +34,7 @@ SHARING = tuple(name for name, spec in BACKENDS.items() if spec.scans)
 class Backend(Enum):
     """The names of `BACKENDS`, as a settings type."""
 
+    # Otherwise the loop variable would become a member.
     _ignore_ = "name"
     for name in BACKENDS:
         vars()[name] = name
@@ -41,10 +42,12 @@ class Backend(Enum):
 
 @dataclass
 class SPConfig:
-    """Attributes:
-    backend: how the shards of a sequence exchange states.
-    size: ranks that share a sequence; −1 is 1 for `dp`, else the whole world.
-    all_scan: for `zeco`.
+    """Settings of sequence parallelism.
+
+    Attributes:
+        backend: how the shards of a sequence exchange states.
+        size: ranks that share a sequence; −1 is 1 for `dp`, else the whole world.
+        all_scan: for `zeco`.
     """
 
     backend: Backend = Backend["zeco"]
@@ -58,8 +61,10 @@ class SPConfig:
         self.all_scan.validate()
 
     def needs(self) -> Iterator[tuple[str, str, bool]]:
-        """Keys (with all below them) that take effect only with another setting, that setting, and whether it is
-        active."""
+        """Keys that need another setting to take effect, that setting, and whether it is active.
+
+        A key stands for all keys below it.
+        """
         for spec in BACKENDS.values():
             if spec.section:
                 yield spec.section, f"sp={spec.name}", self.spec is spec

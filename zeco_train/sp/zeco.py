@@ -46,6 +46,7 @@ _MAX_BLOCKS = 1 << 20
 class AllScanAlgorithm(Enum):
     """The names of `ALL_SCANS`; `auto` is the fastest by the cost model."""
 
+    # Otherwise the loop variable would become a member.
     _ignore_ = "name"
     auto = "auto"
     for name in _BY_NAME:
@@ -53,8 +54,11 @@ class AllScanAlgorithm(Enum):
 
 
 class AllScanTransport(Enum):
-    """`p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`:
-    `symmetric` if the ranks support it."""
+    """How states travel.
+
+    `p2p`: messages of `torch.distributed`. `symmetric`: one kernel over memory that all ranks map. `auto`: `symmetric`
+    if the ranks support it.
+    """
 
     auto = "auto"
     p2p = "p2p"
@@ -63,13 +67,15 @@ class AllScanTransport(Enum):
 
 @dataclass
 class AllScanConfig:
-    """Attributes:
-    algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
-    transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
-        `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
-    blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
-        `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in one
-        kernel means blocks of 16,384 elements.
+    """Settings of the All-Scan.
+
+    Attributes:
+        algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
+        transport: `symmetric` is one kernel over memory that all ranks map, within an NVLink domain; `p2p` is
+            `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
+        blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
+            `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in
+            one kernel means blocks of 16,384 elements.
     """
 
     algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
@@ -78,6 +84,7 @@ class AllScanConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value that is out of range or has no effect."""
+        # Read first, since `num_blocks` also checks the value.
         if self.num_blocks is not None and self.algorithm is not AllScanAlgorithm.auto and not self.takes_blocks:
             allowed = f"would be ignored; it needs sp.all_scan.algorithm={IN_BLOCKS}"
             raise ConfigError("sp.all_scan.blocks", self.blocks, allowed)
@@ -148,6 +155,7 @@ class AllScan(ScanBackend):
         courier = self.courier(request)
         if self._ranks == 1:
             return scan_alone(request)
+        # With the candidates: `prepare` starts each algorithm by itself, all with states of one shape.
         key = (courier, scans, request.state.shape, request.state.dtype, request.transition.ndim)
         if key not in self._choices:
             self._choices[key] = self._choose(courier, request, scans)
@@ -162,6 +170,7 @@ class AllScan(ScanBackend):
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is not None:
             self._fall_back(problem)
+            # The ranks could use symmetric memory, so they are on one machine.
             link = Link.nccl
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)

@@ -24,6 +24,7 @@ def store_rows(x, row, end, value, V: tl.constexpr, VB: tl.constexpr, SUB: tl.co
 
 @triton.jit
 def load_decays(x, row, end, SUB: tl.constexpr):
+    """[SUB, 1] of [rows] from `row` on, below `end`; zeros outside."""
     r = row + tl.arange(0, SUB)[:, None]
     return tl.load(x + r, mask=r < end, other=0.0)
 
@@ -60,9 +61,9 @@ def chain_kernel(
 ):
     """Blocks of rows flow from rank to rank, each folded as it passes (ZeCO, Algorithm 2).
 
-    Rank p writes scan e into one of two buffers of rank p + 1. That one has to have read scan e − 2 from it: as it
-    starts scan e − 1, it gives rank p credit for e − 2. `carry_out` needs no credit: the last rank has it only after
-    every rank's part of this scan, and so after the end of every rank's scan before.
+    Rank p writes scan e into one of two buffers of rank p + 1, which must have read scan e − 2 from it by then: when
+    rank p + 1 starts scan e − 1, it gives rank p credit for e − 2. `carry_out` needs no credit: the last rank has it
+    only after every rank's part of this scan, and so after the end of every rank's previous scan.
     """
     cta = tl.program_id(0)
     lanes = tl.arange(0, LANES)
@@ -70,7 +71,7 @@ def chain_kernel(
     epoch, failed = start(control, failure, LANES)
     parity = (epoch & 1).to(tl.int64)
     if POSITION > 0:
-        # What this rank read in scans before this one is read: kernels of a stream follow each other.
+        # This rank has finished reading earlier scans: kernels of a stream follow each other.
         before = tl.load(peers + POSITION - 1)
         if (cta == 0) & (failed == 0):
             signal(flag_at(before + credit + tl.zeros_like(lanes)), lanes < 1, epoch - 1, ASM)
@@ -83,11 +84,12 @@ def chain_kernel(
     for block in range(cta, blocks, tl.num_programs(0)):
         first = block * block_rows
         end = tl.minimum(first + block_rows, rows)
-        # On its way while this rank waits.
+        # Loaded before the wait, which hides their latency.
         value = load_rows(state, first, end, V, VB, SUB)
         decays = load_decays(log_decay, first, end, SUB)
         if failed == 0:
-            # Lane 0: the block from the rank before. Lane 1: the credit of the rank after.
+            # Lane 0: this scan's block from the rank before. Lane 1: credit from the rank after for scan e − 2, the
+            # last one in this buffer.
             place = tl.where(lanes == 0, block * 4, credit)
             active = ((lanes == 0) & (POSITION > 0)) | ((lanes == 1) & (POSITION < P - 1))
             missing = wait_for(flag_at(own + place), active, epoch - 2 * lanes, limit, ASM)

@@ -10,7 +10,8 @@ memory. The protocol is correct for any delay of any rank and of any of its CTAs
 - Between the stores of a CTA's threads and the one thread that raises the flag (release, system scope) lies a barrier,
   and another one between the thread that saw a flag (acquire) and the loads of the others.
 - The positions of data and flags are fixed by the arena, for any shape or number of CTAs (collectives/symmetric.py).
-- CTA c of a rank waits only for CTAs c of other ranks, all of which run or have run: few of them, launched in order.
+- CTA c of a rank waits only for CTAs c of other ranks (for `chain`'s credit: for CTA 0), all of which run or have run:
+  they are few, and launched in order.
 - Every wait is bounded: after `limit` nanoseconds the CTA reports the wait to the host, sets the arena's failure word,
   outputs NaN, and raises no further flag. Later kernels of the arena find the word set and do the same.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Flags are compared by the sign of the difference, which stays right when the epoch wraps around after 2³¹ scans.
 _WAIT_ASM = tl.constexpr("""
 {
     .reg .pred done, more;
@@ -66,11 +68,11 @@ _SIGNAL_ASM = tl.constexpr("""
 
 @triton.jit
 def wait_for(flags, active, wanted, limit, ASM: tl.constexpr):
-    """Wait until `flag >= wanted` for each active lane; the CTA's threads see then what was written before.
+    """Wait until `flag >= wanted` for each active lane; then all threads of the CTA see what was written before it.
 
     Returns:
-        0, or 1 + the last lane whose flag did not come within `limit` ns. The same in all threads, because the lanes
-        are as many as the threads: their maximum goes through shared memory.
+        0, or 1 + the last lane whose flag was not raised within `limit` ns. The same in all threads: there are as many
+        lanes as threads, so their maximum goes through shared memory.
     """
     if ASM:
         late = tl.inline_asm_elementwise(
@@ -82,7 +84,7 @@ def wait_for(flags, active, wanted, limit, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        # Triton's interpreter has no clock, and takes a good part of a millisecond for each look.
+        # Triton's interpreter has no clock; each poll takes a good part of a millisecond.
         polls = limit // 1000000
         seen = tl.load(flags, mask=active, other=0)
         while (tl.max((active & (seen < wanted)).to(tl.int32)) > 0) & (polls > 0):
@@ -96,9 +98,10 @@ def wait_for(flags, active, wanted, limit, ASM: tl.constexpr):
 
 @triton.jit
 def signal(flags, active, epoch, ASM: tl.constexpr):
-    """Raise the active lanes' flags; whoever sees them sees all that this CTA stored before."""
+    """Raise the active lanes' flags; a rank that sees one sees all that this CTA stored before."""
     tl.debug_barrier()
     if ASM:
+        # Not pure: the compiler would remove it, since its result is not used.
         tl.inline_asm_elementwise(
             _SIGNAL_ASM, "=r,l,r,r", [flags, active.to(tl.int32), epoch], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -116,7 +119,7 @@ def start(control, failure, LANES: tl.constexpr):
 
 @triton.jit
 def advance(control, epoch):
-    """Once in each CTA, at any time after `start`: the last one to come finds that all have read the epoch."""
+    """Advance the epoch when the last CTA calls this: all have read it then. Once per CTA, any time after `start`."""
     tl.debug_barrier()
     if tl.atomic_add(control + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(control + 1, 0)
@@ -125,7 +128,7 @@ def advance(control, epoch):
 
 @triton.jit
 def give_up(failure, status, epoch, peer, what):
-    """Note the first failure of the arena, where later kernels find it and, in mapped host memory, the host."""
+    """Record the arena's first failure, for later kernels and, in mapped host memory, for the host."""
     word = (epoch.to(tl.int64) << 24) + (what << 16) + 1 + peer
     if tl.atomic_cas(failure, tl.zeros_like(word), word) == 0:
         tl.store(status.to(tl.pointer_type(tl.int64)), word)
@@ -133,6 +136,7 @@ def give_up(failure, status, epoch, peer, what):
 
 @triton.jit
 def flag_at(address):
+    """A pointer to the flag at a byte address."""
     return address.to(tl.pointer_type(tl.int32))
 
 

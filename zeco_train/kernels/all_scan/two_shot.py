@@ -32,7 +32,7 @@ def store_state_tile(x, tile, valid, value, K: tl.constexpr, V: tl.constexpr, KB
 
 @triton.jit
 def tile_offsets(K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr):
-    """Where the elements of a tile lie in an arena: rows of BV, one after the other."""
+    """Offsets of a tile's elements in an arena: contiguous rows of BV."""
     return (tl.arange(0, KB) * BV)[:, None] + tl.arange(0, BV)[None, :]
 
 
@@ -49,7 +49,7 @@ def load_input(
     KB: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """What this rank contributes to a tile: its state, with `carry_in` folded in if it has one, and the log-decays."""
+    """This rank's input to a tile: its state, with `carry_in` folded in if it has one, and the log-decays."""
     NV: tl.constexpr = (V + BV - 1) // BV
     k = tl.arange(0, KB)[:, None]
     decays = tl.load(log_decay + (tile // NV) * K + k, mask=(k < K) & valid, other=0.0)
@@ -95,9 +95,9 @@ def two_shot_kernel(
     """All-to-all of tiles to owners, the scan of each tile over the ranks, all-to-all of the results.
 
     Owner j has tiles [j·width, (j+1)·width). It waits for all ranks' inputs of a tile before it writes any result, so
-    each of them has ended its previous scan and copied that one's results; it raises the results' flags after its last
-    load of the inputs, and every rank waits for all results, so that inputs of the next scan find nobody reading.
-    Inputs and results lie besides in one of two buffers by the epoch's parity.
+    each of them has ended its previous scan and copied its results; it raises the results' flags after its last load of
+    the inputs, and every rank waits for all results, so the next scan's inputs overwrite nothing that is still read.
+    Inputs and results are also double-buffered by the epoch's parity.
     """
     TILE: tl.constexpr = K * BV
     cta = tl.program_id(0)
@@ -122,7 +122,7 @@ def two_shot_kernel(
                 tile = owner * width + i
                 value, decays = load_input(state, log_decay, carry_in, tile, tile < tiles, HAS_CARRY, K, V, KB, BV)
                 for n in tl.static_range(P):
-                    # The next tile is on its way while this one is stored.
+                    # The load of the next tile overlaps the store of this one.
                     if n + 1 < P:
                         after = ((POSITION + 2 + n) % P) * width + i
                         value_after, decays_after = load_input(

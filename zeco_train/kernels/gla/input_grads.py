@@ -34,7 +34,7 @@ from zeco_train.kernels.gla.tiles import (
 def _leaving_keys(
     k, b, own, end, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """[C, BK], k; [C, BK], factors by which its tokens reach the chunk's end; [C, BK], both, in the dtype of k."""
+    """[C, BK] each: k; the tokens' decays to the chunk's end; the product of both, in the dtype of k."""
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
     total = load_last_row(b, start, T, H, K, first_key, C, BK)
     keys = load_tile(k, start, T, H, K, first_key, C, BK)
@@ -50,7 +50,7 @@ def _decay_grads(staying, leaving, own, C: tl.constexpr, DOCUMENTS: tl.constexpr
     rows = tl.arange(0, C)
     earlier = rows[:, None] > rows[None, :]
     if DOCUMENTS:
-        # not past a restart: what comes from behind one adds up to 0 only within the rounding of another document
+        # not past a restart: terms of the next document add up to 0 only within its rounding
         later = (rows[:, None] <= rows[None, :]) & (own[:, None] == own[None, :])
         return sum_tokens(later, staying, PARTS) + sum_tokens(earlier, leaving, PARTS)
     # one product for both: tokens from t on are all tokens less those before t
@@ -69,8 +69,8 @@ def input_grads_kernel(
     state_grads,  # [N, B, H, K, V]: gradients after the chunks from their segment's end
     log_decays,  # [N, B, H, K] fp32: by which `end_grads` decays on its way to them
     end_grads,  # [J, B, H, K, V] fp32: true gradients at the segments' ends
-    terms,  # [B, T, H, K] fp32: q ⊙ dq − k ⊙ dk with the dk of inside the chunk
-    dk,  # [B, T, H, K]: the part of inside the chunk; becomes all of it
+    terms,  # [B, T, H, K] fp32: q ⊙ dq − k ⊙ dk with dk's part inside the chunk
+    dk,  # [B, T, H, K]: that part on entry, complete on exit
     dv,  # [B, T, H, V], written
     dg,  # [B, T, H, K] fp32, written
     T,
@@ -86,8 +86,11 @@ def input_grads_kernel(
     PRECISION: tl.constexpr,
     FUSED: tl.constexpr,
 ):
-    """One program makes the gradients of one chunk of one head. FUSED: dv is made in the loop over V that makes dk, of
-    the same dS. Only where K <= BK; else it is a sum over tiles of keys, and has loops of its own."""
+    """One program computes the gradients of one chunk of one head.
+
+    FUSED: dv is computed in the loop over V that computes dk, from the same dS. Only if K <= BK; else it is a sum over
+    tiles of keys, and has its own loops.
+    """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     k += head_offset(batch_head, T, H, K)
@@ -108,6 +111,7 @@ def input_grads_kernel(
     if DOCUMENTS:
         own, before, end = load_pieces(pieces, start, T, C)
     pairs = scores + index * C * C + rows[:, None] * C + rows[None, :]
+    # Above the diagonal the scores are mirrored (`scores_kernel`).
     weights = tl.trans(tl.load(pairs, mask=rows[:, None] >= rows[None, :], other=0.0))
 
     for first_key in range(0, K, BK):

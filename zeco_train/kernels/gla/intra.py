@@ -15,8 +15,8 @@ each size needs only one tile X [C, K] of queries and keys, by row, times their 
 G [C, C] has the gradients dA of the size's pairs below the diagonal, −dAᵀ above it, and 0 elsewhere. A program handles
 a whole chunk: a factor is computed once, where separate tiles of queries and keys would compute it at both ends of a
 pair, and a size is one product of the largest shape in either pass. Half of the product is masked, but tensor cores are
-not the bottleneck. The backward pass reads the scores of the forward pass, which are small beside the tokens, where it
-needs them: not here.
+not the bottleneck. The backward pass does not recompute the scores: they are small compared with the tokens, so the
+forward pass saves them for `input_grads_kernel`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zeco_train.kernels.gla.tiles import (
 
 @triton.jit
 def _round_to_bf16(x):
-    """fp32 to bf16, two in an instruction, also where each is then used by itself: Triton would take one for each."""
+    """fp32 to bf16, two per instruction; Triton takes one instruction each if they are then used separately."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
     )
@@ -46,8 +46,11 @@ def _round_to_bf16(x):
 
 @triton.jit
 def _join(queries, keys):
-    """bf16 queries and keys as upper and lower halves of 32 bits. Both stay in registers while the sizes pass: so they
-    take half of them, and one instruction takes either out, by role, as fp32."""
+    """bf16 queries and keys as upper and lower halves of 32 bits.
+
+    Both stay in registers through all sizes. Joined, they take half as many, and one instruction extracts either, by
+    role, as fp32.
+    """
     upper = queries.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     return upper | keys.to(tl.uint16, bitcast=True).to(tl.uint32)
 
@@ -64,10 +67,10 @@ def _take(joined, is_query):
 
 @triton.jit
 def _laid_out_like(x, product):
-    """x, in the registers in which a matrix product of the same shape lies.
+    """x, in the register layout of a matrix product of the same shape.
 
-    Triton keeps a loaded tile as memory likes it, and moves it through shared memory wherever it meets a product, here
-    at every size. A choice between the two that it cannot foresee makes it move x here, once.
+    Triton keeps a loaded tile in the layout of its load, and converts it through shared memory wherever it meets a
+    product, here at every size. A select between the two that it cannot fold makes it convert x here, once.
     """
     never = tl.program_id(0) < 0
     return tl.where(never, product.to(x.dtype), x)
@@ -90,7 +93,7 @@ def _decayed(
     BK: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """At blocks of 2^shift tokens: [C], which tokens are queries; [C, BK], the factors; [C, BK], X."""
+    """For blocks of 2^shift tokens: [C], which tokens are queries; [C, BK], the factors; [C, BK], X."""
     block = tl.arange(0, C) >> shift
     is_query = (block & 1) == 1
     reference = ((block | 1) << shift) - 1
@@ -104,7 +107,7 @@ def _decayed(
 
 @triton.jit
 def _pairs(shift, C: tl.constexpr):
-    """[C, C], the pairs, in either order, that blocks of 2^shift tokens split."""
+    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens."""
     block = tl.arange(0, C) >> shift
     return (block ^ 1)[:, None] == block[None, :]
 
@@ -127,7 +130,7 @@ def scores_kernel(
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """One program makes the scores of one chunk of one head. JOINED: see `_join`; of bf16 only."""
+    """One program computes the scores of one chunk of one head. JOINED: see `_join`; bf16 only."""
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     q += head_offset(batch_head, T, H, K)
@@ -145,6 +148,7 @@ def scores_kernel(
         self = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[:, None]
         total = tl.where(rows[:, None] == rows[None, :], total + self, total)
         joined = _join(queries, keys) if JOINED else queries
+        # log₂ C sizes of blocks.
         for shift in range(6):
             _, _, tokens = _decayed(b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED)
             products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION)
@@ -165,7 +169,7 @@ def intra_grads_kernel(
     pieces,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, K, V]: the true states before the chunks
     dq,  # [B, T, H, K], written, complete
-    dk,  # [B, T, H, K], written: the part that stays inside the chunk
+    dk,  # [B, T, H, K], written: the part inside the chunk
     terms,  # [B, T, H, K] fp32, written: q ⊙ dq − k ⊙ dk with this dk
     scale,
     T,
@@ -181,16 +185,16 @@ def intra_grads_kernel(
     JOINED: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ):
-    """One program makes the gradients of one chunk of one head. Nothing here depends on gradients of states:
+    """One program computes the gradients of one chunk of one head, as far as they need no gradients of states.
 
     dA = scale · do vᵀ,    dq_i = Σ_j dA_ij k_j ⊙ exp(b_i − b_j) + scale · exp(b_i) ⊙ S do_i,
     dk_j = Σ_i dA_ij q_i ⊙ exp(b_i − b_j)
 
-    A pair (i, j) enters `terms` at i and, with the other sign, at j. Both are made of the same rounded X and G, so that
-    they cancel in the sums over later tokens that make dg: else their rounding would spread over a chunk's tokens,
-    which is more than dg itself where decays are strong.
+    A pair (i, j) enters `terms` at i and, with the other sign, at j. Both come from the same rounded X and G, so that
+    they cancel in dg's sums over later tokens: otherwise their rounding errors would spread over a chunk's tokens, and
+    where decays are strong they exceed dg itself.
 
-    JOINED: see `_join`; of bf16 only. ONE_TILE: K <= BK. Then dq's part from the state is made in the one loop over V.
+    JOINED: see `_join`; bf16 only. ONE_TILE: K <= BK; dq's part from the state is then computed in the one loop over V.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -206,7 +210,7 @@ def intra_grads_kernel(
     start = chunk * C
     rows = tl.arange(0, C)
 
-    # both orders are products of their own, with sums in the same order: to transpose one would cost more
+    # two products, with sums in the same order: transposing one would cost more
     grads = tl.zeros([C, C], tl.float32)
     turned = tl.zeros([C, C], tl.float32)
     state_grads = tl.zeros([C, BK], tl.float32)

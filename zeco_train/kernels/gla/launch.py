@@ -16,6 +16,7 @@ from zeco_train.kernels.gla.states import chunk_states_kernel, correct_starts_ke
 from zeco_train.kernels.gla.tuning import Tuning
 
 CHUNK = 64
+# CUDA's limit on the second and third dimension of a grid.
 MOST_HEADS = 65_535
 # Tiles of the gradient kernels, and of `scores_kernel` along K, have a verified minimum width; columns beyond K are
 # zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or illegal
@@ -28,8 +29,9 @@ NARROWEST_JOINED = 64
 
 @dataclass(frozen=True)
 class LocalStates:
-    """States at chunk boundaries, each from the zero start of its segment, and the per-segment quantities that join
-    them. In reverse: gradients with respect to the states after the chunks, from the zero end of the segment.
+    """States at chunk boundaries, each from the zero start of its segment, and the quantities that join segments.
+
+    In reverse: gradients with respect to the states after the chunks, from the zero end of the segment.
 
     Attributes:
         states: [N, B, H, K, V] in the dtype of the inputs.
@@ -69,6 +71,7 @@ class Launcher:
         self.tuning, self.pieces = tuning, pieces
         # bf16 products are exact in any mode; tf32 alone would lose 3e-4 of fp32 inputs
         self.flags: dict[str, Any] = {"C": CHUNK, "DOCUMENTS": pieces is not None, "PRECISION": "tf32x3"}
+        # A walk is sequential: as many segments as it takes to fill the chip.
         tiles = self._state_tiles(*self.tuning.local_states.tile(self.K, self.V))
         segments = max(1, min(self.num_chunks, triton.cdiv(self.tuning.programs, tiles * self.BH)))
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
@@ -84,8 +87,10 @@ class Launcher:
         """Walk each segment from zero, then join the segments.
 
         Args:
-            x: k, or q in reverse. y: v, or do in reverse.
-            g: log-decays. b: output for their cumulative sums inside chunks; None: g already holds those sums.
+            x: k, or q in reverse.
+            y: v, or do in reverse.
+            g: log-decays.
+            b: output for their cumulative sums inside chunks; None: g already holds those sums.
             reverse: from the last chunk to the first, for gradients.
         """
         heads = (self.B, self.H)
@@ -146,12 +151,12 @@ class Launcher:
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
-        """(N, B, H, C, C)"""
+        """(N, B, H, C, C)."""
         return self.num_chunks, self.B, self.H, CHUNK, CHUNK
 
     @property
     def starts_shape(self) -> tuple[int, ...]:
-        """(J, B, H, K, V)"""
+        """(J, B, H, K, V)."""
         return self.num_segments, self.B, self.H, self.K, self.V
 
     def _joined(self, BK: int) -> bool:

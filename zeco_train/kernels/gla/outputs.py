@@ -42,7 +42,7 @@ def outputs_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program makes [C, BV] of one chunk of one head."""
+    """One program computes [C, BV] of one chunk of one head."""
     value_tiles = tl.cdiv(V, BV)
     chunk = tl.program_id(0) // value_tiles
     first_value = (tl.program_id(0) % value_tiles) * BV
@@ -69,6 +69,7 @@ def outputs_kernel(
         result += tl.dot(weighted, state.to(queries.dtype), input_precision=PRECISION)
     result *= scale
     values = load_tile(v, start, T, H, V, first_value, C, BV)
+    # Above the diagonal the scores are mirrored (`scores_kernel`).
     pointers = scores + index * C * C + rows[:, None] * C + rows[None, :]
     weights = tl.load(pointers, mask=rows[:, None] >= rows[None, :], other=0.0).to(values.dtype)
     result += tl.dot(weights, values, input_precision=PRECISION)

@@ -1,7 +1,7 @@
 """States at chunk boundaries, segment by segment, and their join over the segments of a rank.
 
-A rank's chunks are cut into segments that are processed in parallel, each from a zero start. It is the split over ranks
-again, inside a GPU: without it, one sequential loop over all chunks would leave most of the chip idle. Forward:
+A rank's chunks are cut into segments that are processed in parallel, each from a zero start. This is the split over
+ranks again, inside a GPU: without it, one sequential loop over all chunks would leave most of the chip idle. Forward:
 
     states[n] = S before chunk n from the segment's start,    log_decays[n] = summed g from there to chunk n
 
@@ -63,7 +63,7 @@ def chunk_states_kernel(
     batch_head = tl.program_id(2)
     first_key = (tile // value_tiles) * BK
     first_value = (tile % value_tiles) * BV
-    leads = first_value == 0  # of the programs with these keys, this one writes what does not depend on values
+    leads = first_value == 0  # of the programs with these keys, this one writes the outputs without V
 
     x += head_offset(batch_head, T, H, K)
     g += head_offset(batch_head, T, H, K)
@@ -104,8 +104,8 @@ def chunk_states_kernel(
                 store_tile(b, sums, start, T, H, K, first_key, C, BK)
         vectors = load_tile(x, start, T, H, K, first_key, C, BK)
         values = load_tile(y, start, T, H, V, first_value, C, BV)
-        # a query sees the state before its chunk through its own decay, a key reaches the state after it
-        # through the decays behind it; rows past the end hold zeros, whatever their factor
+        # a query sees the state before its chunk through the decays up to its own, a key reaches the state after it
+        # through those of later tokens; rows past the end are zeros, so their factors do not matter
         exponents = sums if REVERSE else total[None, :] - sums
         exponents = tl.where((rows < T - start)[:, None], exponents, 0.0)
         factors = decay(exponents)
@@ -179,7 +179,7 @@ def correct_starts_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """starts += exp(before_decays) ⊙ incoming."""
+    """Correct the states before the segments: starts += exp(before_decays) ⊙ incoming."""
     value_tiles = tl.cdiv(V, BV)
     tile = tl.program_id(0)
     batch_head = tl.program_id(1)

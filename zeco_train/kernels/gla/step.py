@@ -30,7 +30,7 @@ def step_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program updates BV columns of one head's state, and computes these outputs."""
+    """One program updates BV columns of one head's state and computes their outputs."""
     batch_head = tl.program_id(0).to(tl.int64)
     first_value = tl.program_id(1) * BV
     keys = tl.arange(0, BK)

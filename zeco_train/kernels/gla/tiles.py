@@ -3,11 +3,11 @@
 A chunk is `C` tokens of one head. Tensors over tokens are [B, T, H, D], contiguous; a kernel gets a pointer to the
 first element of its (batch, head) and steps over tokens with a stride of H·D. Offsets that grow with T are 64-bit.
 
-Decays inside a chunk come as `b`, the cumulative sum of g from the chunk's first token through each token: all
+Decays inside a chunk are given as `b`, the cumulative sum of g from the chunk's first token through each token: all
 exponents are differences b_i − b_j with i >= j, so no factor exceeds 1 and nothing is divided by a decay.
 
-Documents come as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a state
-at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
+Documents are given as `pieces`, [T] int32, the number of restarts through each token; a token sees another one, or a
+state at a border, if both are of the same piece. Everything before the rank's first token is piece 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ else:
 
     @triton.jit
     def decay(x):
-        """exp(x), fp32; below 2^-126 it is 0. `tl.exp` takes four more instructions to keep what lies below that."""
+        """exp(x), fp32; results below 2^-126 are 0. `tl.exp` takes four more instructions to keep these."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
 
     @triton.jit
     def decay_between(x):
-        """exp(−|x|), fp32, as `decay`; with the sign in the constant, where `decay(-tl.abs(x))` would subtract."""
+        """exp(−|x|), fp32, as `decay`; the sign is in the constant: `decay(-tl.abs(x))` would add a subtraction."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -103,9 +103,9 @@ def load_pieces(pieces, start, T, C: tl.constexpr):
 def sum_tokens(which, x, PARTS: tl.constexpr):
     """[C, WIDTH], for each row of the mask `which` [C, C] the sum of those tokens of x [C, WIDTH], fp32.
 
-    A product with ones, several times faster than a cumulative sum along the rows. PARTS: so many bf16 parts of x, of 8
-    bits each: 3 together are x, 2 are as much as gradients of bf16 tokens are good for. 0: in tf32 parts that together
-    are x, as Triton's interpreter can, too.
+    A product with ones, several times faster than a cumulative sum along the rows. PARTS: x is split into this many
+    bf16 parts of 8 bits each: 3 are exact, 2 are enough for gradients of bf16 tokens. 0: tf32 parts, exact, which
+    Triton's interpreter also supports.
     """
     if PARTS == 0:
         return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
@@ -135,8 +135,8 @@ def load_corrected(
 ):
     """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index].
 
-    The states are those from a zero start of their segment, so this is the correction of step 4 of the operator
-    (docs/mathematics.md), made where the state is used instead of in a pass of its own.
+    The states are from a zero start of their segment, so this is the correction of step 4 of the operator
+    (docs/mathematics.md), applied where the state is used rather than in a separate pass.
     """
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     local = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)

@@ -18,11 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """Attributes:
-    keys, values: maximum tile width along K and V, powers of 2.
-    num_warps, num_stages: Triton's launch options.
-    max_registers: per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None: no
-        limit.
+    """Tile sizes and launch options of one kernel.
+
+    Attributes:
+        keys, values: maximum tile width along K and V, powers of 2.
+        num_warps, num_stages: Triton's launch options.
+        max_registers: per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None:
+            no limit.
     """
 
     keys: int
@@ -39,13 +41,18 @@ class Options:
 
     @property
     def launch(self) -> dict[str, int | None]:
+        """Keyword arguments of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Options of each kernel; fused: whether `input_grads_kernel` is fused if possible; programs: number of programs
-    that saturates the chip in the walks over chunks."""
+    """Options of each kernel, by its name.
+
+    Attributes:
+        fused: `input_grads_kernel` is fused if possible.
+        programs: number of programs that saturates the chip in the walks over chunks.
+    """
 
     local_states: Options = Options(32, 128, 4, 3)
     true_states: Options = Options(32, 128, 4, 3)

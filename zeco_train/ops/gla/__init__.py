@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def _select(operands: Sequence[Tensor]) -> Passes:
-    """Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays; PyTorch for everything else, fp64
-    included."""
+    """Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays, PyTorch for all else, such as fp64."""
     q, *_, g = operands
     if not q.is_cuda:
         return CHUNKED

@@ -54,7 +54,7 @@ def chunk_size(num_tokens: int) -> int:
 
 
 def block_sizes(chunk: int) -> list[int]:
-    """Sizes of the blocks that are merged in pairs, up to a whole chunk: 1, 2, 4, …"""
+    """Sizes of the blocks that are merged in pairs, 1, 2, 4, …, up to half a chunk."""
     return [1 << power for power in range(chunk.bit_length() - 1)]
 
 
@@ -90,14 +90,14 @@ def token_decays(g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> Tensor
     if pieces is not None:
         decay.masked_fill_(find_restarts(pieces)[:, None, None], 0.0)
     padding = -g.shape[1] % chunk_size(g.shape[1])
+    # A decay of 1: the state after the last chunk is then the state after the last token.
     if padding:
         decay = F.pad(decay, (0, 0, 0, 0, 0, padding), value=1.0)
     return to_chunks(decay, dtype).contiguous()
 
 
 def merge_blocks(decays: ChunkDecays, block: int) -> None:
-    """Merge pairs of blocks: update decays inside blocks of `block` tokens, in place, to those inside blocks twice as
-    large."""
+    """Merge pairs of blocks, in place: decays inside blocks of `block` tokens become those inside twice as large."""
     # in this order: the last decay of the later block must be that block's own when the earlier block takes it
     halves(decays.to_end, block)[0].mul_(halves(decays.from_start, block)[1][..., -1:, :])
     merge_from_start(decays.from_start, block)
@@ -144,10 +144,12 @@ def add_later_tokens(x: Tensor, pieces: Tensor | None) -> Tensor:
     """
     if pieces is not None:
         chunk = chunk_size(pieces.numel())
+        # Padding belongs to the last piece, so that the chunk's boundary term, in its last row, reaches that piece.
         padding = pieces[-1:].expand(-pieces.numel() % chunk)
         pieces = torch.cat([pieces, padding]).view(-1, 1, 1, chunk, 1)
     for block in block_sizes(x.shape[-2]):
         earlier, later = halves(x, block)
+        # The first token of the later block already has the sum over its block.
         sums = later[..., :1, :]
         if pieces is not None:
             earlier_piece, later_piece = halves(pieces, block)
@@ -160,7 +162,7 @@ def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:
     """Check the tensors of a phase, given by their names (q, k, v, g, do), against each other.
 
     Raises:
-        ValueError: naming the tensor, what was expected and what was got.
+        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
     """
     sizes: dict[str, int] = {}
     first = next(iter(tensors))

@@ -88,7 +88,9 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, pieces: Tensor | None) -> Chun
         S[0] = 0,    S[n+1] = exp(Σ g over chunk n) ⊙ S[n] + Σ_j (decay after j in chunk n ⊙ k_j) v_jᵀ
 
     Args:
-        k: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K], fp32 or fp64, finite, at most 0.
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        g: [B, T, H, K], fp32 or fp64, finite, at most 0.
         pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
 
     Raises:
@@ -102,6 +104,7 @@ def local_states(k: Tensor, v: Tensor, g: Tensor, pieces: Tensor | None) -> Chun
     num_chunks, batch, heads, _, key_dim = keys.shape
     states = keys.new_empty(num_chunks + 1, batch, heads, key_dim, v.shape[-1])
     states[0].zero_()
+    # `matrices` of contiguous states is a view, so this writes into them.
     torch.bmm(matrices(keys).mT, values, out=matrices(states[1:]))
     for n, decay in enumerate(decays.total[..., None].unbind(0)):
         states[n + 1].addcmul_(decay, states[n])
@@ -116,7 +119,9 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, pieces: Tensor | None, s
         dS[N] = 0,    dS[n] = exp(Σ g over chunk n) ⊙ dS[n+1] + scale · Σ_i (decay through i in chunk n ⊙ q_i) do_iᵀ
 
     Args:
-        q: [B, T, H, K]. do: [B, T, H, V], gradient of o. g: [B, T, H, K], fp32 or fp64, finite, at most 0.
+        q: [B, T, H, K].
+        do: [B, T, H, V], gradient of o.
+        g: [B, T, H, K], fp32 or fp64, finite, at most 0.
         pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
         scale: factor of the outputs.
 
@@ -131,6 +136,7 @@ def local_state_grads(q: Tensor, do: Tensor, g: Tensor, pieces: Tensor | None, s
     num_chunks, batch, heads, _, key_dim = queries.shape
     grads = queries.new_empty(num_chunks + 1, batch, heads, key_dim, do.shape[-1])
     grads[-1].zero_()
+    # Into a view, as in `local_states`.
     torch.bmm(matrices(queries).mT, output_grads, out=matrices(grads[:-1]))
     total = from_start[..., -1, :, None]
     for n in reversed(range(num_chunks)):

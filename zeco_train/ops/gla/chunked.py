@@ -59,7 +59,9 @@ def outputs(
         S[n] += exp(G[n]) ⊙ R,    o_i = scale · (q_i ⊙ decay through i in its chunk)ᵀ S[n] + Σ_j A_ij v_j
 
     Args:
-        q: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K], read only for its shape: its decays are in `chunk_states`.
+        q: [B, T, H, K].
+        v: [B, T, H, V].
+        g: [B, T, H, K], read only for its shape: its decays are in `chunk_states`.
         scores: A of `intra_scores`.
         chunk_states: of `local_states`; consumed: its `states` are overwritten.
         incoming_state: R, [B, H, K, V].
@@ -106,13 +108,18 @@ def input_grads(
     dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
 
     Args:
-        q, k, v, g, pieces, scale: as in the forward.
+        q: [B, T, H, K].
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        g: [B, T, H, K], fp32 or fp64.
         do: [B, T, H, V], gradient of o, in the dtype of v.
         chunk_states: of `local_states`; consumed: its `states` are overwritten.
         incoming_state: R, [B, H, K, V], of the forward.
         chunk_grads: of `local_state_grads`; consumed: its `grads` are overwritten.
         incoming_grad: D_in, [B, H, K, V], gradient with respect to this rank's final state.
         intra: of `intra_grads`; consumed: its tensors are overwritten.
+        pieces: [T], see `zeco_train.ops.documents`.
+        scale: factor of the outputs.
 
     Returns:
         dq, dk, dv, dg: shapes and dtypes of q, k, v, g.
@@ -134,6 +141,7 @@ def input_grads(
     dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
 
     token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
+    # The last use of both: they are the largest tensors here, so the product overwrites one.
     boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
     dg = _decay_grads(token_terms, boundary_terms, pieces)
     dq, dk, dv, dg = (
@@ -166,7 +174,7 @@ def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, pieces: Tensor | N
 
 
 class ChunkedForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
+    """Forward pass in PyTorch, see `zeco_train.ops.passes.ForwardPass`."""
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
         self._q, self._k, self._v, self._g = operands
@@ -176,15 +184,17 @@ class ChunkedForward:
         self.saved: tuple[Tensor, ...] = ()
 
     def overlap(self) -> None:
+        """Compute the scores inside chunks."""
         self._scores = intra_scores(self._q, self._k, self._g, self._pieces, self._scale)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute o [B, T, H, V], given R [B, H, K, V]. Overwrites the chunk states."""
         inputs = self._q, self._v, self._g, self._scores, self._states
         return outputs(*inputs, incoming_state, self._pieces, self._scale)
 
 
 class ChunkedBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
+    """Backward pass in PyTorch, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
         self,
@@ -202,10 +212,12 @@ class ChunkedBackward:
         self.state_grad = self._grads.state_grad
 
     def overlap(self) -> None:
+        """Recompute the chunk states, then the gradients inside chunks."""
         self._states = local_states(self._k, self._v, self._g, self._pieces)
         self._intra = intra_grads(self._q, self._k, self._v, self._g, self._do, self._pieces, self._scale)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute dq, dk, dv, dg, given D_in [B, H, K, V]."""
         inputs = self._q, self._k, self._v, self._g, self._do, self._states, self._incoming, self._grads
         return input_grads(*inputs, incoming_grad, self._intra, self._pieces, self._scale)
 

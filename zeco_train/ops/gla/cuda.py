@@ -31,7 +31,7 @@ def _launcher(k: Tensor, v: Tensor, pieces: Tensor | None, scale: float) -> Laun
 
 
 class CudaForward:
-    """See `zeco_train.ops.passes.ForwardPass`."""
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
 
     def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
         q, k, v, g = operands
@@ -43,22 +43,24 @@ class CudaForward:
         self.state, self.transition = self._local.state, self._local.log_decay
 
     def overlap(self) -> None:
+        """Compute the scores inside chunks."""
         self._scores = self._launcher.scores(self._q, self._k, self._b)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute o [B, T, H, V], given R [B, H, K, V]."""
         check_state(incoming_state, "incoming_state", self.state.shape)
         self._launcher.correct(self._local, incoming_state)
         return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """b, saved in place of g (which is as large as q and k together in bf16); the true states at segment starts, in
-        place of R; the scores."""
+        """b, in place of g; the true states at segment starts, in place of R; the scores."""
+        # Not g too: in fp32 it is as large as bf16 q and k together.
         return self._b, self._local.starts, self._scores
 
 
 class CudaBackward:
-    """See `zeco_train.ops.passes.BackwardPass`."""
+    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class CudaBackward:
         scale: float,
         pieces: Tensor | None,
     ) -> None:
+        # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
         check_inputs(pieces, q=q, k=k, v=v, do=do)
         self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
@@ -78,12 +81,14 @@ class CudaBackward:
         self.state_grad = self._local.state
 
     def overlap(self) -> None:
+        """Recompute the true states, then dq and the part of dk inside chunks."""
         self._states = self._launcher.true_states(self._k, self._v, self._b, self._starts)
         self._dq, self._dk, self._terms = self._launcher.intra_grads(
             self._q, self._k, self._v, self._b, self._do, self._states
         )
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute dq, dk, dv, dg, given D_in [B, H, K, V]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         self._launcher.correct(self._local, incoming_grad)
         dv, dg = self._launcher.input_grads(
@@ -94,6 +99,7 @@ class CudaBackward:
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _, k, v, g = operands
+    # For the shapes only, which do not depend on documents or the scale.
     launcher = _launcher(k, v, None, 1.0)
     b = torch.empty_like(g, memory_format=torch.contiguous_format)
     return b, g.new_empty(launcher.starts_shape), k.new_empty(launcher.scores_shape)

@@ -10,8 +10,9 @@ from zeco_train.ops import CHUNK
 
 
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
-    """H · (2·KV + 2·KV + (C+1)·K + (C+1)·V): adding kᵀv to the state, applying q to the state, scores q kᵀ, and scores
-    times v.
+    """FLOPs per token of the forward pass: H · (2·KV + 2·KV + (C+1)·K + (C+1)·V).
+
+    In this order: adding kᵀv to the state, applying q to the state, scores q kᵀ, and scores times v.
 
     Each product has two in the backward pass: dq = do Sᵀ, dk = v dSᵀ, dv = k dS and dS itself for the states; dA, dq,
     dk and dv inside chunks.

@@ -67,7 +67,9 @@ def intra_scores(q: Tensor, k: Tensor, g: Tensor, pieces: Tensor | None, scale: 
         A_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(g_{j+1} + … + g_i)  for j <= i without a restart in (j, i],  else 0
 
     Args:
-        q, k: [B, T, H, K]. g: [B, T, H, K], fp32 or fp64, finite, at most 0.
+        q: [B, T, H, K].
+        k: [B, T, H, K].
+        g: [B, T, H, K], fp32 or fp64, finite, at most 0.
         pieces: [T], see `zeco_train.ops.documents`; B must be 1 with them.
         scale: factor of the outputs.
 
@@ -94,8 +96,13 @@ def intra_grads(
         dA = scale · do vᵀ,    dq_i = Σ_j dA_ij k_j ⊙ decay_ij,    dk_j = Σ_i dA_ij q_i ⊙ decay_ij,    dv = Aᵀ do
 
     Args:
-        q, k, v, g, pieces, scale: as in the forward.
+        q: [B, T, H, K].
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        g: [B, T, H, K], fp32 or fp64.
         do: [B, T, H, V], gradient of o.
+        pieces: [T], see `zeco_train.ops.documents`.
+        scale: factor of the outputs.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the tensor.

@@ -2,8 +2,8 @@
 
     S ← exp(g) ⊙_K S + k vᵀ,    o = scale · qᵀ S
 
-On CUDA this is one kernel, which is not tuned and compiles in a second: the first text of a process is not held up.
-Otherwise, and for fp64, three passes over the state in PyTorch. No gradients.
+On CUDA this is one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
+Elsewhere, and for fp64, three passes over the state in PyTorch. No gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     """Compute the next token of each sequence of a batch.
 
     Args:
-        q, k: [B, 1, H, K]; bf16, fp32 or fp64.
+        q: [B, 1, H, K]; bf16, fp32 or fp64.
+        k: [B, 1, H, K], same dtype.
         v: [B, 1, H, V], same dtype.
         g: [B, 1, H, K], log-decay ≤ 0; fp32 (fp64 for fp64 inputs).
         state: [B, H, K, V] in the dtype of g, contiguous, state after the previous token; updated in place.
