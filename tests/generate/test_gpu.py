@@ -124,3 +124,17 @@ def test_texts_equal_with_graph_and_memory_is_constant(mesh: ProcessMesh, cuda_g
     plain = Generator(network, tokenizer, mesh, LocalScan(), cuda_graph=not cuda_graph)
     other = plain.generate(prompts, Sampling(seed=1), Limits(100, at_eos=False), samples=2)
     assert [completion.tokens for completion in other] == texts[0]
+
+
+def test_step_runs_on_the_device_of_its_tensors() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(1, 1, 2, 64, generator=generator) for _ in range(4))
+    g = torch.nn.functional.logsigmoid(g)
+    results = []
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        state = torch.ones(1, 2, 64, 64, device=device)
+        with torch.cuda.device(0):
+            results.append(step_module.recurrent_step(*(x.to(device) for x in (q, k, v, g)), state).cpu())
+    assert torch.equal(*results)

@@ -51,7 +51,9 @@ def _kernel_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scal
     from zeco_train.kernels.gla.step import launch_step  # imports Triton
 
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    launch_step(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), state, o, scale)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(q):
+        launch_step(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), state, o, scale)
     return o
 
 
