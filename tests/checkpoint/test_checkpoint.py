@@ -202,6 +202,67 @@ def test_stagers_closed_by_torch_after_use_are_replaced(tmp_path: Path) -> None:
     assert len(complete_checkpoints(tmp_path / "run")) == 5
 
 
+def test_all_files_are_on_disk_whole_before_checkpoint_is_published(tmp_path: Path) -> None:
+    """torch's fsync came before the last bytes left the buffer of `.metadata`."""
+    fsync, rename = os.fsync, Path.rename
+    synced: dict[int, int] = {}
+    published: list[set[str]] = []
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+
+    def checked(path: Path, target: Path) -> Path:
+        if Path(target).name == "step_00000001":
+            files = {file.name: file.stat() for file in path.iterdir()}
+            published.append(set(files))
+            assert {n: synced.get(f.st_ino) for n, f in files.items()} == {n: f.st_size for n, f in files.items()}
+        return rename(path, target)
+
+    with mock.patch("os.fsync", noted), mock.patch.object(Path, "rename", checked):
+        outcome = train_here(f"run_dir={tmp_path / 'run'}", "train.steps=1")
+    assert outcome.code == 0, outcome.err
+    assert published == [{"__0_0.distcp", ".metadata", "run.json", "checksums.json"}]
+
+
+def test_older_checkpoints_are_kept_while_new_name_is_not_on_disk(tmp_path: Path) -> None:
+    """With checkpoint.keep=1, a power loss could have left the run without any."""
+
+    def refuse(folder: Path) -> None:
+        if complete_checkpoints(folder.parent)[-1].name == "step_00000002":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    settings = [f"run_dir={tmp_path / 'run'}", "checkpoint.every=1", "checkpoint.keep=1"]
+    with mock.patch.object(checkpoint_writer, "sync_folder", refuse):
+        outcome = train_here(*settings, "train.steps=2")
+        assert outcome.code == 0, outcome.err
+        assert names(tmp_path / "run") == ["step_00000001", "step_00000002"]
+        expected = "step_00000002 is complete, but its name may not be on disk yet, so older ones are kept: "
+        assert outcome.err.count(expected) == 1
+        # The next save makes its own name durable, and then removes both.
+        assert train_here(*settings, "train.steps=3").code == 0
+    assert names(tmp_path / "run") == ["step_00000003"]
+
+
+def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
+    """Its removal failed and left a link under a temporary name, on which every later save failed."""
+    folder, disk = tmp_path / "run" / "checkpoints", tmp_path / "disk"
+    settings = [f"run_dir={tmp_path / 'run'}", "checkpoint.every=1", "checkpoint.keep=1"]
+    assert train_here(*settings, "train.steps=1").code == 0
+    (folder / "step_00000001").rename(disk)
+    (folder / "step_00000001").symlink_to(disk)
+    # As an earlier version left one.
+    (folder / "step_00000000.tmp").symlink_to(disk)
+    before = snapshot(disk)
+    outcome = train_here(*settings, "train.steps=3")
+    assert outcome.code == 0, outcome.err
+    assert "saving failed" not in outcome.err
+    assert "is complete, but" not in outcome.err
+    assert names(tmp_path / "run") == ["step_00000003"]
+    assert snapshot(disk) == before
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
 def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tmp_path: Path) -> None:

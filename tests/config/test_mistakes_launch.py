@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
+from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, await_listener
 from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.lifecycle import job
@@ -72,6 +73,13 @@ def test_invalid_launch_variable_is_reported(
 def test_launch_without_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert Launch.from_environment() == Launch(1, 2, 1)
+
+
+def test_local_rank_without_a_device_is_reported() -> None:
+    """LOCAL_WORLD_SIZE is not set, so only the rank itself tells that there are too few."""
+    problem = r"train\.device=cuda: 4 ranks on this machine, 2 CUDA devices"
+    with mock.patch("torch.cuda.device_count", return_value=2), pytest.raises(ConfigError, match=problem):
+        find_device(Device.cuda, Launch(3, 8, 3), "train.device")
 
 
 def test_missing_rank_0_is_reported_after_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

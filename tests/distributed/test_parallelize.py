@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from models.mixers.gla import GLAConfig
+from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm, parallelize
@@ -56,6 +58,26 @@ def test_strategies_hold_expected_tensors_between_micro_batches() -> None:
             assert (gradients, parameters) == expected[strategy], strategy
             norms.append(norm)
     assert max(norms) - min(norms) <= 1e-12 * max(norms)
+
+
+def _prefetched(rank: int, world_size: int) -> dict[bool, list[list[str]]]:
+    """By whether the head is tied: the names of the units that each block, and the embedding, prefetches."""
+    mesh = init_mesh(Launch(rank, world_size, rank), 1, torch.device("cpu"), timedelta(seconds=30))
+    found = {}
+    for tied in (False, True):
+        model = ModelSpec(GLAConfig(hidden_size=8, num_layers=3, num_heads=1, tie_word_embeddings=tied)).build()
+        units = model.sharding_units()
+        names = {module: name for name, module in model.named_modules()}
+        parallelize(model, units, Strategy.zero3, torch.float32, mesh)
+        states = {unit._get_fsdp_state(): names[unit] for unit in units}
+        found[tied] = [[states[after] for after in state._states_to_forward_prefetch] for state in states]
+    return found
+
+
+def test_every_block_is_prefetched_and_the_head_is_not() -> None:
+    """Without a head of its own, a model's last unit is a block."""
+    blocks = [[f"model.layers.{layer}"] for layer in range(3)]
+    assert run_distributed(_prefetched, 1) == [{False: [*blocks, [], []], True: [*blocks[1:], []]}]
 
 
 def _timeouts(rank: int, world_size: int) -> set[float]:

@@ -8,8 +8,10 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -128,6 +130,22 @@ def test_sigint_ends_generation_with_summary(run: Path, tmp_path: Path) -> None:
     assert outcome.code == 130, outcome
     assert outcome.err.count("\n") == 1
     assert outcome.err.endswith("ended 1 by signal\n")
+
+
+def test_signals_end_reading_of_prompts(run: Path) -> None:
+    """They were only remembered, and nothing but the end of stdin ended `--prompt-file -`."""
+    found: list[object] = []
+
+    def read(prompts: Sequence[str | Path]) -> list[str]:
+        found.append(signal.getsignal(signal.SIGTERM))
+        signal.raise_signal(signal.SIGINT)
+        found.append("read on")
+        return ["a"]
+
+    with mock.patch.object(command, "read_prompts", read):
+        outcome = generate(run, "--prompt-file", "-")
+    assert outcome == Outcome(130, "", "")
+    assert found == [signal.SIG_DFL]
 
 
 @pytest.mark.parametrize(

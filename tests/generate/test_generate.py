@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError, NonFiniteError
+from zeco_train.generate import generator as generator_module
 from zeco_train.generate.generator import Completion, Generator, Limits
 from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampling
@@ -67,6 +70,20 @@ def sampled_one_by_one(prompt: str, seed: int, max_tokens: int) -> list[int]:
             logits = network(torch.tensor([ids + found]), whole(len(ids) + len(found)))[0, -1]
         found.append(int(torch.multinomial(logits.float().softmax(-1), 1, generator=stream)))
     return found
+
+
+def test_prefill_time_ends_when_the_device_is_done(mesh: ProcessMesh) -> None:
+    """CUDA runs the last piece after its call has returned; that time counted as decoding."""
+    clock = mock.Mock(perf_counter=mock.Mock(return_value=0.0))
+
+    def wait(device: torch.device) -> None:
+        clock.perf_counter.return_value += 5.0
+
+    found = generator(mesh)
+    found._mesh = dataclasses.replace(mesh, device=torch.device("cuda", 0))
+    with mock.patch.object(generator_module, "time", clock), mock.patch("torch.cuda.synchronize", wait):
+        generate(found)
+    assert (found.speed.prefill_seconds, found.speed.decode_seconds) == (5.0, 0.0)
 
 
 def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from data.prepare import PrepareOptions, prepare_store
 from models.mixers.gla import FeatureMap, GLAConfig
+from models.spec import spec_of
 from tests.data.test_prepare import hugging_face
 from tests.models.test_model import reference_logits
 from tests.support.commands import train_here
@@ -77,14 +78,33 @@ def test_published_fla_config_is_read() -> None:
         ("num_kv_heads", 3, "must divide num_heads=4: 1, 2, 4"),
         ("clamp_min", 0.5, "must be finite and < 0"),
         ("use_output_gate", 1, "must be true or false"),
+        # Of a hostile file.
+        ("model_type", ["gla"], "only 'gla' can be read"),
+        ("architectures", 5, "only GLAForCausalLM can be read"),
+        ("feature_map", ["relu"], "not supported, only relu"),
+        ("feature_map", "x" * 10**6, "not supported, only relu"),
+        ("norm_eps", 10**350, "must be a number from −1,048,576 to 1,048,576"),
+        ("clamp_min", -(10**350), "must be a number from −1,048,576 to 1,048,576"),
+        ("expand_k", 1e30, "must be a number from −1,048,576 to 1,048,576"),
+        ("hidden_ratio", 10**350, "must be a whole number from −1,048,576 to 1,048,576"),
+        ("vocab_size", 10**18, "must be a whole number from −1,048,576 to 1,048,576"),
     ],
+    ids=lambda value: f"{value!s:.20}",
 )
 def test_unsupported_fla_settings_are_refused_by_name(key: str, value: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_fla({**PUBLISHED, key: value}, HERE)
+    assert len(error.value.line) < 500
     assert "config.json" in str(error.value)
     assert f"{key}=" in str(error.value)
     assert problem in str(error.value)
+
+
+def test_largest_numbers_of_fla_config_make_a_model() -> None:
+    """Sizes of tensors stay below 2^63 bytes, beyond which torch raises."""
+    largest = dict.fromkeys(["hidden_size", "vocab_size", "expand_k", "expand_v", "hidden_ratio"], 1 << 20)
+    shapes = spec_of(from_fla({**PUBLISHED, **largest, "num_hidden_layers": 1}, HERE).model).parameter_shapes
+    assert max(map(max, shapes.values())) == 1 << 40
 
 
 @pytest.mark.parametrize(

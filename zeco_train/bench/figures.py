@@ -140,8 +140,10 @@ def _operator(rows: list[Row], machine: str) -> Figure | None:
 
 
 def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
-    """Each variant's time relative to `dp`, on the most GPUs: a line per variant, since times within a few per cent of
-    each other lie on one spot of an axis of milliseconds. Without `dp`, relative to the first variant."""
+    """Each variant's time relative to `dp`, or to the first variant without `dp`, on the most GPUs.
+
+    A line per variant, since times within a few per cent of each other lie on one spot of an axis of milliseconds.
+    """
     most = max(row["gpus"] for row in rows)
     latest = {row["variant"]: row for row in rows if row["gpus"] == most}
     base = "dp" if "dp" in latest else next(iter(latest))

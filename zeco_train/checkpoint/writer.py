@@ -35,7 +35,7 @@ from zeco_train.checkpoint.files import (
     write_checksums,
 )
 from zeco_train.errors import CheckpointError
-from zeco_train.system.files import sync_folder, write_durably
+from zeco_train.system.files import sync_file, sync_folder, write_durably
 
 T = TypeVar("T")
 # For a file server that restarts or a quota that is raised. The total fits into a launcher's 30 s grace period.
@@ -66,7 +66,9 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, final: Path, progress: str, keep: int, *, is_staged: bool) -> None:
         # Copy-ahead from a device would, in the thread of an asynchronous save, create a CUDA context on GPU 0.
-        super().__init__(final.with_suffix(".tmp"), per_thread_copy_ahead=0 if is_staged else 10_000_000)
+        ahead = 0 if is_staged else 10_000_000
+        # torch syncs `.metadata` before its last bytes have left the stream's buffer; `fs` syncs the closed files.
+        super().__init__(final.with_suffix(".tmp"), sync_files=False, per_thread_copy_ahead=ahead)
         self.fs: _HashingFileSystem = _HashingFileSystem()
         self._final, self._progress, self._keep = final, progress, keep
         self._run_dir = final.parent.parent
@@ -106,18 +108,22 @@ class CheckpointWriter(FileSystemWriter):
         finish = super().finish
         retried(f"{self.partial}: cannot be completed", lambda: self._seal(lambda: finish(metadata, results), results))
         retried(f"{self._final}: cannot be made", self._publish)
-        # Their docstrings complete the warning below.
-        for act in (self._sync, self._record, self._link_latest, self._drop_old):
-            try:
-                act()
-            except (OSError, CheckpointError) as error:
-                # The checkpoint is complete and will be found.
-                logger.warning("%s is complete, but %s: %s", self._final, act.__doc__, error)
+        folder = self._final.parent
+        is_durable = self._follow_up(
+            lambda: sync_folder(folder), "its name may not be on disk yet, so older ones are kept"
+        )
+        self._follow_up(
+            lambda: record_checkpoint(self._run_dir, step_of(self._final)),
+            "its step could not be noted in the run's folder",
+        )
+        self._follow_up(lambda: link_latest(self._final), "the link to the latest one is not set")
+        if is_durable:
+            self._follow_up(self._drop_old, "older ones than checkpoint.keep could not be removed")
 
     def _make_folder(self) -> None:
         # Leftovers of a killed save.
         for leftover in self._final.parent.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
+            _remove(leftover)
         self.partial.mkdir(parents=True)
 
     def _write(self, write: Callable[[], Future[list[WriteResult]]]) -> list[WriteResult]:
@@ -149,30 +155,31 @@ class CheckpointWriter(FileSystemWriter):
             set_aside(self._final)
         self.partial.rename(self._final)
 
-    def _sync(self) -> None:
-        """its name may not be on disk yet"""
-        sync_folder(self._final.parent)
+    def _follow_up(self, act: Callable[[], None], problem: str) -> bool:
+        """Act on the published checkpoint, which is complete and will be found even if this fails.
 
-    def _record(self) -> None:
-        """its step could not be noted in the run's folder"""
-        record_checkpoint(self._run_dir, step_of(self._final))
-
-    def _link_latest(self) -> None:
-        """the link to the latest one is not set"""
-        link_latest(self._final)
+        Returns:
+            Whether it succeeded; if not, a warning names the problem.
+        """
+        try:
+            act()
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s is complete, but %s: %s", self._final, problem, error)
+            return False
+        return True
 
     def _drop_old(self) -> None:
-        """older ones than checkpoint.keep could not be removed"""
+        """Remove older checkpoints than `keep` ones."""
         if self._keep:
             # Not those of later steps, which only a user can have put there.
             own = [path for path in complete_checkpoints(self._run_dir) if step_of(path) <= step_of(self._final)]
             for old in own[: -self._keep]:
                 # Renamed first, so that a kill during the removal leaves no partial one under a complete one's name.
-                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+                _remove(old.rename(old.with_suffix(".tmp")))
 
 
 class _HashingFileSystem(FileSystem):
-    """Computes checksums of the bytes as they are written, so that later corruption on disk is detected.
+    """Syncs files, and computes checksums of the bytes as they are written, so that later corruption is detected.
 
     Attributes:
         sha256: by name, of the closed files.
@@ -188,6 +195,7 @@ class _HashingFileSystem(FileSystem):
         try:
             with _HashingFile(io.FileIO(path, mode), self) as stream:
                 yield stream
+            sync_file(Path(path))
             self.sha256[Path(path).name] = stream.sha256.hexdigest()
         except OSError as error:
             self.error = error
@@ -211,6 +219,14 @@ class _HashingFile(io.BufferedWriter):
         except OSError as error:
             self._owner.error = error
             raise
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint's folder; of a link, only the link: what it points to may be a user's."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint)
 
 
 def retried(problem: str, action: Callable[[], T]) -> T:

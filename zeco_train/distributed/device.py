@@ -33,8 +33,10 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
     available = torch.cuda.device_count()
     if wanted is Device.cpu or (wanted is Device.auto and not available):
         return torch.device("cpu")
-    if launch.local_world_size > available:
-        problem = f"{launch.local_world_size} ranks on this machine, {available} CUDA devices; or {key}=cpu"
+    # Launchers other than torchrun may not set LOCAL_WORLD_SIZE.
+    ranks = max(launch.local_world_size, launch.local_rank + 1)
+    if ranks > available:
+        problem = f"{ranks} ranks on this machine, {available} CUDA devices; or {key}=cpu"
         raise ConfigError(key, wanted.value, problem)
     use_private_caches()  # Triton's kernels are compiled from here on
     device = torch.device("cuda", launch.local_rank)

@@ -70,9 +70,10 @@ def parallelize(
     # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
         fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
-    # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The last unit,
-    # the head, is not prefetched: a states-only pass does not use it.
-    for unit, after in itertools.pairwise(units[:-1]):
+    # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The head, if a
+    # unit of its own, is not prefetched: a states-only pass does not use it.
+    head = getattr(model, "lm_head", None)
+    for unit, after in itertools.pairwise(unit for unit in units if unit is not head):
         assert isinstance(unit, FSDPModule)
         assert isinstance(after, FSDPModule)
         unit.set_modules_to_forward_prefetch([after])

@@ -53,22 +53,24 @@ def _generate(arguments: list[str], job: Job) -> int:
     model = load_trained(trained, mesh, dtype=config.train.dtype, strategy=None)
     tokenizer = agree(mesh, lambda: trained.tokenizer)
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
-    with StopRequest() as stop:
-        printer = Printer(len(options.prompts) * options.samples, options.samples, sys.stdout, options.stream)
-        generator = Generator(
-            model,
-            tokenizer,
-            mesh,
-            scan,
-            prefill_tokens=options.prefill_tokens,
-            batch=options.batch,
-            cuda_graph=options.cuda_graph,
-            # A closed pipe, as after `| head`, ends all ranks like a signal.
-            stop=lambda: signal.SIGPIPE if printer.is_closed else stop.signal or 0,
-        )
-        job.enter("reading the prompts")
-        texts, prompts = _share_prompts(options, generator, trained, mesh)
-        job.enter("generating")
+    stop = StopRequest()
+    printer = Printer(len(options.prompts) * options.samples, options.samples, sys.stdout, options.stream)
+    generator = Generator(
+        model,
+        tokenizer,
+        mesh,
+        scan,
+        prefill_tokens=options.prefill_tokens,
+        batch=options.batch,
+        cuda_graph=options.cuda_graph,
+        # A closed pipe, as after `| head`, ends all ranks like a signal.
+        stop=lambda: signal.SIGPIPE if printer.is_closed else stop.signal or 0,
+    )
+    job.enter("reading the prompts")
+    # Signals still end the process: stdin may be a terminal that a user leaves by Ctrl-C.
+    texts, prompts = _share_prompts(options, generator, trained, mesh)
+    job.enter("generating")
+    with stop:
         completions = generator.generate(
             prompts,
             options.sampling,

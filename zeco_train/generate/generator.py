@@ -234,6 +234,9 @@ class Generator:
         """Prefill and decode some prompts of this SP group; returns this rank's texts."""
         started = time.perf_counter()
         found = self._prefill.run(list(prompts.values()), proceed=lambda: not self._meetings.meet(in_batch=True).signal)
+        if self._mesh.device.type == "cuda":
+            # The last piece may still be running.
+            torch.cuda.synchronize(self._mesh.device)
         self.speed.prefill_seconds += time.perf_counter() - started
         if found is None:
             return []

@@ -30,7 +30,10 @@ _DEFAULTS: dict[str, int | float | bool] = {
     "tie_word_embeddings": False,
 }
 _OPTIONAL = {"intermediate_size": int, "hidden_ratio": int}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+# More than any model needs, and little enough that the products of three are sizes that torch can express.
+_LARGEST = 1 << 20
+_RANGE = f"from −{_LARGEST:,} to {_LARGEST:,}"
+_KINDS = {int: f"a whole number {_RANGE}", float: f"a number {_RANGE}", bool: "true or false"}
 # Keys with the same name in fla and here.
 _SAME = ("hidden_size", "initializer_range", "intermediate_size", "norm_eps", "tie_word_embeddings", "vocab_size")
 # Keys with the only supported value, and the meaning of other values.
@@ -74,8 +77,9 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     """
     file = path / CONFIG_FILE
     mixer, fla = _known(file, record.get("model_type"))
-    if fla.architecture not in (record.get("architectures") or [fla.architecture]):
-        raise _refusal(file, "architectures", record["architectures"], f"only {fla.architecture} can be read")
+    names = record.get("architectures") or [fla.architecture]
+    if not (isinstance(names, list | str) and fla.architecture in names):
+        raise _refusal(file, "architectures", names, f"only {fla.architecture} can be read")
     fixed = {name: (value, "another one than fla's layer has") for name, value in fla.fixed.items()}
     for key, (supported, meaning) in {**fla.refused, **_REFUSED, **fixed}.items():
         value = record.get(key, supported)
@@ -86,9 +90,10 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         values[key] = _checked(file, key, record.get(key, default), type(default))
     for key, kind in {**_OPTIONAL, **fla.optional}.items():
         values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
-    for key, names in fla.choices.items():
-        known = {entry.value: entry for entry in names} | dict(fla.aliases)
-        if (name := record.get(key)) is not None and name not in known:
+    for key, entries in fla.choices.items():
+        known = {entry.value: entry for entry in entries} | dict(fla.aliases)
+        # Not `in known`, which raises for lists and objects.
+        if (name := record.get(key)) is not None and name not in list(known):
             raise _refusal(file, key, name, f"not supported, only {', '.join(known)}")
         values[key] = known.get(name)
     inner, ratio, is_fused = (values.pop(key) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
@@ -154,7 +159,8 @@ def to_fla(
 
 def _known(file: Path, model_type: Any) -> tuple[type[Mixer], FlaFormat]:
     known = {mixer.fla.model_type: (mixer, mixer.fla) for mixer in MIXERS.values() if mixer.fla is not None}
-    if model_type not in known:
+    # Not `in known`, which raises for lists and objects.
+    if model_type not in list(known):
         raise _refusal(file, "model_type", model_type, f"only {', '.join(map(repr, known))} can be read")
     return known[model_type]
 
@@ -165,12 +171,16 @@ def _default_inner(width: int, ratio: int | None) -> int:
 
 
 def _checked(file: Path, key: str, value: Any, kind: type) -> Any:
-    """Check a value's type, one of `_KINDS`; an int is accepted as float, a bool is not accepted as a number."""
+    """Check a value's type, one of `_KINDS`, and a number's size.
+
+    An int is accepted as float, a bool is not accepted as a number.
+    """
     allowed = int | float if kind is float else kind
-    if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
+    is_kind = isinstance(value, allowed) and isinstance(value, bool) == (kind is bool)
+    if not is_kind or not -_LARGEST <= value <= _LARGEST:
         raise _refusal(file, key, value, f"must be {_KINDS[kind]}")
     return kind(value)
 
 
 def _refusal(file: Path, key: str, value: Any, problem: str) -> ConfigError:
-    return ConfigError(f"{file}: {key}", value, problem)
+    return ConfigError(f"{file}: {key}", f"{value!s:.80}", problem)

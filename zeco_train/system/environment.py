@@ -82,13 +82,26 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, with `+` if it has uncommitted changes; None without git."""
-    root = Path(__file__).resolve().parents[1]
+    """The commit of this source tree, with `+` if it has uncommitted changes; None without git.
+
+    Also None for an installed package in the folder of another repository, as in a virtual environment there.
+    """
+    file = Path(__file__).resolve()
     answers = []
-    for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+    for command in (
+        # The path of the working folder in its repository: empty at the top.
+        ["rev-parse", "--show-prefix"],
+        # Fails if the file is not tracked.
+        ["ls-files", "--error-unmatch", str(file)],
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no"],
+    ):
         try:
-            done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(
+                ["git", *command], cwd=file.parents[2], capture_output=True, text=True, timeout=10, check=True
+            )
         except (OSError, subprocess.SubprocessError):
             return None
         answers.append(done.stdout.strip())
-    return answers[0] + ("+" if answers[1] else "")
+    prefix, _, commit, changes = answers
+    return None if prefix else commit + ("+" if changes else "")
