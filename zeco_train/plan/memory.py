@@ -213,7 +213,7 @@ def _walk_bytes(case: Case, block: BlockSpec) -> float:
 
 
 def _gathered_bytes(case: Case) -> float:
-    """Unsharded parameters in the compute dtype: of the model, or with zero3 of the root and the largest adjacent others."""
+    """Unsharded parameters in the compute dtype: of the model; with zero3 of the root and two adjacent others."""
     sizes = unit_bytes(case, case.compute_bytes)
     if case.config.parallel.strategy is Strategy.zero3:
         # The last unit is the root: its parameters are gathered beside those of the others.
