@@ -21,6 +21,7 @@ from data.store import VALIDATION_FOLDER, VERSION, TokenStore
 from data.store_writer import StoreWriter, ids_of
 from data.tokenizer import ByteTokenizer
 from zeco_train.errors import DataError
+from zeco_train.system.arguments import Parser, errors_in_a_line
 from zeco_train.system.files import read_errors
 
 logger = logging.getLogger(__name__)
@@ -152,8 +153,10 @@ def _is_held_out(name: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """Prepare the embedded corpus and print its path; takes no arguments. Returns the exit status."""
+    Parser(prog="python -m data.corpora", description=main.__doc__).parse_args(arguments)
     corpus = standard_library_documents()
     path = prepare_embedded(corpus=corpus)
     size = TokenStore.open(path).num_tokens

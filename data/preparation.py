@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,8 @@ class _Preparation:
         """Check that the units read by an interrupted run are unchanged. Raises DataError otherwise."""
         state, work = self._work.state, self._work
         count = state.unit + (state.first > 0)
-        units = list(itertools.islice(self.source.units(), count))
+        with _source_errors():
+            units = list(itertools.islice(self.source.units(), count))
         stamps = functools.reduce(_next_stamp, units, "")
         if len(units) == count and stamps == state.stamps:
             return
@@ -194,7 +195,7 @@ class _Preparation:
         self._made, self._state = {part.name: part for part in state.waiting}, state
         job = Job(source, options.tokenizer, options.min_tokens, self._work.parts, options.part_characters)
         start = saved = time.monotonic()
-        try:
+        with _source_errors():
             parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
             display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
             with closing(parts), closing(display):
@@ -206,8 +207,6 @@ class _Preparation:
                     if time.monotonic() - saved >= options.save_seconds:
                         self._save(writer)
                         saved = time.monotonic()
-        except SourceProblem as problem:
-            raise DataError(*problem.args) from problem
         if writer.num_documents == 0:
             where = f"no text in {source.num_files} files" if isinstance(source, FileSource) else "no text"
             short = self._state.short_documents
@@ -286,6 +285,15 @@ def _place(options: PrepareOptions, work: WorkFolder, out: Path, **facts: Any) -
     held_out = out / VALIDATION_FOLDER
     validation = read_meta(held_out) if held_out.exists() else None
     return Prepared(read_meta(out), validation, work.state.short_documents, **facts)
+
+
+@contextmanager
+def _source_errors() -> Iterator[None]:
+    """Convert a `SourceProblem` in the block to the `DataError` that it describes."""
+    try:
+        yield
+    except SourceProblem as problem:
+        raise DataError(*problem.args) from problem
 
 
 def too_short(options: PrepareOptions) -> str:

@@ -191,19 +191,22 @@ class StoreWriter:
         self.num_tokens, self.num_documents = state.num_tokens, state.num_documents
         self._full_shards = list(state.full_shards)
         self._sha256, self._shard_bytes = hashlib.sha256(), 0
-        offsets = self.folder / OFFSETS_FILE
+        offsets, size = self.folder / OFFSETS_FILE, _HEADER_BYTES + 8 * (state.num_documents + 1)
+        if state.num_documents > 0:
+            _check_size(offsets, size)
         offsets.touch()
         self._offsets = offsets.open("r+b")
         if state.num_documents == 0:
             self._offsets.truncate(0)
             # Space for the header, which `finish` writes, and the first offset, 0.
             self._offsets.write(bytes(_HEADER_BYTES) + np.zeros(1, np.int64).tobytes())
-        self._offsets.truncate(_HEADER_BYTES + 8 * (state.num_documents + 1))
+        self._offsets.truncate(size)
         self._offsets.seek(0, os.SEEK_END)
         full, rest = divmod(state.num_tokens, self.shard_tokens)
         assert full == len(state.full_shards), state
         for index in range(full + (rest > 0)):
-            self._check_size(index, self.shard_tokens if index < full else rest)
+            num_tokens = self.shard_tokens if index < full else rest
+            _check_size(self.folder / shard_name(index), num_tokens * self.dtype.itemsize)
         if rest:
             self._shard_bytes = rest * self.dtype.itemsize
             self._shard = (self.folder / shard_name(full)).open("r+b")
@@ -241,13 +244,6 @@ class StoreWriter:
     def _bytes_written(self) -> int:
         return len(self._full_shards) * self.shard_tokens * self.dtype.itemsize + self._shard_bytes
 
-    def _check_size(self, index: int, num_tokens: int) -> None:
-        path = self.folder / shard_name(index)
-        size = path.stat().st_size if path.exists() else 0
-        if size < num_tokens * self.dtype.itemsize:
-            problem = f"has {size} bytes, {num_tokens * self.dtype.itemsize} were written"
-            raise DataError(path, problem, "prepare the store from the start, with --overwrite")
-
     def _mapped_offsets(self) -> NDArray[np.int64]:
         return np.memmap(self.folder / OFFSETS_FILE, dtype=np.int64, mode="r", offset=_HEADER_BYTES)
 
@@ -260,6 +256,13 @@ class StoreWriter:
                 file.seek(first * self.dtype.itemsize)
                 yield from _blocks(file)
             first = 0
+
+
+def _check_size(path: Path, num_bytes: int) -> None:
+    size = path.stat().st_size if path.exists() else 0
+    if size < num_bytes:
+        problem = f"has {size} bytes, {num_bytes} were written"
+        raise DataError(path, problem, "prepare the store from the start, with --overwrite")
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:

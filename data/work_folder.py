@@ -28,6 +28,7 @@ from data.store import META_FILE
 from data.store_writer import WriterState
 from zeco_train.errors import DataError
 from zeco_train.system.files import sync_file, sync_folder, take_lock, write_durably, write_errors
+from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json
 
 _VERSION = 1
@@ -182,6 +183,9 @@ def _read(folder: Path) -> tuple[dict[str, Any] | None, State]:
         values = record["state"]
         writer = WriterState(**{**values["writer"], "full_shards": tuple(values["writer"]["full_shards"])})
         waiting = tuple(Part(**part) for part in values["waiting"])
+        # Its files are deleted in the end.
+        if wrong := next((part.name for part in waiting if not is_plain_name(part.name)), None):
+            raise ValueError(f"part {wrong!r:.80} is no file of the folder")
         return record["arguments"], State(**{**values, "writer": writer, "waiting": waiting})
     except FileNotFoundError:
         return None, State()

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.numeric
         (["model=gla_2b"], "model=gla_2b: must be one of gla_125m, gla_1b, gla_340m, gla_tiny"),
         (["model.layers=3"], "model.layers=3: unknown key; did you mean model.num_layers?"),
         (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
+        (["model.name=a/b"], "model.name=a/b: names the figures; must be a plain name without /"),
         (["heads=[3]"], "model.num_heads=3: must divide hidden_size"),
         (["heads=[]"], "heads=[]: must be a list of numbers ≥ 1"),
         (["segments=3"], "tokens=16384: must divide by segments=3"),
@@ -82,6 +83,12 @@ def test_settings_convert_to_run_config() -> None:
     assert (run.train.segments, run.train.recompute.name, run.train.dtype.name) == (2, "full", "fp32")
     assert ModelConfig().steps == 100
     assert ModelConfig().variants == ["dp", "products", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"]
+
+
+def test_model_overrides_are_checked_together_with_heads() -> None:
+    """12 heads split 1536 hidden units, but not the 1024 of the model's file."""
+    config = ModelConfig.load(["model=gla_340m", "heads=[12]", "model.hidden_size=1536"])
+    assert config.run_config(12).model.hidden_size == 1536
 
 
 def test_all_variants_get_the_same_tokens() -> None:

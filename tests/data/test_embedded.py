@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import corpora
 from data.corpora import prepare_embedded, standard_library_documents
 from data.store import TokenStore, is_store, shard_name
-from zeco_train.errors import DataError
+from zeco_train.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -117,3 +118,17 @@ def test_unwritable_cache_is_reported(library: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     with pytest.raises(DataError, match=r"cannot be written \(.*\); choose another folder with .*ZECO_CACHE"):
         prepare_embedded(tmp_path / "cache", 0.25, standard_library_documents(library))
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
+def test_errors_of_the_command_are_one_line(
+    arguments: list[str], library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (library / "file").write_text("")
+    monkeypatch.setenv("ZECO_CACHE", str(library / "file"))
+    monkeypatch.setattr(corpora, "standard_library_documents", lambda: standard_library_documents(library))
+    assert corpora.main(arguments) == (ConfigError if arguments else DataError).exit_code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1

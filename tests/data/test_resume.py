@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,46 @@ def test_truncated_work_folder_is_refused(corpus: Path, interrupted: Path, tmp_p
     os.truncate(interrupted / "store" / "tokens-00000.bin", 100)
     with pytest.raises(DataError, match=r"tokens-00000\.bin: has 100 bytes, \d+ were written; prepare the store from"):
         prepare_store(options(corpus, tmp_path / "store"))
+
+
+def test_work_folder_that_names_files_elsewhere_is_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+    record = json.loads((interrupted / "state.json").read_text())
+    record["state"]["waiting"] = [asdict(Part(0, "", 0, 1, True, "../../elsewhere", 1, 0, 0.0))]
+    (interrupted / "state.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"state\.json: cannot be read \(part '../../elsewhere' is no file of"):
+        prepare_store(options(corpus, tmp_path / "store"))
+
+
+@pytest.mark.parametrize("size", [None, 150])
+def test_lost_or_truncated_offsets_are_refused(
+    corpus: Path, interrupted: Path, tmp_path: Path, size: int | None
+) -> None:
+    offsets = interrupted / "store" / "doc_offsets.npy"
+    if size is None:
+        offsets.unlink()
+    else:
+        os.truncate(offsets, size)
+    with pytest.raises(DataError, match=rf"doc_offsets\.npy: has {size or 0} bytes, \d+ were written; prepare"):
+        prepare_store(options(corpus, tmp_path / "store"))
+
+
+def test_resume_with_damaged_parquet_file_prints_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["word " * 40] * 40})
+    parquet.write_table(table, path, row_group_size=4)
+    arguments = [str(path), "--out", str(tmp_path / "store"), "--workers", "1", "--save-seconds", "0"]
+    with monkeypatch.context() as patched:
+        stop_before(patched, preparation._Preparation, "_take", 4)
+        with pytest.raises(Stopped):
+            main(arguments)
+    path.write_bytes(b"damaged")
+    assert main(arguments) == DataError.exit_code
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: {path}: cannot be read as parquet (")
 
 
 def test_second_process_on_same_store_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,12 +24,15 @@ from data.store_writer import StoreWriter
 from data.tokenizer import ByteTokenizer
 from tests.support.commands import run_here
 from tests.support.stores import write_store
+from zeco_train.bench.figures import plot_files
 from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.generate.generator import Completion
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import stored_weights
 from zeco_train.lifecycle.logs import close_logging, setup_logging
+from zeco_train.report.__main__ import write_report
+from zeco_train.report.dashboard import publish_benchmarks
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.run_folder import read_identity
@@ -114,6 +120,70 @@ def test_dataset_script_is_not_executed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DataError, match="Dataset scripts are no longer supported"):
         open_dataset(DatasetSpec(str(folder)), "text")
     assert not (tmp_path / "ran").exists()
+
+
+def _results(case: str, **changes: object) -> dict[str, Any]:
+    row = {"model": "m", "heads": 2, "tokens": 64, "context": 64, "batch": 1, "variant": "zeco", "runs": 1}
+    row |= {"median_ms": 2.0, "p10_ms": 1.0, "p90_ms": 3.0, "memory_gb": 1.0}
+    row |= {"tokens_per_second": 1e3, "tokens_per_second_per_gpu": 1e3, **changes}
+    config = {"strategy": "zero2", "segments": 1, "dtype": "bf16"}
+    return {"case": case, "world_size": 1, "environment": {}, "config": config, "rows": [row]}
+
+
+@pytest.mark.parametrize("name", ["../../x", "/dev/null/x", "..", "", "a\0b", "\ud800"])
+@pytest.mark.parametrize("column", ["model", "variant"])
+def test_names_in_results_that_lead_out_of_a_folder_are_refused(column: str, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "in" / "results.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(_results("model", **{column: name})))
+    runs = tmp_path / "in" / "runs"
+    for command in (
+        lambda: plot_files([str(file), f"out={tmp_path / 'in' / 'out'}"]),
+        lambda: write_report([file], tmp_path / "in" / "out", "title"),
+        lambda: publish_benchmarks([file], runs, "project", None, online=False),
+    ):
+        with pytest.raises(DataError, match=f"row 1: {column} is .*, not a plain name without /; measure again"):
+            command()
+    assert [path.name for path in tmp_path.rglob("*")] == ["in", "results.json"]
+
+
+def test_report_draws_benchmarks_of_files_named_like_parent_folders(tmp_path: Path) -> None:
+    """`...json` without its suffix is `..`."""
+    (tmp_path / "...json").write_text(json.dumps(_results("model")))
+    with mock.patch("tempfile.tempdir", str(tmp_path)):
+        write_report([tmp_path / "...json"], tmp_path / "out", "title")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["...json", "out"]
+
+
+@pytest.mark.parametrize("case", ["model", "decode"])
+def test_results_of_unknown_variants_and_infinite_numbers_are_drawn(case: str, tmp_path: Path) -> None:
+    """Nor is a variant's name a formula."""
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(_results(case, variant=r"another:$\frac$", tokens_per_second=math.inf)))
+    assert len(plot_files([str(file)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "column"),
+    [("decode", "tokens_per_second"), ("decode", "memory_gb"), ("model", "tokens_per_second_per_gpu")],
+)
+def test_results_without_a_drawn_column_are_refused(case: str, column: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(_results(case, **{column: None})))
+    with pytest.raises(DataError, match=rf"results\.json: row 1: lacks {column}; measure again"):
+        plot_files([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("case", "column", "value"),
+    [("model", "p10_ms", 0), ("model", "p90_ms", 0), ("operator", "p90_ms", math.inf), ("collectives", "size_mb", -1)],
+)
+def test_results_that_no_axis_can_show_are_refused(case: str, column: str, value: float, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    row = {"size_mb": 1, "mode": "eager", "key_dim": 64, "value_dim": 64, "pass": "forward_backward", column: value}
+    file.write_text(json.dumps(_results(case, **row)))
+    with pytest.raises(DataError, match=f"row 1: {column} is {value}, not a finite number > 0"):
+        write_report([file], tmp_path / "out", "title")
 
 
 def test_errors_escape_control_characters() -> None:

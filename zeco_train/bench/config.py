@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Self
 
 from zeco_train.bench import variants as known
-from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings
+from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
 from zeco_train.config.schema import Compile, Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
@@ -16,7 +16,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import SHARING
-from zeco_train.system.paths import check_path
+from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.system.ranges import check_least
 
 PASSES = ("forward", "forward_backward")
@@ -201,15 +201,19 @@ class OfModelConfig(BenchConfig):
     def load(cls, arguments: Sequence[str]) -> Self:
         """Settings from KEY=VALUE arguments; those of `model.` are overrides of the model."""
         overrides = [text for text in arguments if text.lstrip("+").startswith("model.")]
-        config = super().load([text for text in arguments if text not in overrides])
+        config = parse_settings(cls, [text for text in arguments if text not in overrides])
         config.overrides += overrides
-        # Again, now with the overrides: the model that they describe may be invalid.
+        # Only now: the other settings may fit the overridden model only.
         config.validate()
         return config
 
     def _load_run(self, *settings: str) -> Config:
         own = f"train.dtype={self.dtype.name}", f"seed={self.seed}"
-        return load_config([f"model={self.model}", *self.overrides, *own, *settings])
+        config = load_config([f"model={self.model}", *self.overrides, *own, *settings])
+        # The results are read back only with such a name; see `stored`.
+        if not (is_plain_name(config.model.name) and config.model.name.isprintable()):
+            raise ConfigError("model.name", config.model.name, "names the figures; must be a plain name without /")
+        return config
 
 
 @dataclass

@@ -24,7 +24,7 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import GREY, finish_axes, new_figure, save_figure
+from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,14 +150,14 @@ def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
     scale = 1 / latest[base]["median_ms"]
     right = 0.0
     for place, (variant, row) in enumerate(latest.items()):
-        low, ratio, high = (scale * row.get(name, row["median_ms"]) for name in ("p10_ms", "median_ms", "p90_ms"))
-        colour = _COLOURS[variant.partition(":")[0]]
+        low, ratio, high = (scale * (row.get(name) or row["median_ms"]) for name in ("p10_ms", "median_ms", "p90_ms"))
+        colour = _colour(variant)
         axes.plot([low, high], [place, place], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
         axes.plot([ratio], [place], "o", color=colour, markersize=6)
         axes.annotate(f"{ratio:.3f}", (high, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
         right = max(right, high)
     axes.axvline(1.0, color=_COLOURS["dp"], linewidth=0.8)
-    axes.set_yticks(range(len(latest)), list(latest))
+    axes.set_yticks(range(len(latest)), [plain(variant) for variant in latest])
     axes.set_ylim(len(latest) - 0.4, -0.6)
     # Room for the last number, right of its point.
     axes.set_xlim(right=right + 0.12 * (right - axes.get_xlim()[0]))
@@ -222,7 +222,8 @@ def _decode(rows: list[Row], machine: str) -> Figure:
         _label(right, at_once, "tokens before", "GB of a rank, weights included", log=False)
         for axis in (left, right):
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
-            axis.set_ylim(top=1.15 * max(float(y) for line in axis.lines for y in line.get_ydata()))
+            heights = (float(y) for line in axis.lines for y in line.get_ydata())
+            axis.set_ylim(top=1.15 * max(filter(math.isfinite, heights), default=1.0))
     return figure
 
 
@@ -259,11 +260,16 @@ def _points(rows: list[Row], variant: str, x: str, y: str = "median_ms") -> list
     return sorted({row[x]: row[y] for row in rows if row["variant"] == variant}.items())
 
 
+def _colour(variant: str) -> str:
+    # A file may name variants of another version.
+    return _COLOURS.get(variant.partition(":")[0], GREY)
+
+
 def _draw(axes: Axes, points: Sequence[tuple[float, float]], variant: str) -> None:
-    name, *settings = variant.split(":")
+    _, *settings = variant.split(":")
     style = _LINES.get(settings[0] if settings else "", "-")
     marker = {"p2p": "s", "symmetric": "^"}.get(settings[1] if len(settings) > 1 else "", "o")
-    axes.plot(*_xy(points), color=_COLOURS[name], linestyle=style, marker=marker, markersize=5, label=variant)
+    axes.plot(*_xy(points), color=_colour(variant), linestyle=style, marker=marker, markersize=5, label=plain(variant))
 
 
 def _draw_paper(axes: Axes, points: Sequence[tuple[float, float]], variant: str, label: str) -> None:

@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from zeco_train.errors import DataError
+from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json
 
 # Columns of measured rows required by plots and reports, by case.
 _NEEDED = {
     "collectives": ("size_mb", "variant", "mode"),
     "operator": ("heads", "key_dim", "value_dim", "tokens", "pass", "variant", "mode"),
-    "decode": ("model", "context", "batch", "variant"),
-    "model": ("model", "heads", "tokens", "variant", "p10_ms", "p90_ms", "runs"),
+    "decode": ("model", "context", "batch", "variant", "tokens_per_second", "memory_gb"),
+    "model": ("model", "heads", "tokens", "variant", "p10_ms", "p90_ms", "runs", "tokens_per_second_per_gpu"),
 }
 _TEXTS = ("model", "variant", "mode", "pass", "note")
+# They become parts of file names.
+_NAMES = ("model", "variant")
 _COUNTS = ("heads", "key_dim", "value_dim", "tokens", "context", "batch", "runs")
 _NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
+# Rates divide by them, and logarithmic axes show them.
+_POSITIVE = ("size_mb", "p10_ms", "p90_ms")
 # Beyond it ratios and plot axes would overflow.
 _LARGEST = 1e100
 
@@ -69,10 +74,15 @@ def _problem_of_row(row: object, case: str) -> str | None:
             continue
         if name in _TEXTS and not isinstance(value, str):
             return f"{name} is {_shown(value)}, not text"
+        # A lone surrogate is not printable, and no path can have it.
+        if name in _NAMES and not (is_plain_name(value) and value.isprintable()):
+            return f"{name} is {_shown(value)}, not a plain name without /"
         if name in _COUNTS and not _is_count(value):
             return f"{name} is {_shown(value)}, not a whole number ≥ 1"
         if _NUMBERS.fullmatch(name) and not _is_number(value):
             return f"{name} is {_shown(value)}, not a number"
+        if name in _POSITIVE and not 0 < value < math.inf:
+            return f"{name} is {_shown(value)}, not a finite number > 0"
     if row.get("median_ms") and (missing := [name for name in _NEEDED[case] if row.get(name) is None]):
         return f"lacks {', '.join(missing)}"
     return None

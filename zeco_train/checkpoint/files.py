@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.system.files import sha256_of, write_durably
+from zeco_train.system.paths import is_plain_name
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.system.small_files import read_json
 
@@ -146,11 +147,6 @@ def is_count(value: object) -> TypeGuard[int]:
     """Whether a value from a file is a whole number from 0 to 2^63 − 1."""
     # Not isinstance, which accepts bools.
     return type(value) is int and 0 <= value <= _LARGEST_NUMBER
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether `name` is a plain file name, which cannot lead out of its folder or into a subfolder."""
-    return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
 
 
 def is_hf_folder(folder: Path) -> bool:

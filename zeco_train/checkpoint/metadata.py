@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, is_plain_name, named_step, parse_progress
+from zeco_train.checkpoint.files import METADATA_FILE, PROGRESS_FILE, named_step, parse_progress
 from zeco_train.errors import CheckpointError
+from zeco_train.system.paths import is_plain_name
 from zeco_train.system.small_files import read_json, read_small
 
 # 20 layers and their optimizer state, sharded over 1,024 ranks, take about 90 MB.

@@ -42,10 +42,21 @@ class Settings(Protocol):
 
 
 def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
-    """Build settings from KEY=VALUE arguments in Hydra's syntax.
+    """Build settings from KEY=VALUE arguments in Hydra's syntax, and validate them.
 
     Raises:
         ConfigError: an argument of another form, an unknown key, a value of the wrong type or out of range.
+    """
+    config = parse_settings(schema, arguments)
+    config.validate()
+    return config
+
+
+def parse_settings(schema: type[C], arguments: Sequence[str]) -> C:
+    """`load_settings` without ranges, for a caller that adds values of its own before it validates them.
+
+    Raises:
+        ConfigError: an argument of another form, an unknown key, or a value of the wrong type.
     """
     settings = OmegaConf.structured(schema)
     # An example for error messages; a bool is no whole number.
@@ -53,7 +64,6 @@ def load_settings(schema: type[C], arguments: Sequence[str]) -> C:
     _apply(arguments, settings, {}, f"{number}={settings[number]}")
     config = OmegaConf.to_object(settings)
     assert isinstance(config, schema)
-    config.validate()
     return config
 
 

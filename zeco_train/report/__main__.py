@@ -59,8 +59,9 @@ def _benchmark_pictures(comparison: Comparison) -> dict[str, bytes]:
     """The plots of the benchmarks, with the paper's numbers next to ours."""
     pictures = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, results in comparison.benchmarks.items():
-            for path in plot([results], Path(folder) / name):
+        # Numbers as names: a file may be called `...json`.
+        for number, (name, results) in enumerate(comparison.benchmarks.items()):
+            for path in plot([results], Path(folder, str(number))):
                 pictures[f"{name}: {path.stem} (the dashed lines are the ZeCO paper's own figures)"] = path.read_bytes()
     return pictures
 

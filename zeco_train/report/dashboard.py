@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.report.comparison_chart import chart_name, chart_spec
-from zeco_train.system.files import read_errors, write_result
+from zeco_train.system.files import read_errors, write_errors, write_result
 from zeco_train.tracking.wandb_logger import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
@@ -309,7 +309,8 @@ def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity
     for measurement in comparison.measurements:
         layout = measurement.layout
         run_dir = folder / f"{measurement.name}-{layout.model}-{layout.backend}-{layout.seq_len}".replace(":", "_")
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with write_errors(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
         results = comparison.benchmarks[measurement.name]
         tracker = WandbLogger(config, run_dir)
         tracker.begin({"benchmark": results["config"]}, Start(0, layout, results["environment"]), None)

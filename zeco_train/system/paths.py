@@ -41,6 +41,11 @@ def path_problem(path: str | Path) -> str | None:
     return None
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is a plain file name, which cannot lead out of its folder or into a subfolder."""
+    return 0 < len(name) < 256 and not set(name) & {"/", "\0"} and name not in (".", "..")
+
+
 def check_path(field: str, path: str | Path) -> None:
     """Raise `ConfigError` for a path that has a `path_problem`."""
     if (problem := path_problem(path)) is not None:
