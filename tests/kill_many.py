@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import is_running, torchrun
+from tests.support.comparison import largest, relative
 from zeco_train.checkpoint.files import complete_checkpoints, step_of
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
@@ -198,7 +199,7 @@ def _compare(run: _Run, unbroken: _Run, campaign: Campaign, outcome: Outcome) ->
     for one, other in zip(found, expected, strict=True):
         assert (one["lr"], one["tokens"]) == (other["lr"], other["tokens"])
         for key in ("loss", "grad_norm"):
-            outcome.difference = max(outcome.difference, abs(one[key] - other[key]) / abs(other[key]))
+            outcome.difference = largest([outcome.difference, relative(one[key], other[key])])
     assert outcome.difference <= campaign.tolerance, f"a loss or norm differs by {outcome.difference:.1e}"
     assert run.sequences == unbroken.sequences
     ids = [i for step in range(1, outcome.steps + 1) for i in run.sequences[step]]

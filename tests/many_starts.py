@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.support.commands import torchrun, train_here
+from tests.support.comparison import largest, relative
 from zeco_train.ops.recompute import Recompute
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
@@ -106,7 +107,7 @@ def run(start: Start, folder: Path, losses: list[float]) -> Result:
     seconds = time.monotonic() - began
     found = [row["loss"] for row in read_metrics(folder / "run" / METRICS_FILE)]
     pairs = zip(found, losses, strict=False)
-    difference = max((abs(one - other) / abs(other) for one, other in pairs), default=float("inf"))
+    difference = largest([relative(one, other) for one, other in pairs] or [float("inf")])
     problem = ""
     if outcome.code or outcome.err:
         problem = f"exit code {outcome.code}, stderr: {outcome.err.strip() or 'empty'}"
@@ -127,7 +128,7 @@ def table(results: list[Result]) -> str:
     for kind, backend in [*groups, ("all", "")]:
         group = [r for r in results if (r.kind, r.backend) == (kind, backend) or kind == "all"]
         failed, seconds = sum(bool(r.problem) for r in group), sum(r.seconds for r in group) / len(group)
-        worst = max(r.difference for r in group)
+        worst = largest(r.difference for r in group)
         lines.append(f"{kind:9} {backend:7} {len(group):6} {failed:7} {worst:11.1e} {seconds:14.1f}")
     return "\n".join(lines)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from models.language_model import LanguageModel
 from tests.support.commands import check_line, run_here
 from zeco_train.bench import __main__ as command
+from zeco_train.bench import decode
 from zeco_train.generate.decode import Decoder
 
 pytestmark = pytest.mark.numeric
@@ -60,6 +63,28 @@ def test_decode_with_wrong_logits_is_not_timed(tmp_path: Path, monkeypatch: pyte
     outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
     assert outcome.code == 8
     assert "eager is wrong, nothing is timed: logits by steps" in outcome.errors[0]
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_decode_is_not_timed_if_logits_of_chunks_are_not_finite(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, compute = [], decode.whole_logits
+
+    def broken(*arguments: Any) -> Tensor:
+        logits = compute(*arguments)
+        # The first call is the one in fp64.
+        if calls:
+            logits[0, -1, -1] = value
+        calls.append(1)
+        return logits
+
+    monkeypatch.setattr(decode, "whole_logits", broken)
+    outcome = run_here(command.main, "decode", *QUICK, f"out={tmp_path}")
+    assert outcome.code == 8
+    error = f"eager is wrong, nothing is timed: logits by chunks on rank 0 has a relative error of {value}, allowed "
+    assert outcome.errors[0].startswith(error)
     assert not (tmp_path / "results.json").exists()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.comparison import largest
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import chunked
 from zeco_train.ops.gla.naive import naive_gla
@@ -158,7 +159,7 @@ def errors(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 def check(case: Case, edges: list[int], tolerance: float = TOLERANCE) -> None:
     found = errors(case, sharded(case, edges), oracle(case, edges))
-    assert max(found.values()) <= tolerance, found
+    assert largest(found.values()) <= tolerance, found
 
 
 def closed_form(case: Case) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from data.store_writer import StoreWriter
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
+from tests.support.comparison import largest, relative
 from tests.support.sp_reference import RecordingScan
 from tests.support.training import full
 from zeco_train.config.schema import Dtype, TrainConfig
@@ -175,15 +176,15 @@ def run_steps(case: Case, scan: RecordingScan, mesh: ProcessMesh, store: str | P
 
 
 def worst(result: Result, expected: Result) -> dict[str, float]:
-    """Maximum relative deviation of each quantity; a tensor's is the norm of the difference."""
-    errors = {"val_loss": abs(result.val_loss - expected.val_loss) / abs(expected.val_loss)}
+    """Maximum relative deviation of each quantity, NaN if one is; a tensor's is the norm of the difference."""
+    errors = {"val_loss": relative(result.val_loss, expected.val_loss)}
     for name in ("losses", "norms"):
         pairs = zip(getattr(result, name), getattr(expected, name), strict=True)
-        errors[name] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+        errors[name] = largest(relative(ours, theirs) for ours, theirs in pairs)
     for name in ("gradients", "parameters"):
         ours, theirs = getattr(result, name), getattr(expected, name)
         assert ours.keys() == theirs.keys()
-        errors[name] = max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in theirs)
+        errors[name] = largest(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in theirs)
     return errors
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.support.comparison import largest, relative
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.lifecycle.logs import close_logging
@@ -70,8 +71,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_difference(rows: list[dict[str, Any]], reference: list[dict[str, Any]], key: str) -> float:
-    """Maximum relative difference of a column, over the steps that have it; both runs must have the same rows."""
+    """Maximum relative difference of a column, over the steps that have it, NaN if one is not finite in a run.
+
+    Both runs must have the same rows.
+    """
     assert [row["step"] for row in rows] == [row["step"] for row in reference]
     pairs = [(row[key], other[key]) for row, other in zip(rows, reference, strict=True) if key in other]
     assert pairs, f"no row has {key}"
-    return max(abs(value - other) / abs(other) for value, other in pairs)
+    return largest(relative(value, other) for value, other in pairs)
