@@ -174,11 +174,15 @@ def test_results_without_a_drawn_column_are_refused(case: str, column: str, tmp_
         plot_files([str(file)])
 
 
-@pytest.mark.parametrize("column", ["p10_ms", "p90_ms"])
-def test_results_with_steps_of_no_time_are_refused(column: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "column", "value"),
+    [("model", "p10_ms", 0), ("model", "p90_ms", 0), ("operator", "p90_ms", math.inf), ("collectives", "size_mb", -1)],
+)
+def test_results_that_no_axis_can_show_are_refused(case: str, column: str, value: float, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(_results("model", **{column: 0})))
-    with pytest.raises(DataError, match=rf"row 1: {column} is 0, which no step takes"):
+    row = {"size_mb": 1, "mode": "eager", "key_dim": 64, "value_dim": 64, "pass": "forward_backward", column: value}
+    file.write_text(json.dumps(_results(case, **row)))
+    with pytest.raises(DataError, match=f"row 1: {column} is {value}, not a finite number > 0"):
         write_report([file], tmp_path / "out", "title")
 
 

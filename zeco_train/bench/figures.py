@@ -148,7 +148,7 @@ def _draw_ratios(axes: Axes, rows: list[Row]) -> None:
     scale = 1 / latest[base]["median_ms"]
     right = 0.0
     for place, (variant, row) in enumerate(latest.items()):
-        low, ratio, high = (scale * row.get(name, row["median_ms"]) for name in ("p10_ms", "median_ms", "p90_ms"))
+        low, ratio, high = (scale * (row.get(name) or row["median_ms"]) for name in ("p10_ms", "median_ms", "p90_ms"))
         colour = _colour(variant)
         axes.plot([low, high], [place, place], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
         axes.plot([ratio], [place], "o", color=colour, markersize=6)

@@ -23,6 +23,8 @@ _TEXTS = ("model", "variant", "mode", "pass", "note")
 _NAMES = ("model", "variant")
 _COUNTS = ("heads", "key_dim", "value_dim", "tokens", "context", "batch", "runs")
 _NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
+# Rates divide by them, and logarithmic axes show them.
+_POSITIVE = ("size_mb", "p10_ms", "p90_ms")
 # Beyond it ratios and plot axes would overflow.
 _LARGEST = 1e100
 
@@ -79,9 +81,8 @@ def _problem_of_row(row: object, case: str) -> str | None:
             return f"{name} is {_shown(value)}, not a whole number ≥ 1"
         if _NUMBERS.fullmatch(name) and not _is_number(value):
             return f"{name} is {_shown(value)}, not a number"
-        # Rates divide by them.
-        if name in ("p10_ms", "p90_ms") and value == 0:
-            return f"{name} is 0, which no step takes"
+        if name in _POSITIVE and not 0 < value < math.inf:
+            return f"{name} is {_shown(value)}, not a finite number > 0"
     if row.get("median_ms") and (missing := [name for name in _NEEDED[case] if row.get(name) is None]):
         return f"lacks {', '.join(missing)}"
     return None
