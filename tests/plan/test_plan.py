@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from zeco_train.plan import calibration
 from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.config import PlanSettings, describe, parse
-from zeco_train.plan.memory import KINDS, plan_memory
+from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
 from zeco_train.plan.report import as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import costs_of, parameter_traffic
@@ -65,6 +66,18 @@ def test_peak_memory_follows_each_setting() -> None:
     long = planned(*GLA_1B, "world_size=4", "data.seq_len=8388608", "train.segments=32").memory
     short = planned(*GLA_1B, "world_size=4", "data.seq_len=524288", "train.segments=2").memory
     assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_zero3_gathers_adjacent_units_beside_the_root(tied: str) -> None:
+    model = ["model=gla_340m", f"model.tie_word_embeddings={tied}", "train.dtype=bf16"]
+    case = make_case(*model, "world_size=4", "data.seq_len=65536", "parallel=zero3")
+    *units, root = ([math.prod(shape) for shape, _ in unit] for unit in case.spec.units)
+    table, block = 32000 * 1024, sum(units[1])
+    assert sum(root) == (table if tied == "true" else 0) + 1024
+    # A tied table lies in the root, which is gathered once.
+    expected = parameter_bytes(case, 4) + 2 * (sum(root) + block + (block if tied == "true" else table))
+    assert plan_memory(case, 0.05).phases["loss"]["weights"] == expected
 
 
 def test_step_time_by_kind_matches_formula() -> None:

@@ -14,6 +14,7 @@ block are those listed by its modules (`models.activations`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -212,11 +213,12 @@ def _walk_bytes(case: Case, block: BlockSpec) -> float:
 
 
 def _gathered_bytes(case: Case) -> float:
-    """Unsharded parameters in the compute dtype: of the model, or with zero3 of the largest adjacent units."""
+    """Unsharded parameters in the compute dtype: of the model; with zero3 of the root and two adjacent others."""
     sizes = unit_bytes(case, case.compute_bytes)
     if case.config.parallel.strategy is Strategy.zero3:
-        # The last unit is the root: its parameters are gathered beside those of the blocks.
-        return sum(sorted(sizes)[-2:]) + sizes[-1]
+        # The last unit is the root: its parameters are gathered beside those of the others.
+        *units, root = sizes
+        return max(map(sum, itertools.pairwise(units)), default=sum(units)) + root
     return sum(sizes)
 
 
