@@ -80,6 +80,16 @@ def test_position_sums_over_shards_give_mean_and_error() -> None:
         assert loss == pytest.approx(expected.item(), rel=1e-14), (before, after)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_single_sequence_has_no_error_whatever_is_rounded(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sums = PositionSums(1, 999, torch.device("cpu"))
+    sums.add([0], 0, TokenScores(torch.rand(1, 999, generator=generator), torch.full((1, 999), 3)))
+    for mean, error in (sums.whole(), sums.by_bucket()):
+        assert mean.isfinite().all()
+        assert error.isnan().all()
+
+
 def test_single_sequence_has_nan_error_stored_as_null(tmp_path: Path) -> None:
     sums = PositionSums(1, 20, torch.device("cpu"))
     counts = torch.full((1, 20), 3)

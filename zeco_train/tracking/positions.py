@@ -167,12 +167,14 @@ def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
         counts: [sequences, …], of labels.
 
     Returns:
-        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for 0 / 0.
+        Two tensors […]: m = Σ s / Σ c, and √(n / (n − 1) · Σ (s − m c)²) / Σ c; NaN for 0 / 0 and for n = 1.
     """
     number, labels = len(sums), counts.sum(0)
+    # Of one sequence the squares are 0 up to rounding, and rounding over 0 would be infinite.
+    scale = number / (number - 1) if number > 1 else math.nan
     mean = sums.sum(0) / labels
     squares = (sums - mean * counts).square().sum(0)
-    return mean, (squares * torch.tensor(number, dtype=torch.float64) / (number - 1)).sqrt() / labels
+    return mean, (squares * scale).sqrt() / labels
 
 
 def weighted(parts: Sequence[MeanAndError], weights: Sequence[float]) -> MeanAndError:
