@@ -7,18 +7,9 @@ import time
 
 from tqdm import tqdm
 
-from zeco_train.system.amounts import clock
+from zeco_train.system.amounts import clock, compact
 
 _LINE_SECONDS = 10.0
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def short_number(value: float, unit: str = "") -> str:
-    """A number with three digits and a metric prefix: "1.23M"."""
-    for factor, prefix in _PREFIXES:
-        if value >= factor:
-            return f"{value / factor:.3g}{prefix}{unit}"
-    return f"{value:.3g}{unit}"
 
 
 class Display:
@@ -47,7 +38,7 @@ class Display:
         self._done += amount
         now = time.monotonic()
         rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
-        speed = f"{tokens:,} tokens, {short_number(rate)} tokens/s"
+        speed = f"{tokens:,} tokens, {compact(rate)} tokens/s"
         if self._bar is not None:
             # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
             self._bar.set_postfix_str(speed, refresh=False)
@@ -58,7 +49,7 @@ class Display:
 
     def _share(self, seconds: float) -> str:
         """Progress and remaining time."""
-        done, total = (short_number(value) for value in (self._done, self._total))
+        done, total = (compact(value) for value in (self._done, self._total))
         share = f"{done} of {total}{self._unit} ({self._done / max(self._total, 1e-9):.1%})"
         if self._done > self._first_done:
             left = (self._total - self._done) * seconds / (self._done - self._first_done)

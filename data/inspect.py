@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.digests import COPY_AGAIN
-from data.display import short_number
 from data.store import VALIDATION_FOLDER, TokenStore, token_dtype
 from data.tokenizer import load_tokenizer, tokenizer_name
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.amounts import clock, length_name
+from zeco_train.system.amounts import clock, compact, length_name
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
 from zeco_train.system.drawing import BLUE, ORANGE, finish_axes, new_figure
 from zeco_train.system.files import read_errors
@@ -128,7 +127,7 @@ def _inspect(options: argparse.Namespace) -> None:
         size += sum(check_shard(part, index) for index in range(part.num_shards))
     seconds = time.monotonic() - start
     shards = sum(part.num_shards for part in parts)
-    speed = f"{short_number(size, 'B')} in {clock(seconds)} ({short_number(size / max(seconds, 1e-9), 'B/s')})"
+    speed = f"{compact(size, 'B')} in {clock(seconds)} ({compact(size / max(seconds, 1e-9), 'B/s')})"
     _show(f"integrity    {shards} shards, offsets and ends of documents are as prepared: {speed}")
 
 
@@ -182,7 +181,7 @@ def _print_reads(store: TokenStore, seed: int) -> None:
         first = int(generator.integers(store.num_tokens - size + 1))
         store.read(first, first + size)
         count += 1
-    _show(f"reads        {short_number(count * size / seconds)} tokens/s, {size:,} at a time from random places")
+    _show(f"reads        {compact(count * size / seconds)} tokens/s, {size:,} at a time from random places")
 
 
 def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
@@ -216,7 +215,7 @@ def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:
     tokens.set_xlim(bins[0], bins[-1])
     for axes in (documents, tokens):
         finish_axes(axes, "y")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
     try:
         figure.savefig(png, format=png.suffix[1:] or "png")

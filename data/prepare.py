@@ -21,7 +21,6 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.display import short_number
 from data.hugging_face import DatasetSpec
 from data.preparation import Prepared, PrepareOptions, prepare_store, too_short
 from data.recipes import load_recipe, recipe_names
@@ -29,6 +28,7 @@ from data.sources import SUFFIXES
 from data.store import VALIDATION_FOLDER, StoreMeta
 from data.work_folder import kept_tokens
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.system.amounts import compact
 from zeco_train.system.arguments import Parser, user_path
 from zeco_train.system.terminal import visible
 
@@ -74,8 +74,8 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
         print(f"went on from {prepared.earlier_tokens:,} tokens of an interrupted preparation")
     if prepared.tokens and prepared.seconds > 0:
         rate = prepared.tokens / prepared.seconds
-        each = f"{short_number(rate / prepared.workers)} a process ({prepared.workers})"
-        print(f"{prepared.tokens:,} tokens in {prepared.seconds:.1f} s: {short_number(rate)} tokens/s, {each}")
+        each = f"{compact(rate / prepared.workers)} a process ({prepared.workers})"
+        print(f"{prepared.tokens:,} tokens in {prepared.seconds:.1f} s: {compact(rate)} tokens/s, {each}")
     if validation:
         print(f"{options.out / VALIDATION_FOLDER}: {_counts(validation)}")
     files = "" if prepared.num_files is None else f" from {prepared.num_files} files"

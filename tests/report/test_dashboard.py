@@ -15,6 +15,7 @@ from tests.support.commands import REPOSITORY, Outcome, check_line
 from tests.support.wandb_server import WandbServer, history, run_record
 from tests.tracking.test_loggers import run_python
 from zeco_train.errors import ConfigError, DataError
+from zeco_train.report import dashboard
 from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
 from zeco_train.tracking.logger_config import LoggerConfig
 from zeco_train.tracking.metrics import StepMetrics
@@ -82,6 +83,15 @@ def test_dashboard_is_read_back_as_written_or_refused() -> None:
     del damaged["spec"]["section"]["panelBankConfig"]["sections"]
     with pytest.raises(DataError, match="is not read back"):
         check(damaged)
+
+
+def test_dashboard_read_back_with_fewer_sections_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = as_json(build("me", "p"))
+    fewer = copy.deepcopy(written)
+    fewer["spec"]["section"]["panelBankConfig"]["sections"].pop()
+    monkeypatch.setattr(dashboard, "as_json", lambda workspace: fewer)
+    with pytest.raises(DataError, match="dashboard: is read back with 3 sections, 4 were written"):
+        check(written)
 
 
 def test_chart_layers_use_defined_fields() -> None:

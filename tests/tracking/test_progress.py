@@ -18,7 +18,8 @@ from tests.support.waiting import ENOUGH
 from tests.tracking.test_metrics import REPOSITORY, metrics
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.logs import close_logging, setup_logging
-from zeco_train.tracking.progress import ProgressDisplay, compact, summary_line
+from zeco_train.system.amounts import compact
+from zeco_train.tracking.progress import ProgressDisplay, summary_line
 
 
 class Terminal(io.StringIO):
@@ -133,7 +134,15 @@ def test_summary_line_has_steps_losses_and_folder() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (999.4, "999"), (999.9, "1.00k"), (9994, "9.99k"), (9996, "10.0k"), (99960, "100k"), (2.5e6, "2.50M")],
+    [
+        (0, "0"),
+        (999.4, "999"),
+        (999.9, "1.00k"),
+        (9994, "9.99k"),
+        (9996, "10.0k"),
+        (999_700, "1.00M"),
+        (2.5e6, "2.50M"),
+    ],
 )
 def test_compact_number_format(value: float, text: str) -> None:
     assert compact(value) == text

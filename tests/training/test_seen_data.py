@@ -165,7 +165,7 @@ def test_copied_store_is_hashed_once(run: Run, hashed: list[str]) -> None:
     outcome = run.start()
     assert (outcome.code, outcome.err) == (0, "")
     assert hashed == [shard_name(0), shard_name(1), shard_name(2)] * 2
-    assert re.search(r"data: 6 token files \(12kB\) hashed in 0:00:\d\d; they are as prepared$", log_of(run.run), re.M)
+    assert re.search(r"data: 6 token files \(12.0kB\) hashed in 0:00:\d\d; they are as prep", log_of(run.run), re.M)
     assert run.start().code == 0
     assert len(hashed) == 6
     touch(run.store)
@@ -365,7 +365,7 @@ def test_killed_check_keeps_its_progress(
     assert outcome.code == 0, outcome.err
     # The third file was read completely, but not yet compared.
     assert hashed == [shard_name(2), *map(shard_name, range(3))]
-    assert re.search(r"^data: 2kB of 8kB compared, 0:00:\d\d left$", outcome.out, re.M)
+    assert re.search(r"^data: 2.00kB of 8.00kB compared, 0:00:\d\d left$", outcome.out, re.M)
 
 
 def test_contradictory_verify_settings_are_refused(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.writer import Written, stored_dtype, write_weights
+from zeco_train.system.amounts import compact
 from zeco_train.system.files import sha256_of, write_durably
 from zeco_train.system.paths import check_output_folder
 from zeco_train.system.ranges import check_least
-from zeco_train.tracking.progress import compact
 
 # ByT5's <pad>.
 _PAD_OF_BYTES = 0

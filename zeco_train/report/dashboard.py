@@ -183,6 +183,8 @@ def check(written: Mapping[str, Any]) -> list[str]:
         again = _panels(as_json(ws.Workspace._from_model(view))["spec"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError("dashboard", f"is not read back: {' '.join(str(error).split())}") from error
+    if len(sections) != len(again):
+        raise DataError("dashboard", f"is read back with {len(again)} sections, {len(sections)} were written")
     for section, other in zip(sections, again, strict=True):
         if section != other:
             raise DataError("dashboard", f"section {section[0]} is read back as another one")

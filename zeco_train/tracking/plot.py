@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from zeco_train.system.amounts import compact
 from zeco_train.system.drawing import BLUE, GREY, ORANGE, finish_axes, new_figure, save_figure
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.tracking.progress import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from zeco_train.system.amounts import clock
+from zeco_train.system.amounts import clock, compact
 from zeco_train.system.terminal import visible
 
 logger = logging.getLogger(__name__)
@@ -143,16 +143,6 @@ def summary_line(rows: Sequence[Mapping[str, Any]], run_dir: str | Path) -> str:
         loss += f" (validation {last['val_loss']:.2f})"
     throughput = median(row.get("tokens_per_second") or 0.0 for row in rows)
     return f"{steps}, {loss}, {throughput:,.0f} tokens/s, {where}"
-
-
-def compact(value: float) -> str:
-    """Three significant digits with k, M or G: 12345.6 → "12.3k"."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * size:
-            scaled = value / size
-            digits = max(0, 2 - int(scaled >= 9.995) - int(scaled >= 99.95))
-            return f"{scaled:.{digits}f}{unit}"
-    return f"{value:.3g}"
 
 
 def _has_size(terminal: TextIO) -> bool:

@@ -36,13 +36,12 @@ import torch.distributed as dist
 
 from data.config import DataConfig, DataKind
 from data.digests import COPY_AGAIN, hash_in_parts
-from data.display import short_number
 from data.reader import TRAINING, OpenedData
 from data.store import META_FILE, TokenStore
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import ProcessMesh, agree, gather
 from zeco_train.errors import ConfigError, DataError
-from zeco_train.system.amounts import clock
+from zeco_train.system.amounts import clock, compact
 from zeco_train.system.files import write_durably
 from zeco_train.system.small_files import read_json
 
@@ -299,7 +298,7 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
         if mesh.is_main and now - reported >= _REPORT_SECONDS:
             reported = now
             left = f"{clock((total - done) / done * (now - started))} left" if done else "nothing read yet"
-            print(f"data: {short_number(done, 'B')} of {short_number(total, 'B')} compared, {left}", flush=True)
+            print(f"data: {compact(done, 'B')} of {compact(total, 'B')} compared, {left}", flush=True)
         if mesh.is_main and run_dir is not None and (error is not None or now - saved >= _SAVE_SECONDS):
             saved = now
             # If the folder cannot be written, the final write of the record raises.
@@ -308,7 +307,7 @@ def _hash(own: Sequence[_File], explain: Explain, seen: SeenData, run_dir: Path 
     if error is not None:
         raise error
     if mesh.is_main:
-        text = f"data: {count} token files ({short_number(total, 'B')}) hashed in {clock(time.monotonic() - started)}"
+        text = f"data: {count} token files ({compact(total, 'B')}) hashed in {clock(time.monotonic() - started)}"
         seen.messages.append((logging.INFO, f"{text}; they are as prepared"))
 
 
