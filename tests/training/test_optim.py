@@ -219,7 +219,7 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         counts = {tensor.item() for name, tensor in expected.items() if name.startswith("step of")}
         # Not every optimizer counts its steps.
         assert counts <= {3.0}, counts
-        assert counts or name is not OptimizerName["adamw"]
+        assert counts or case.optim.name is not OptimizerName["adamw"]
 
 
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
