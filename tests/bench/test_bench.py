@@ -34,7 +34,7 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.ops.seam import ScanRequest
-from zeco_train.sp.registry import Backend
+from zeco_train.sp.registry import SHARING, Backend
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanTransport
 from zeco_train.system.numbers import relative_error
 
@@ -125,7 +125,7 @@ def test_settings_are_yaml_values() -> None:
         (["collectives", "runs=many"], "runs=many: must be a whole number"),
         (["collectives", "runs=0"], "runs=0: must be ≥ 1"),
         (["collectives", "budget_seconds=.inf"], "budget_seconds=.inf: must be a number"),
-        (["collectives", "variants=[dp]"], "variants=dp: must be one of all_gather, all_reduce, lasp1, lasp2, zeco"),
+        (["collectives", "variants=[dp]"], f"variants=dp: must be one of all_gather, all_reduce, {', '.join(SHARING)}"),
         (["collectives", "variants=[zeco:tree]"], "variants=zeco:tree: tree must be one of auto, chain, two_shot"),
         (["operator", "variants=[zeco:chain:p2p:0]"], "sp.all_scan.blocks=0: must be ≥ 1"),
         (["operator", "dims=[64,128]"], "dims=[64,128]: must be a list [a list [a whole number, …], …]"),
@@ -135,7 +135,7 @@ def test_settings_are_yaml_values() -> None:
         (["operator", "tokens=[]"], "tokens=[]: must be a list of numbers ≥ 1"),
         (
             ["operator", "variants=[fla:compile]"],
-            "variants=fla:compile: must be one of dp, copy, lasp1, lasp2, zeco, fla",
+            f"variants=fla:compile: must be one of dp, copy, {', '.join(SHARING)}, fla",
         ),
         (["operator", "--trace"], "argument=--trace: must be KEY=VALUE, as in seed=0"),
         (["plot"], "needs results.json"),

@@ -30,6 +30,7 @@ from zeco_train.bench.variants import GatheredScan, LocalCopyScan
 from zeco_train.distributed.mesh import Launch
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.registry import SHARING
 from zeco_train.system.numbers import relative_error
 
 pytestmark = pytest.mark.numeric
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.numeric
         (["steps=0"], "steps=0: must be ≥ 1"),
         (["runs=5"], "runs=5: unknown key"),
         (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
-        (["variants=[copy]"], "variants=copy: must be one of dp, products, lasp1, lasp2, zeco, fla"),
+        (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
         (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
         (["device=cpu", "variants=[fla]"], "variants=fla: flash-linear-attention's kernels need CUDA"),
     ],
@@ -82,7 +83,7 @@ def test_settings_convert_to_run_config() -> None:
     assert (run.model.name, run.model.num_layers, run.model.num_heads, run.seed) == ("gla_125m", 3, 3, 5)
     assert (run.train.segments, run.train.recompute.name, run.train.dtype.name) == (2, "full", "fp32")
     assert ModelConfig().steps == 100
-    assert ModelConfig().variants == ["dp", "products", "lasp1", "lasp2", "zeco", "fla", "fla:no_optimizer"]
+    assert ModelConfig().variants == ["dp", "products", *SHARING, "fla", "fla:no_optimizer"]
 
 
 def test_model_overrides_are_checked_together_with_heads() -> None:

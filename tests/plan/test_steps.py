@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
-from models.language_model import Block
-from models.mixers.gla import GatedLinearAttention, GLAConfig
 from models.parameters import parameter_rules
 from tests.support.distributed import run_distributed
-from tests.support.planning import GLA_1B, SMALL, make_case
+from tests.support.planning import GLA_1B, SMALL, make_case, saved_bytes
 from zeco_train.collectives import Courier
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.registry import SCANS
@@ -30,12 +28,11 @@ from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.plan import calibration
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
-from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SPConfig, build_scan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
@@ -257,30 +254,6 @@ def test_step_bytes_by_algorithm() -> None:
 # --- activations ---
 
 
-def _saved_bytes(config: GLAConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int) -> int:
-    """Bytes that autograd saves for a block, without parameters."""
-    block = Block(config, GatedLinearAttention).to(dtype)
-    block.recompute = recompute
-    if compiled:
-        # The partitioner decides which tensors are saved, before code generation.
-        block.compile_compute(backend="aot_eager_decomp_partition")
-    x = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    shard = SequenceShard(LocalScan(), 0, tokens)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, *_ = block(x, shard.place(tokens, x.device))
-    del y
-    return sum(kept.values())
-
-
 # Slow: compiled for each case.
 COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
 
@@ -296,7 +269,7 @@ def test_activation_bytes_equal_saved_tensors(
     shape = ["model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=352", *variant]
     how = ["always" if compiled else "never", dtype.value, recompute.value]
     case = make_case(*shape, "gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
-    short, long = (_saved_bytes(case.config.model, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
+    short, long = (saved_bytes(case.config.model, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
     assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
 
 

@@ -33,7 +33,7 @@ from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import ScanRequest, SequenceShard
 from zeco_train.sp.dp import LocalScan
-from zeco_train.sp.registry import Backend, SPConfig
+from zeco_train.sp.registry import BACKENDS, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
 
 pytestmark = pytest.mark.numeric
@@ -185,8 +185,20 @@ def test_every_backend_has_a_name_and_a_configuration() -> None:
     assert {config.all_scan.algorithm for config in CONFIGS.values()} == set(AllScanAlgorithm)
     for backend in Backend:
         assert load_config([f"sp={backend.name}"]).sp.backend is backend
-    with pytest.raises(ConfigError, match=r"^sp=nonsense: must be one of dp, lasp1, lasp2, zeco$"):
+    with pytest.raises(ConfigError, match=f"^sp=nonsense: must be one of {', '.join(BACKENDS)}$"):
         load_config(["sp=nonsense"])
+
+
+def test_a_backend_has_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its section is not All-Scan's, and need not choose between scans."""
+
+    class Settings(SPConfig):
+        deadline = 3
+
+    config = Settings(Backend["lasp2"], all_scan=AllScanConfig(AllScanAlgorithm["chain"]))
+    monkeypatch.setitem(BACKENDS, "lasp2", replace(BACKENDS["lasp2"], section="deadline"))
+    assert (config.settings, config.scans) == (3, BACKENDS["lasp2"].scans)
+    assert SPConfig().settings == AllScanConfig()
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import io
 
+import torch
+from torch import Tensor
+
+from models.config import LanguageModelConfig
+from models.language_model import Block
+from models.registry import mixer_of
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.seam import SequenceShard
 from zeco_train.plan.advice import Option
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.command import main, make_plan
 from zeco_train.plan.config import parse
 from zeco_train.plan.report import Plan
+from zeco_train.sp.dp import LocalScan
 
 # No width is divisible by 3, and not all of them by 4.
 SMALL = [
@@ -42,3 +51,29 @@ def command(*arguments: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     return code, out.getvalue(), err.getvalue()
+
+
+def saved_bytes(
+    config: LanguageModelConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int
+) -> int:
+    """What autograd keeps of a block, its parameters aside."""
+    block = Block(config, mixer_of(config)).to(dtype)
+    block.recompute = recompute
+    if compiled:
+        # What the compiler keeps is decided before it makes code.
+        block.compile_compute(backend="aot_eager_decomp_partition")
+    x = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    shard = SequenceShard(LocalScan(), 0, tokens)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y, *_ = block(x, shard.place(tokens, x.device))
+    del y
+    return sum(kept.values())

@@ -18,8 +18,8 @@ from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig, build_scan
-from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig
+from zeco_train.sp.registry import SHARING, Backend, SPConfig, build_scan
+from zeco_train.sp.zeco import ZECO, AllScanAlgorithm, AllScanConfig
 
 TIMEOUT = timedelta(seconds=60)
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 7, 5
@@ -28,7 +28,7 @@ RATES = (0.0, 50.0, 1e-3, 1e-2, 0.1, 1.0, 5.0)
 # Up to 250 tokens of terms near 1 round 2^-53 each; measured 1.8e-15 at most.
 TOLERANCE = 1e-13
 CONFIGS = {
-    **{name: SPConfig(Backend[name]) for name in SHARING if not BACKENDS[name].section},
+    **{name: SPConfig(Backend[name]) for name in SHARING if name != ZECO.name},
     "auto": SPConfig(),
     **{
         scan.name + (f"/{blocks}" if scan.best_blocks else ""): SPConfig(

@@ -217,7 +217,9 @@ def _leave_out(rank: int, world_size: int, value: float) -> None:
         for name, tensor in _everything(step).items():
             assert torch.equal(tensor, expected[name]), f"{name}: {where}"
         counts = {tensor.item() for name, tensor in expected.items() if name.startswith("step of")}
-        assert counts == {3.0}, counts
+        # Not every optimizer counts its steps.
+        assert counts <= {3.0}, counts
+        assert counts or case.optim.name is not OptimizerName["adamw"]
 
 
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])

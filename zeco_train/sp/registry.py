@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -78,7 +79,12 @@ class SPConfig:
     @property
     def scans(self) -> tuple[ScanSpec, ...]:
         """The algorithms that the settings allow."""
-        return self.all_scan.scans if self.spec.section else self.spec.scans
+        return getattr(self.settings, "scans", self.spec.scans)
+
+    @property
+    def settings(self) -> Any:
+        """The backend's section; None if it has none."""
+        return getattr(self, self.spec.section) if self.spec.section else None
 
 
 def describe_backends() -> str:
@@ -106,8 +112,7 @@ def build_scan(
     Raises:
         ConfigError: the ranks do not support the configuration.
     """
-    settings = getattr(config, config.spec.section) if config.spec.section else None
-    scan = config.spec.build(tuple(Courier(group, timeout) for group in groups), settings)
+    scan = config.spec.build(tuple(Courier(group, timeout) for group in groups), config.settings)
     if device is not None:
         scan.prepare(device)
     return scan
