@@ -89,7 +89,7 @@ _interrupt = partial(_raise, KeyboardInterrupt())
 _bug = partial(_raise, KeyError("ours"))
 _help = partial(_raise, SystemExit(0))
 
-_ENDS: dict[str, Callable[[], int]] = {
+ENDS: dict[str, Callable[[], int]] = {
     "regular, heartbeat": partial(_with_heartbeat, _regular, _CALL_SECONDS),
     "help, heartbeat": partial(_with_heartbeat, _help, _CALL_SECONDS),
     "regular, courier": partial(_with_courier, _regular, _CALL_SECONDS),
@@ -104,7 +104,7 @@ _ENDS: dict[str, Callable[[], int]] = {
 def main() -> int:
     """Run all exits concurrently; prints exit codes and stderr by name, as JSON."""
     started = {}
-    for name, end in _ENDS.items():
+    for name, end in ENDS.items():
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

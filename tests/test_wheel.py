@@ -1,4 +1,4 @@
-"""An unpacked wheel outside of the checkout: all commands and configurations, beside user folders of the same names."""
+"""An installed wheel outside the checkout: all commands and configurations, beside user folders of the same names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ pytestmark = pytest.mark.processes
 TINY = ["model.num_layers=1", "model.hidden_size=32", "data.seq_len=64", "train.eval_sequences=0", "train.steps=2"]
 
 
-def _run(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    folder: Path, site: Path, *arguments: str, command: str | Path = sys.executable
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run([command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the tracked files, unpacked as by pip."""
+    """The wheel of the tracked files, installed without its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for name in filter(None, tracked.stdout.split("\0")):
@@ -36,7 +38,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("zeco_train-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.startswith(("tests", "launch", "docs"))]
-        archive.extractall(folder / "site")
+    command = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target"]
+    done = subprocess.run([sys.executable, *command, str(folder / "site"), str(wheel)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return folder / "site"
 
 
@@ -66,7 +70,7 @@ def test_wheel_trains_generates_and_exports(site: Path, home: Path) -> None:
 @pytest.mark.slow
 def test_every_command_of_wheel_prints_help(site: Path, home: Path) -> None:
     for name in COMMANDS:
-        done = _run(home, site, "-m", "zeco_train", name, "--help")
+        done = _run(home, site, name, "--help", command=site / "bin" / "zeco-train")
         assert done.returncode == 0, (name, done.stderr)
         assert "usage" in done.stdout or "torchrun" in done.stdout, name
     # A subcommand's module can be run directly, too.

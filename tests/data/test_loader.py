@@ -390,8 +390,15 @@ def test_embedded_corpus_is_prepared_and_split(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loader_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu"]
+    case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu", f"out={tmp_path / 'out'}"]
     with Command([*launcher, *case], tmp_path) as command:
         outcome = command.wait()
     assert outcome.code == 0, outcome
     assert "one sequence of 65,536 tokens, 2 ranks, uint16" in outcome.out
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [(row["rank"], row["tokens"]) for row in rows] == [(0, 32_768), (1, 32_768)]
+    for row in rows:
+        assert row["cold_ms"] > 0
+        assert row["warm_ms"] > 0
+        # Its own tokens, and the label of the last one.
+        assert row["bytes_requested"] == 2 * 32_769

@@ -143,7 +143,9 @@ def test_prepare_with_hugging_face_tokenizer(hugging_face: Path, tmp_path: Path)
     assert len(opened.meta.tokenizer["sha256"]) == 64
 
 
-def test_unusable_tokenizers_are_refused(hugging_face: Path, tmp_path: Path) -> None:
+def test_unusable_tokenizers_are_refused(hugging_face: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An empty cache: the user's may have gpt2. HF_HOME was read when the library was imported.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(DataError, match="no such tokenizer; give 'bytes', the folder of a tokenizer on this"):
         load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(

@@ -168,11 +168,18 @@ def test_missing_empty_or_file_path_is_refused(tmp_path: Path) -> None:
     assert "is a file, a token store is a folder" in opening_error(tmp_path / "file")
 
 
-def test_shrunk_shard_fails_read_and_verify(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        (40, "has become shorter since it was opened: nothing at byte 40"),
+        (62, "was changed or replaced since it was opened"),
+    ],
+)
+def test_shrunk_or_grown_shard_fails_read_and_verify(size: int, problem: str, tmp_path: Path) -> None:
     write_store(tmp_path / "store", [10, 10, 10])
     opened = TokenStore.open(tmp_path / "store")
-    os.truncate(tmp_path / "store" / shard_name(0), 40)
-    with pytest.raises(DataError, match=r"has become shorter since it was opened: nothing at byte 40"):
+    os.truncate(tmp_path / "store" / shard_name(0), size)
+    with pytest.raises(DataError, match=problem):
         opened.read(15, 25)
     with pytest.raises(DataError, match=r"tokens-00000\.bin: its contents differ"):
         opened.verify()

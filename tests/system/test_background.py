@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.ends import ENDS
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import ENOUGH
 from zeco_train.collectives.courier import Courier
@@ -35,7 +36,7 @@ def test_process_ends_while_thread_is_inside_torch() -> None:
     assert result.returncode == 0, result.stderr.decode()
     assert time.monotonic() - began < 55, "a stuck thread was waited for"
     ended = json.loads(result.stdout)
-    assert {name: code for name, (code, _) in ended.items()} == {name: _CODES[name.split(",")[0]] for name in ended}
+    assert {name: code for name, (code, _) in ended.items()} == {name: _CODES[name.split(",")[0]] for name in ENDS}
     for name, (_, err) in ended.items():
         if name.startswith("bug"):
             assert err.startswith("Traceback"), err

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from data.recipes import load_recipe
-from tests.support.commands import Outcome, run_here, train_here
+from tests.support.commands import SMALL, Outcome, run_here, train_here
 from zeco_train import export
-from zeco_train.config.schema import load_config, read_config
+from zeco_train.config.schema import Device, load_config, read_config
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.evaluate import command as evaluate
 from zeco_train.system.stored_values import read_values
@@ -144,6 +144,8 @@ def test_invalid_stored_model_is_refused(trained: tuple[Path, Path], tmp_path: P
 
 
 def test_stored_configuration_is_read_back(trained: tuple[Path, Path]) -> None:
+    """With the device and the split that the run has chosen itself."""
     config = read_config(trained[0] / "config.yaml")
-    assert config.name == "default"
-    assert config.optim == load_config([]).optim
+    assert config.train.device is not Device.auto
+    found = ["sp.size=1", f"train.device={config.train.device.value}"]
+    assert config == load_config([*SMALL, f"run_dir={trained[0]}", "train.steps=1", "checkpoint.every=1", *found])

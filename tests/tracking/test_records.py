@@ -16,6 +16,7 @@ from zeco_train.bench import __main__ as bench
 from zeco_train.errors import DataError
 from zeco_train.report import __main__ as report
 from zeco_train.system.run_files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.position_chart import VALIDATION_FILE, plot_validations
 from zeco_train.tracking.starts import STARTS_FILE
 from zeco_train.training import trainer
@@ -54,6 +55,13 @@ def replace(path: Path, number: int, line: str) -> None:
 def go_on(run: Path) -> Outcome:
     """Resume the run for one more step."""
     return train_here(f"run_dir={run}", "train.steps=4", "train.eval_sequences=2", "train.eval_every=1")
+
+
+def compared_run(run: Path) -> dict[str, Any]:
+    """What `compare` has written of the run beside it."""
+    rows: list[dict[str, Any]] = json.loads((run.parent / "compare.json").read_text())["runs"]
+    (row,) = [row for row in rows if row["path"] == str(run)]
+    return row
 
 
 READERS: list[Callable[[Path], Outcome]] = [
@@ -112,22 +120,33 @@ def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
 def test_non_finite_losses_are_accepted(value: str, run: Path) -> None:
     path = run / METRICS_FILE
     lines = path.read_text().splitlines()
-    row = json.loads(lines[1]) | {"loss": "HERE", "tokens_per_second": "HERE"}
-    replace(path, 2, json.dumps(row).replace('"HERE"', value))
+    row = json.loads(lines[2]) | {"loss": "HERE", "tokens_per_second": "HERE"}
+    replace(path, 3, json.dumps(row).replace('"HERE"', value))
+    rows = read_metrics(path)
+    for name in ("loss", "tokens_per_second"):
+        assert [row[name] is None for row in rows] == [False, False, True]
     for read in READERS if value == "NaN" else READERS[:1]:
         outcome = read(run)
         assert outcome.code == 0, outcome.err
-    results = json.loads((run.parent / "compare.json").read_text())
-    assert results["runs"][0]["steps"] == 3
+    compared = compared_run(run)
+    assert (compared["steps"], compared["first_loss"], compared["last_loss"]) == (3, rows[0]["loss"], "nan")
+    assert read_metrics(path)[:3] == rows
 
 
 def test_readers_accept_extreme_numbers(run: Path) -> None:
     """Limits of floats and large integers: figures and tables are still written."""
     change(run / METRICS_FILE, 1, loss=1e308, grad_norm=-1e308, tokens=10**100, tokens_per_second=1e-308)
     change(run / METRICS_FILE, 2, loss=-1e308, step=10**15, tokens_per_second_per_device=0)
+    first, _, last = read_metrics(run / METRICS_FILE)
+    assert [first[name] for name in ("loss", "grad_norm", "tokens", "tokens_per_second")] == [None, None, 10**100, 0.0]
+    assert (last["loss"], last["step"], last["tokens_per_second_per_device"]) == (None, 10**15, 0)
     for read in READERS[:3]:
         outcome = read(run)
         assert outcome.code == 0, outcome.err
+    compared = compared_run(run)
+    assert (compared["steps"], compared["first_loss"], compared["last_loss"]) == (10**15, "nan", "nan")
+    for name in ("compare.png", "report/report.html", "export/README.md"):
+        assert (run.parent / name).stat().st_size > 0
 
 
 def _torn(path: Path) -> None:
@@ -243,7 +262,15 @@ def test_invalid_benchmark_results_are_refused(values: dict[str, object], proble
 
 def test_rows_with_missing_columns_are_read(run: Path) -> None:
     """Rows of other programs: present columns are compared."""
+    other = shutil.copytree(run, run.with_name("other"), symlinks=True)
+    (other / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "loss": 3.0}\n')
     (run / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "loss": 3.5}\n')
-    for read in READERS[:3]:
+    for read in READERS[1:3]:
         outcome = read(run)
         assert outcome.code == 0, outcome.err
+    outcome = run_here(compare.main, str(other), str(run))
+    assert outcome.code == 0, outcome.err
+    compared = compared_run(run)
+    assert (compared["steps"], compared["first_loss"], compared["last_loss"]) == (2, "nan", 3.5)
+    loss, norm = (compared["difference"][column] for column in ("loss", "grad_norm"))
+    assert (loss["absolute"], loss["absolute_step"], norm["absolute"]) == (0.5, 2, 0.0)
