@@ -142,8 +142,13 @@ def test_signals_end_reading_of_prompts(run: Path) -> None:
         found.append("read on")
         return ["a"]
 
-    with mock.patch.object(command, "read_prompts", read):
-        outcome = generate(run, "--prompt-file", "-")
+    # A shell ignores SIGINT in its background jobs, and this process inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with mock.patch.object(command, "read_prompts", read):
+            outcome = generate(run, "--prompt-file", "-")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert outcome == Outcome(130, "", "")
     assert found == [signal.SIG_DFL]
 
