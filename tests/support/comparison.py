@@ -1,4 +1,4 @@
-"""Differences of numbers for comparisons with a limit: one that is not finite is within no limit."""
+"""Relative differences that tests compare with a limit; NaN and infinity exceed every limit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def relative(value: float | None, expected: float | None) -> float:
-    """Relative difference; NaN if one is None, as which `read_metrics` gives NaN and infinities."""
+    """Relative difference; NaN if either is None, which `read_metrics` returns for NaN and infinity."""
     if value is None or expected is None:
         return math.nan
     return abs(value - expected) / abs(expected)
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The largest, or NaN if there is one: Python's `max` passes over a NaN that is not the first."""
+    """The largest error, or NaN if any is NaN; Python's `max` ignores a NaN that is not first."""
     return float(np.max([*errors]))

@@ -62,7 +62,7 @@ def test_validation_loss_per_store_and_weighted_mean(folder: Path, finished: Pat
     web, books = last["val_loss/web"], last["val_loss/long"]
     assert web == books  # the same held-out text
     assert last["val_loss"] == pytest.approx(0.75 * web + 0.25 * books, rel=1e-12)
-    # Without one for the second store, the mean is that of the first, and the log says so.
+    # The second store has no validation part: the mean is the first one's, with a message in the log.
     run = folder / "unvalidated"
     options = ["train.steps=1", "train.eval_sequences=2", "data.verify=true", "data.seq_len=32"]
     outcome = train_here(*mixture(folder), f"run_dir={run}", *options)

@@ -120,7 +120,7 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
     assert fla_format is not None
     same, peer_model = (*_SAME, *fla_format.numbers), getattr(fla.models, fla_format.architecture)
     with torch.device("meta"), warnings.catch_warnings():
-        # Accept its warning that the fused loss rounds differently: it is the one that its users train with.
+        # Silence the warning that the fused loss rounds differently: fla's users train with the fused loss.
         warnings.simplefilter("ignore", UserWarning)
         model = peer_model(
             peer_model.config_class(

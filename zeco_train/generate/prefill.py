@@ -3,7 +3,7 @@
 Prompts of a batch may differ in length: all are processed together up to the end of the shortest, the rest up to the
 end of the next, and so on. In between, tokens are processed in pieces of bounded size, like segments in training, each
 sharded over the ranks of the sequence: memory is that of one piece, whatever the prompt's length. Nothing is padded, so
-a prompt's result does not depend on the rest of the batch.
+only the rounding of a prompt's result depends on the rest of the batch.
 
 Prompts of a few tokens go through the recurrent step instead: the operator's kernels take seconds to compile on a
 machine's first call, and the step is needed for decoding anyway.
