@@ -102,10 +102,12 @@ def _mix(
     Absent tensors are [0].
     """
     with _alone(operands[0]):
-        local = operator_of(operator, operands).select(operands).forward(operands, scale, pieces)
+        chosen = operator_of(operator, operands)
+        local = chosen.select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
-            request = ScanRequest(local.state, local.transition, carry_in=carry_in, want_carry=want_carry)
+            cuts = chosen.cuts(operands)
+            request = ScanRequest(local.state, local.transition, False, carry_in, want_carry, cuts)
             pending = scan_of(scan).launch(request)
             local.overlap()
             received = pending.wait()
@@ -151,9 +153,10 @@ def _mix_backward(
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
     with _alone(do):
-        passes = operator_of(operator, operands).select(operands)
-        local = passes.backward(operands, do, saved, incoming_state, scale, pieces)
-        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, want_dcarry)
+        chosen = operator_of(operator, operands)
+        local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
+        cuts = chosen.cuts(operands)
+        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, want_dcarry, cuts)
         pending = scan_of(scan).launch(request)
         local.overlap()
         grads = [grad.contiguous() for grad in local.operand_grads(pending.wait())]

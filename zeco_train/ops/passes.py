@@ -150,3 +150,7 @@ class Operator:
         """(B, H, K) or (B, H, K, K)."""
         *outer, key_dim, _ = self.state_shape(operands)
         return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)
+
+    def cuts(self, operands: Sequence[Tensor]) -> bool:
+        """Whether shapes alone say that the transition is 0: the state after these tokens is theirs alone."""
+        return False

@@ -40,6 +40,8 @@ class ScanRequest:
         reverse: scan from the last rank to the first.
         carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
         want_carry: `carry_out` will be called. All ranks must agree.
+        cuts: the host knows that the transition is 0, without reading it: nothing is to be folded. A scan between
+            neighbours needs this.
 
     Raises:
         ValueError: an invalid shape, dtype or device.
@@ -50,6 +52,7 @@ class ScanRequest:
     reverse: bool = False
     carry_in: Tensor | None = None
     want_carry: bool = False
+    cuts: bool = False
 
     def __post_init__(self) -> None:
         state, transition, carry_in = self.state, self.transition, self.carry_in
