@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import opcheck
 
 from tests.support.distributed import run_distributed
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.mix import mix
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.seam import SequenceShard
+from zeco_train.ops.seam import SequenceShard, handle_of
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.ops.short_conv.naive import naive_short_conv
 from zeco_train.ops.short_conv.passes import PLAIN
@@ -202,6 +203,24 @@ def test_invalid_operands_are_refused_in_one_line() -> None:
         PLAIN.forward([x, weight, bias], 1.0, None).outputs(torch.zeros(1, 1, 2, 5))
     with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
         SHORT_CONV.step(x, weight, bias, torch.zeros(1, 1, 3, 5))
+
+
+@pytest.mark.parametrize("documents", [None, (0, 4, 5)])
+def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
+    """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
+    values, scan = tensors(1, 9, 4), LocalScan()
+    pieces = None if documents is None else find_pieces(torch.tensor([*documents, 9]), 1, 9, torch.device("cpu"))
+    operands = [values["x"].float(), values["weight"].bfloat16(), values["bias"].float()]
+    leaves = [tensor.requires_grad_() for tensor in operands]
+    carry_in, place = values["carry_in"].float(), (handle_of(scan), pieces)
+    arguments = (leaves, "short_conv", 1.0, *place, None, carry_in.requires_grad_(), True)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
+    with torch.no_grad():
+        _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
+        kept = [x.detach() for x in operands], values["do"].float(), saved, transition, received
+        dcarry_out = values["dcarry_out"].float()
+        opcheck(torch.ops.zeco.mix_backward.default, (*kept, dcarry_out, "short_conv", 1.0, *place, True))
 
 
 # --- kernels ---
