@@ -120,6 +120,11 @@ class ModelSpec:
         blocks = zip(counts.items(), backbone.blocks(), backbone.shared_parts(), strict=True)
         return {name: _walk(count, block, part) for (name, count), block, part in blocks}
 
+    @property
+    def needs_halo(self) -> bool:
+        """Whether some layers exchange states that cross one border only, such as a convolution's."""
+        return any(MIXERS[name].needs_halo for name in self.config.mixer_counts())
+
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters; a tied head counts once."""

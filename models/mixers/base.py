@@ -54,12 +54,14 @@ class Mixer(nn.Module, ABC):
         config_class: configuration class of a language model with this mixer.
         fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
         shared: the parameter of the whole model that the layers read, or None.
+        needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
         reads_positions: whether the layer needs the positions of its tokens (`Place.positions`).
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
     fla: ClassVar[FlaFormat | None] = None
     shared: ClassVar[Shared | None] = None
+    needs_halo: ClassVar[bool] = False
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()

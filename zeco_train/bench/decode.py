@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
@@ -109,7 +109,7 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        scan = session.scan("zeco", state_elements(self._run))
+        scan = session.scan("zeco", state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
         self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 

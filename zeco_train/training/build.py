@@ -26,7 +26,17 @@ from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_wei
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather, init_mesh, join, main_first, resolve_sp_size
+from zeco_train.distributed.mesh import (
+    Launch,
+    ProcessMesh,
+    agree,
+    gather,
+    halo_groups,
+    init_mesh,
+    join,
+    main_first,
+    resolve_sp_size,
+)
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
@@ -272,7 +282,8 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     for line in validation.coverage():
         logger.info("validation: %s", line)
     _check_shards_fit(loader, progress.sequences, mesh)
-    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
+    halo = halo_groups(mesh) if spec_of(config.model).needs_halo else None
+    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
     step = _build_step(config, model, optimizer, scan, mesh)
     return Parts(
         mesh=mesh,
