@@ -44,10 +44,8 @@ class LanguageModelConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        if self.mixer != type(self).mixer:
-            raise ConfigError(
-                "model.mixer", self.mixer, f"must be {type(self).mixer}, of which {type(self).__name__} is"
-            )
+        if self.mixer != (own := type(self).mixer):
+            raise ConfigError("model.mixer", self.mixer, f"must be {own} in a {type(self).__name__}")
         self._require_positive("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
         self._require_finite("norm_eps", "initializer_range")
 
