@@ -35,8 +35,8 @@ class _HybridConfig(GLAConfig):
 class _Scaled(GatedLinearAttention):
     """GLA with a parameter of the mixer itself that has its own initialisation."""
 
-    def __init__(self, config: GLAConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: GLAConfig, layer: int) -> None:
+        super().__init__(config, layer)
         self.scale = nn.Parameter(torch.empty(config.num_heads))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:

@@ -126,6 +126,9 @@ class Operator:
         step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
+        output: position of the operand whose shape and dtype the outputs have.
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
+            halo scan of a shard (`Place.halo`).
     """
 
     operands: tuple[str, ...]
@@ -135,6 +138,8 @@ class Operator:
     step: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]
+    output: int = 2
+    neighbours: bool = False
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
         """(B, H, K, V)."""

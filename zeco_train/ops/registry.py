@@ -8,9 +8,12 @@ from torch import Tensor
 
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.passes import Operator
+from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 
 OPERATORS = {
     "gla": GLA,
+    "scalar_decay": SCALAR_DECAY,
+    "fixed_decay": FIXED_DECAY,
 }
 
 
