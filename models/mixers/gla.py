@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class GLAConfig(LanguageModelConfig):
         use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
     """
 
-    mixer: ClassVar[str] = "gla"
+    mixer: str = "gla"
 
     expand_k: float = 0.5
     expand_v: float = 1.0

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -25,8 +24,6 @@ pytestmark = pytest.mark.numeric
 @dataclass
 class _HybridConfig(GLAConfig):
     """Every second layer uses another mixer."""
-
-    mixer: ClassVar[str] = "gla"
 
     def mixer_of(self, layer: int) -> str:
         return "scaled" if layer % 2 else "gla"
