@@ -265,8 +265,8 @@ def _wrong_scan_is_caught(rank: int, world_size: int, folder: str) -> list[str]:
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         right = session.scan
 
-        def scan(variant: str, *rest: Any, right: Any = right, wrong: Any = wrong) -> Any:
-            return wrong if variant == "lasp2" else right(variant, *rest)
+        def scan(variant: str, *rest: Any, right: Any = right, wrong: Any = wrong, **options: Any) -> Any:
+            return wrong if variant == "lasp2" else right(variant, *rest, **options)
 
         with mock.patch.object(session, "scan", scan), mock.patch("zeco_train.bench.model.time_in_turns") as timed:
             try:
