@@ -184,6 +184,8 @@ class RecordingScan:
 
     def __init__(self, scan: ScanBackend) -> None:
         self._scan = scan
+        # Not recorded: halos are scans of their own.
+        self.neighbour = scan.neighbour
         self.events: list[str] = []
         self.received: dict[str, Tensor] = {}
 
@@ -284,8 +286,8 @@ def build_scans(ranks: tuple[int, ...]) -> dict[str, RecordingScan]:
     """All backends on separate groups. Must be called on all ranks, including those not in `ranks`."""
     scans = {}
     for name, config in CONFIGS.items():
-        groups = dist.new_group(ranks), dist.new_group(ranks)
-        scans[name] = RecordingScan(build_scan(config, groups, TIMEOUT))
+        groups, halo = ((dist.new_group(ranks), dist.new_group(ranks)) for _ in range(2))
+        scans[name] = RecordingScan(build_scan(config, groups, TIMEOUT, halo=halo if len(ranks) > 1 else None))
     if len(ranks) == 1:
         scans["dp"] = RecordingScan(build_scan(SPConfig(Backend["dp"]), groups, TIMEOUT))
     return scans

@@ -18,6 +18,7 @@ from data.documents import Documents
 from data.loader import DataSplit, SequenceLoader, Source
 from data.store import TokenStore
 from data.store_writer import StoreWriter
+from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.parameters import parameter_rules
@@ -62,7 +63,8 @@ class Case:
     Attributes:
         micro_batch: sequences per pass; 1 with `documents`.
         compiler: `torch.compile`'s backend; None means eager.
-        num_layers: of the model.
+        model: its shape.
+        num_layers: of the model, instead of the shape's.
     """
 
     strategy: Strategy = Strategy.zero2
@@ -72,6 +74,7 @@ class Case:
     micro_batch: int = 1
     steps: int = 3
     compiler: Any = None
+    model: LanguageModelConfig = TINY
     num_layers: int = TINY.num_layers
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2))
 
@@ -115,7 +118,7 @@ def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
 def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) -> tuple[LanguageModel, TrainingStep]:
     """A model in fp64, and its step."""
     train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
-    config = dataclasses.replace(TINY, num_layers=case.num_layers)
+    config = dataclasses.replace(case.model, num_layers=case.num_layers)
     model = build_model(config, train, case.strategy, mesh, seed=0)
     if case.compiler is not None:
         model.compile_parts(backend=case.compiler)
