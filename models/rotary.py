@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al., 2021, arXiv 2104.09864), exact at any position.
 
-Channel j of a head of K and channel j + K/2 are rotated by the angle position · theta^(-2j/K): the halves of a head, not
+Channels j and j + K/2 of a head of K are rotated by the angle position · theta^(-2j/K): the halves of a head, not
 neighbouring channels, as in flash-linear-attention and transformers. A product of a rotated query and a rotated key
-depends on the difference of their positions only. At position 8 million, angles in fp32 would be off by half a radian.
+depends on the difference of their positions only. At position 8 million, angles in fp32 would be multiples of 0.5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tenso
     """Rotate queries and keys by their positions.
 
     Args:
-        q, k: [B, T, H, K], K even; bf16, fp32 or fp64.
+        q: [B, T, H, K], K even; bf16, fp32 or fp64.
+        k: [B, T, H, K], same dtype.
         positions: [T] int64, positions of the tokens; or [B, T] if sequences differ, as [B, 1] in generation.
         theta: base of the frequencies.
 
@@ -39,9 +40,9 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tenso
 def _turns(positions: Tensor, theta: float, size: int) -> Tensor:
     """The angles as fractions of a turn, in [-1/2, 1/2]: [..., size / 2] in fp64.
 
-    A position is a · 2^12 + b. A frequency f, in turns, times 2^12 is exact, and so is its distance to the nearest whole
-    number, so that no product below is large: errors stay below 1e-12 up to 2^24 tokens, and no sine of large numbers
-    is computed.
+    A position is a · 2^12 + b. A frequency f, in turns, times 2^12 is exact, and so is its distance to the nearest
+    whole number, so that no product below is large: errors stay below 1e-12 up to 2^24 tokens, and no sine of large
+    numbers is computed.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / -size
     frequencies = torch.pow(theta, exponents) / (2 * math.pi)
