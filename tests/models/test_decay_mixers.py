@@ -275,14 +275,12 @@ def test_forget_gates_have_all_digits_and_finite_gradients(bound: float) -> None
     wide = logits.detach().double()
     b = bounds.double()
     expected_k = (1 - b) / (1 + torch.exp(wide))
-    # log(b + (1 − b) σ(x)) = log(1 + b e^−x) − log(1 + e^−x), or log(1 − k).
-    expected_g = torch.where(
-        expected_k < 0.5, torch.log1p(-expected_k), torch.log(b + (1 - b) / (1 + torch.exp(-wide)))
-    )
+    forget, forgotten = 1 / (1 + torch.exp(-wide)), 1 / (1 + torch.exp(wide))
+    # log(1 − k) or log f: in fp64 too, only the one that does not cancel is right.
+    expected_g = torch.where(expected_k < 0.5, torch.log1p(-expected_k), torch.log(b + (1 - b) * forget))
     torch.testing.assert_close(k.double(), expected_k, rtol=5e-7, atol=0)
     torch.testing.assert_close(g.double(), expected_g, rtol=5e-7, atol=0)
     (gradient,) = torch.autograd.grad(g.sum(), logits)
-    forget, forgotten = 1 / (1 + torch.exp(-wide)), 1 / (1 + torch.exp(wide))
     expected = (1 - b) * forget * forgotten / (b + (1 - b) * forget)
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
 
@@ -332,7 +330,7 @@ def test_gated_norms_have_exact_gradients(function: GateFunction) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 4e-7)])
 def test_rotated_products_depend_on_the_distance_only(dtype: torch.dtype, tolerance: float) -> None:
-    """At 8 million tokens as at the beginning; angles in fp32 would be off by up to 0.5 there."""
+    """At 8 million tokens as at the beginning; angles in fp32 would be multiples of 0.5 there."""
     generator = torch.Generator().manual_seed(0)
     q, k = (F.normalize(torch.randn(1, 1, 9, 64, generator=generator).to(dtype), dim=-1) for _ in range(2))
 
