@@ -159,7 +159,7 @@ def gradients(y: Tensor, mixer: Mixer, x: Tensor, bounds: Tensor | None) -> dict
 
 
 def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """fp64; sums of 75 tokens in another order. Measured at most 2e-14."""
+    """fp64; sums of 75 tokens in another order. Measured at most 1.2e-13."""
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max(), what
 
 
@@ -230,8 +230,8 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
         y, _ = narrow(x.bfloat16(), place(0, TOKENS), (Boundary(),), None if shared is None else shared.float())
         expected, _ = wide(x.bfloat16().double(), place(0, TOKENS), (Boundary(),), shared)
     assert y.dtype == torch.bfloat16
-    # Measured at most 1.2 eps.
-    assert (y - expected).norm() <= 3 * torch.finfo(torch.bfloat16).eps * expected.norm()
+    # Measured at most 0.8 eps.
+    assert (y - expected).norm() <= 2 * torch.finfo(torch.bfloat16).eps * expected.norm()
 
 
 def test_retnet_decays_are_those_of_the_paper() -> None:
