@@ -36,7 +36,7 @@ class FlaFormat:
     switches: Mapping[str, bool] = field(default_factory=dict)
     choices: Mapping[str, type[Enum]] = field(default_factory=dict)
     aliases: Mapping[str, Enum] = field(default_factory=dict)
-    fixed: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, int | float] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     plain_norm: Mapping[str, str] = field(default_factory=dict)

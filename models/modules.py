@@ -9,6 +9,7 @@ does the same, with more fusion, so under `torch.compile` the plain operations a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -47,17 +48,35 @@ class RMSNorm(_Norm):
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 
-class GatedRMSNorm(_Norm):
-    """RMS norm of x times a gate: y = w ⊙ x / sqrt(mean(x²) + eps) ⊙ swish(gate).
+class GateFunction(Enum):
+    """Elementwise function of an output gate: swish(g) = g σ(g), or σ(g)."""
 
-    The GLA layer's output gate (Yang et al., 2023, arXiv 2312.06635, section 4.4); `size` is a head's value dim.
+    swish = "swish"
+    sigmoid = "sigmoid"
+
+
+class GatedRMSNorm(_Norm):
+    """RMS norm of x times a gate: y = w ⊙ x / sqrt(mean(x²) + eps) ⊙ f(gate).
+
+    With swish and a head's value dim as `size` it is the GLA layer's output gate (Yang et al., 2023, arXiv 2312.06635,
+    section 4.4).
+
+    Args:
+        size: length of the last dimension.
+        eps: added to the mean square.
+        gate_function: f.
     """
+
+    def __init__(self, size: int, eps: float, gate_function: GateFunction = GateFunction.swish) -> None:
+        super().__init__(size, eps)
+        self.gate_function = gate_function
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map x, gate [..., size] → [..., size], in the dtype of x."""
         if torch.compiler.is_compiling():
-            return (_normalise(x, self.eps)[0] * self.weight * _swish(gate)).to(x.dtype)
-        return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps)
+            factor = _swish(gate) if self.gate_function is GateFunction.swish else _sigmoid(gate)
+            return (_normalise(x, self.eps)[0] * self.weight * factor).to(x.dtype)
+        return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps, self.gate_function)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -97,29 +116,34 @@ class _GatedRMSNormFunction(torch.autograd.Function):
 
     With x̂, r as in `_RMSNormFunction` and n = w ⊙ x̂:
 
-    y  = n ⊙ swish(g)
-    dg = dy ⊙ n ⊙ swish'(g)
-    dn = dy ⊙ swish(g), and on through the norm
+    y  = n ⊙ f(g)
+    dg = dy ⊙ n ⊙ f'(g)
+    dn = dy ⊙ f(g), and on through the norm
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, function: GateFunction) -> Tensor:
         normed, rstd = _normalise(x, eps)
         ctx.save_for_backward(x, gate, weight, rstd)
+        ctx.function = function
         gate = gate.to(rstd.dtype)
-        return normed.mul_(weight).mul_(gate).mul_(gate.sigmoid()).to(x.dtype)
+        normed.mul_(weight)
+        if function is GateFunction.swish:
+            normed.mul_(gate)
+        return normed.mul_(gate.sigmoid()).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, gate, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
         dy = dy.to(rstd.dtype)
-        swish, slope = _swish_and_slope(gate.to(rstd.dtype))
-        # `slope` and `swish` are fresh, so the gradients overwrite them.
+        with_slope = _swish_and_slope if ctx.function is GateFunction.swish else _sigmoid_and_slope
+        factor, slope = with_slope(gate.to(rstd.dtype))
+        # `slope` and `factor` are fresh, so the gradients overwrite them.
         dgate = slope.mul_(dy).mul_(normed).mul_(weight).to(gate.dtype)
-        dx, dweight = _norm_grads(normed, swish.mul_(dy), weight, rstd)
-        return dx.to(x.dtype), dgate, dweight.to(weight.dtype), None
+        dx, dweight = _norm_grads(normed, factor.mul_(dy), weight, rstd)
+        return dx.to(x.dtype), dgate, dweight.to(weight.dtype), None, None
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -166,3 +190,14 @@ def _swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
     sigmoid = gate.sigmoid()
     swish = gate * sigmoid
     return swish, sigmoid + swish * (1 - sigmoid)
+
+
+def _sigmoid(gate: Tensor) -> Tensor:
+    """σ(g), in the accumulation dtype."""
+    return gate.to(accumulation_dtype(gate.dtype)).sigmoid()
+
+
+def _sigmoid_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """σ(g) and σ'(g) = σ(g) (1 − σ(g)), as fresh tensors."""
+    sigmoid = gate.sigmoid()
+    return sigmoid, sigmoid * (1 - sigmoid)

@@ -7,8 +7,16 @@ import inspect
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer
 from models.mixers.gla import GatedLinearAttention
+from models.mixers.hgrn2 import HGRN2
+from models.mixers.lightning import LightningAttention
+from models.mixers.retnet import MultiScaleRetention
 
-MIXERS: dict[str, type[Mixer]] = {"gla": GatedLinearAttention}
+MIXERS: dict[str, type[Mixer]] = {
+    "gla": GatedLinearAttention,
+    "retnet": MultiScaleRetention,
+    "lightning": LightningAttention,
+    "hgrn2": HGRN2,
+}
 
 # Of the default mixer, which is also that of files and stored configurations that name none.
 DEFAULT_CONFIG: type[LanguageModelConfig] = MIXERS["gla"].config_class

@@ -11,6 +11,7 @@ from torch import Tensor
 from models.config import LanguageModelConfig
 from models.language_model import Block
 from models.registry import mixer_of
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
 from zeco_train.plan.advice import Option
@@ -72,8 +73,12 @@ def saved_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    shard = SequenceShard(LocalScan(), 0, tokens)
+    shard, shared, part = SequenceShard(LocalScan(), 0, tokens), block.attn.shared, None
+    if shared is not None:
+        parameter = torch.zeros(shared.shape(config), dtype=accumulation_dtype(dtype), requires_grad=True)
+        part = shared.parts(parameter)[0]
+    place = shard.place(tokens, x.device, with_positions=block.attn.reads_positions)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, *_ = block(x, shard.place(tokens, x.device, with_positions=block.attn.reads_positions))
+        y, *_ = block(x, place, shared=part)
     del y
     return sum(kept.values())

@@ -1,0 +1,255 @@
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): the layer, its configuration, FLOPs and activations.
+
+Names and shapes of its parameters equal those of `fla.models.HGRN2ForCausalLM` 0.6.0 (without short convolution, with
+lower bounds), so a checkpoint maps one to one. The lower bounds of the forget gates are one parameter of the model,
+`model.lower_bounds` [L, D]; they rise from layer to layer, so later layers remember longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from models.activations import Activations, TokenTensor, Traffic
+from models.config import LanguageModelConfig
+from models.fla import FlaFormat
+from models.mixers.base import Mixer, OperatorFLOPs, Shared
+from models.modules import RMSNorm
+from models.parameters import ParameterRule
+from models.projections import parallel_linear
+from zeco_train.errors import ConfigError
+from zeco_train.ops import CHUNK
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Crossing, Place
+
+# fla's layer leaves `norm_eps` out where it normalises o, and takes its function's default.
+_NORM_EPS = 1e-5
+# Bounds the forget gate from below: 0 has no logarithm, and 1 / f must be finite. A state that it multiplies is gone.
+_LEAST = 1e-30
+
+
+@dataclass
+class HGRN2Config(LanguageModelConfig):
+    """Shape of an HGRN2 model. The defaults are those of `hgrn2_tiny`.
+
+    Attributes:
+        num_heads: H; it divides hidden_size = H·K, and K = V.
+        expand_ratio: K, as the papers give it; None: hidden_size / num_heads.
+    """
+
+    mixer: str = "hgrn2"
+    name: str = "hgrn2_tiny"
+    expand_ratio: int | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
+        super().validate()
+        width, heads = self.hidden_size, self.num_heads
+        if width % heads:
+            nearest = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
+            raise ConfigError("model.num_heads", heads, f"must divide hidden_size = {width}; nearest: {nearest}")
+        if self.expand_ratio is not None and self.expand_ratio != width // heads:
+            allowed = f"must be hidden_size / num_heads = {width // heads}, or null"
+            raise ConfigError("model.expand_ratio", self.expand_ratio, allowed)
+
+    @property
+    def head_dim(self) -> int:
+        """K = V."""
+        return self.hidden_size // self.num_heads
+
+    def canonical(self) -> Self:
+        """See `LanguageModelConfig`; `expand_ratio` says nothing that `num_heads` does not."""
+        return replace(self, expand_ratio=None)
+
+    def describe(self) -> Mapping[str, str]:
+        """See `LanguageModelConfig`."""
+        variants = "tied embeddings" if self.tie_word_embeddings else "none"
+        return {"heads": f"{self.num_heads} of K and V {self.head_dim}", "variants": variants}
+
+
+def lower_bounds(parameter: Tensor) -> Tensor:
+    """Lower bounds of the forget gates: [L, D], from the parameter [L, D].
+
+    A channel's are the cumulative sum over layers of a softmax, less its first: 0 in the first layer, below 1 in the
+    last.
+    """
+    steps = parameter.softmax(0)[1:]
+    # The first layer's is a constant, so no rounding error of the others' gradients reaches it. A sum may round to more
+    # than 1, and a decay must not.
+    return torch.cat([torch.zeros_like(parameter[:1]), steps.cumsum(0).clamp(max=1)])
+
+
+class HGRN2(Mixer):
+    """One HGRN2 layer: x [B, T, D] → [B, T, D].
+
+    q, i      = swish(x Wq), x Wi
+    f         = b + (1 − b) ⊙ σ(x Wf)                             the forget gate, above the layer's lower bound b
+    o         = GLA(q, k = 1 − f, v = i, g = log f)               over the whole sequence, all shards
+    y         = RMSNorm over all heads of o, Wo
+    """
+
+    config_class = HGRN2Config
+    fla = FlaFormat(
+        model_type="hgrn2",
+        architecture="HGRN2ForCausalLM",
+        title="HGRN2 (Qin et al., 2024, arXiv 2404.07904)",
+        numbers={"num_heads": 16},
+        optional={"expand_ratio": int},
+        refused={
+            "use_lower_bound": (True, "no lower bounds of the forget gates"),
+            "use_short_conv": (False, "short convolutions before the operator"),
+        },
+        written={"attn_mode": "chunk", "use_lower_bound": True, "use_short_conv": False},
+    )
+    shared = Shared(
+        name="lower_bounds",
+        shape=lambda config: (config.num_layers, config.hidden_size),
+        rule=ParameterRule(lambda parameter, *_: parameter.zero_(), decays=True),
+        parts=lower_bounds,
+    )
+
+    def __init__(self, config: HGRN2Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.config, self.head_dim = config, config.head_dim
+        width = config.hidden_size
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.f_proj = nn.Linear(width, width, bias=False)
+        self.i_proj = nn.Linear(width, width, bias=False)
+        self.g_norm = RMSNorm(width, _NORM_EPS)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """See `Mixer.forward`."""
+        o, crossing = mix_at("gla", self._operands(x, shared), self.head_dim**-0.5, place, boundaries[0])
+        return self._output(o), (crossing,)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
+        return self._output(OPERATORS["gla"].step(*self._operands(x, shared), states[0]))
+
+    def _operands(self, x: Tensor, bound: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k, v and g [B, T, H, K]."""
+        assert bound is not None, "the model has lower bounds"
+        q, logits, v = parallel_linear(x, self.q_proj.weight, self.f_proj.weight, self.i_proj.weight)
+        k, g = forget_gate(logits, bound)
+        q, k, v, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (F.silu(q), k, v, g))
+        return q, k, v, g
+
+    def _output(self, o: Tensor) -> Tensor:
+        return self.o_proj(self.g_norm(o.flatten(-2)))
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """One state."""
+        return ((self.config.num_heads, self.head_dim, self.head_dim),)
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """FLOPs of the operator; independent of the sequence length."""
+        operator, (shape,) = OPERATORS["gla"], self.state_shapes
+        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
+
+    def activations(self) -> Activations:
+        """Activations that autograd and the compiler's partitioner save.
+
+        On GPUs the operator keeps the scores, in PyTorch it recomputes them.
+        """
+        width, heads = self.config.hidden_size, self.config.num_heads
+        scores, states = heads * CHUNK, width * self.head_dim // CHUNK
+        kept = (
+            TokenTensor("projection of q", width),
+            TokenTensor("logits of the forget gate", width),
+            TokenTensor("q", width),
+            TokenTensor("k", width),
+            TokenTensor("v", width),
+            TokenTensor("log-decays, summed in chunks", width, wide=True),
+            TokenTensor("o", width),
+            TokenTensor("1 / rms of o", 1, wide=True),
+            TokenTensor("o normed", width),
+            TokenTensor("scores", scores, cpu=False),
+        )
+        gradients = (
+            TokenTensor("gradient of o", width),
+            TokenTensor("gradient of q", width),
+            TokenTensor("gradient of k", width),
+            TokenTensor("gradient of v", width),
+            TokenTensor("gradient of the log-decays", width, wide=True),
+            TokenTensor("q ⊙ dq − k ⊙ dk", width, wide=True),
+            TokenTensor("states", states),
+            TokenTensor("gradients of states", states),
+            # The PyTorch operator makes fp32 copies of all its tensors.
+            TokenTensor("chunks of q, k, v, do", width, wide=True, gpu=False),
+            TokenTensor("decays in chunks", width, wide=True, gpu=False),
+            TokenTensor("scores", scores, gpu=False),
+            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
+        )
+        traffic = (
+            Traffic("swish of q", width, 2, 3),
+            Traffic("logits of the forget gate, and k", width, 2, 3),
+            Traffic("log-decays", width, 1, 1, wide=True),
+            Traffic("norm of o", width, 2, 4),
+        )
+        return Activations(kept, gradients, traffic)
+
+
+def forget_gate(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and log-decays of a forget gate f = b + (1 − b) σ(logits).
+
+    Args:
+        logits: [..., D].
+        bound: b [D], in [0, 1], fp32 (fp64 for fp64 logits).
+
+    Returns:
+        k = 1 − f [..., D] in the dtype of the logits, and g = log f [..., D] in that of the bound.
+    """
+    if torch.compiler.is_compiling():
+        k, g = _gate_values(logits.to(bound.dtype), bound)
+        return k.to(logits.dtype), g
+    return _ForgetGate.apply(logits, bound)
+
+
+def _gate_values(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of `forget_gate`, to all digits both where f is nearly 1 and where it is nearly 0."""
+    k = (1 - bound) * (-logits).sigmoid()
+    f = _forgets(logits, bound)
+    # Bounded on the side that is not taken, where the gradient would be 0 · ∞.
+    return k, torch.where(k < 0.5, torch.log1p(-k.clamp(max=0.5)), f.log())
+
+
+def _forgets(logits: Tensor, bound: Tensor) -> Tensor:
+    """The forget gate f."""
+    return (bound + (1 - bound) * logits.sigmoid()).clamp(min=_LEAST)
+
+
+class _ForgetGate(torch.autograd.Function):
+    """x [..., D], b [D] → k = 1 − f, g = log f, with f = b + (1 − b) σ(x).
+
+    With h = dg / f − dk and s = σ(−x) = 1 − σ(x):
+
+    db = Σ s h over all but the last dimension
+    dx = (1 − b) s (1 − s) h
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits, bound)
+        k, g = _gate_values(logits.to(bound.dtype), bound)
+        return k.to(logits.dtype), g
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
+        logits, bound = ctx.saved_tensors
+        wide = logits.to(bound.dtype)
+        of_forgotten = (dg / _forgets(wide, bound)).sub_(dk).mul_((-wide).sigmoid())
+        dbound = of_forgotten.reshape(-1, bound.shape[0]).sum(0)
+        return of_forgotten.mul_(wide.sigmoid()).mul_(1 - bound).to(logits.dtype), dbound
