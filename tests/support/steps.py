@@ -74,7 +74,7 @@ class Case:
     micro_batch: int = 1
     steps: int = 3
     compiler: Any = None
-    model: LanguageModelConfig = TINY
+    model: LanguageModelConfig = field(default_factory=lambda: TINY)
     num_layers: int = TINY.num_layers
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2))
 
