@@ -12,7 +12,7 @@ from typing import Any
 class FlaFormat:
     """fla's class for a language model with this mixer, and the mixer-specific keys of its config.json.
 
-    Keys have the same names as the fields of our configuration.
+    Keys have the same names as the fields of our configuration, except those in `keys`.
 
     Attributes:
         model_type, architecture: as in config.json.
@@ -21,10 +21,12 @@ class FlaFormat:
         optional: numeric keys that may be null, with their type.
         switches: boolean keys, with fla's defaults.
         choices: keys that are null or the name of an Enum member.
+        choice_defaults: fla's defaults of `choices`, where that is not null; null is refused then.
         aliases: alternative names for values of `choices`.
         fixed: fields that fla's layer hard-codes and its configuration cannot change, with their value.
         refused: keys with the only value that our model supports, and the meaning of any other value.
         written: keys that are written to the file but not read.
+        keys: names of fields whose keys have other names, ours → fla's.
         plain_norm: parameter name parts, ours → those of a file with `fuse_norm` false.
     """
 
@@ -35,10 +37,12 @@ class FlaFormat:
     optional: Mapping[str, type] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     choices: Mapping[str, type[Enum]] = field(default_factory=dict)
+    choice_defaults: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, Enum] = field(default_factory=dict)
     fixed: Mapping[str, int | float] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     plain_norm: Mapping[str, str] = field(default_factory=dict)
 
     @property

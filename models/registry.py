@@ -6,16 +6,25 @@ import inspect
 
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer
+from models.mixers.based import Based
+from models.mixers.cosformer import Cosformer
 from models.mixers.gla import GatedLinearAttention
 from models.mixers.hgrn2 import HGRN2
 from models.mixers.lightning import LightningAttention
+from models.mixers.linear import LinearAttention
+from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
+from zeco_train.errors import ConfigError
 
 MIXERS: dict[str, type[Mixer]] = {
     "gla": GatedLinearAttention,
+    "linear": LinearAttention,
     "retnet": MultiScaleRetention,
     "lightning": LightningAttention,
     "hgrn2": HGRN2,
+    "based": Based,
+    "rebased": Rebased,
+    "cosformer": Cosformer,
 }
 
 # Of the default mixer, which is also that of files and stored configurations that name none.
@@ -35,3 +44,26 @@ def describe_mixers() -> str:
 def _title(mixer: type[Mixer]) -> str:
     """The title of fla's format, or else the first line of the docstring."""
     return mixer.fla.title if mixer.fla is not None else inspect.cleandoc(mixer.__doc__ or "").partition("\n")[0]
+
+
+def longest_document(config: LanguageModelConfig) -> int | None:
+    """Tokens of the longest document that all mixers of a model are defined for; None: any."""
+    limits = (MIXERS[name].longest_document(config) for name in config.mixer_counts())
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_document(config: LanguageModelConfig, field: str, tokens: int) -> None:
+    """Check the length of a document, or of a sequence without documents.
+
+    Args:
+        config: of the model.
+        field: where the length comes from, such as `data.seq_len`.
+        tokens: the length; of a part of a document, including the tokens before it.
+
+    Raises:
+        ConfigError: the model is not defined for documents of this length.
+    """
+    longest = longest_document(config)
+    if longest is not None and tokens > longest:
+        allowed = f"the model is defined for documents of at most {longest} tokens (model.max_document)"
+        raise ConfigError(field, tokens, allowed)

@@ -120,6 +120,15 @@ class Mixer(nn.Module, ABC):
         self.place_constants()
         return self
 
+    @classmethod
+    def longest_document(cls, config: Any) -> int | None:
+        """Tokens of the longest document, or sequence without documents, that the mixer is defined for; None: any.
+
+        The caller checks lengths where it knows them on the host: `models.registry.check_document`.
+        """
+        del config
+        return None
+
     @abstractmethod
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs for one token of sequences of `seq_len`, without linear layers, which `models.spec` counts."""

@@ -88,25 +88,14 @@ class GLAConfig(LanguageModelConfig):
         self._require_finite("expand_k", "expand_v")
         for field in ("expand_k", "expand_v"):
             self._require_whole_width(field)
-        common = math.gcd(self.key_dim, self.value_dim)
-        if common % self.num_heads:
-            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - self.num_heads))
-            widths = f"hidden_size · expand_k = {self.key_dim} and hidden_size · expand_v = {self.value_dim}"
-            raise ConfigError("model.num_heads", self.num_heads, f"must divide {widths}; nearest: {nearest}")
+        widths = {"hidden_size · expand_k": self.key_dim, "hidden_size · expand_v": self.value_dim}
+        self._require_heads_divide(widths)
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             allowed = f"must divide num_heads={self.num_heads}: {', '.join(divisors)}"
             raise ConfigError("model.num_kv_heads", self.num_kv_heads, allowed)
         if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
             raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")
-
-    def _require_whole_width(self, field: str) -> None:
-        width = self.hidden_size * getattr(self, field)
-        # The factor is a float, so an exact product may still differ from a whole number in its last digits.
-        if round(width) < 1 or not math.isclose(width, round(width)):
-            nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
-            allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
-            raise ConfigError(f"model.{field}", getattr(self, field), f"{allowed}; nearest: {nearest}")
 
     @property
     def key_dim(self) -> int:

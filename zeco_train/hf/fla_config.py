@@ -87,13 +87,15 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
             raise _refusal(file, key, value, f"{meaning}: not supported, only {supported}")
     values: dict[str, Any] = dict(fla.fixed)
     for key, default in {**_DEFAULTS, **fla.numbers, **fla.switches}.items():
-        values[key] = _checked(file, key, record.get(key, default), type(default))
+        theirs = fla.keys.get(key, key)
+        values[key] = _checked(file, theirs, record.get(theirs, default), type(default))
     for key, kind in {**_OPTIONAL, **fla.optional}.items():
         values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
     for key, entries in fla.choices.items():
         known = {entry.value: entry for entry in entries} | dict(fla.aliases)
         # Not `in known`, which raises for lists and objects.
-        if (name := record.get(key)) is not None and name not in list(known):
+        name, nullable = record.get(key, fla.choice_defaults.get(key)), key not in fla.choice_defaults
+        if not (name is None and nullable) and name not in list(known):
             raise _refusal(file, key, name, f"not supported, only {', '.join(known)}")
         values[key] = known.get(name)
     inner, ratio, is_fused = (values.pop(key) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
@@ -150,7 +152,7 @@ def to_fla(
         "num_hidden_layers": model.num_layers,
         "pad_token_id": pad_id,
         "use_cache": True,
-        **{key: getattr(model, key) for key in (*_SAME, *fla.numbers, *fla.optional, *fla.switches)},
+        **{fla.keys.get(key, key): getattr(model, key) for key in (*_SAME, *fla.numbers, *fla.optional, *fla.switches)},
         **{key: None if choice is None else choice.value for key, choice in choices.items()},
         **fla.written,
     }
