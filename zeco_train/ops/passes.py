@@ -126,6 +126,8 @@ class Operator:
         step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
+        reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
+            reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
     """
 
     operands: tuple[str, ...]
@@ -135,6 +137,17 @@ class Operator:
     step: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]
+    reads_whole: bool = False
+
+    def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
+        """Refuse states of other segments for an operator that reads the whole sequence.
+
+        Raises:
+            ValueError: names the argument, and the setting that it comes from.
+        """
+        if self.reads_whole and (carry_in is not None or want_carry):
+            name = "want_carry" if carry_in is None else "carry_in"
+            raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
         """(B, H, K, V)."""

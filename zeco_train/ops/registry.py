@@ -8,9 +8,11 @@ from torch import Tensor
 
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.passes import Operator
+from zeco_train.ops.unmasked import UNMASKED
 
 OPERATORS = {
     "gla": GLA,
+    "unmasked": UNMASKED,
 }
 
 
