@@ -32,10 +32,12 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         config_class: configuration class of a language model with this mixer.
+        can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
+    can_be_unmasked: ClassVar[bool] = False
     fla: ClassVar[FlaFormat | None] = None
 
     # All subclasses take the model's configuration as their only argument.

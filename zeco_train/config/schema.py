@@ -22,9 +22,10 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from data.config import LARGEST_COUNT, DataConfig, check_config
+from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
+from data.masking import TaskConfig
 from models.config import LanguageModelConfig
-from models.registry import DEFAULT_CONFIG
+from models.registry import DEFAULT_CONFIG, unmasked_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.overrides import check_overrides
@@ -128,6 +129,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     model: LanguageModelConfig = field(default_factory=DEFAULT_CONFIG)
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     sp: SPConfig = field(default_factory=SPConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -146,6 +148,7 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
+        self._check_task()
         check_path("run_dir", self.run_dir)
         load = self.checkpoint.load
         if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
@@ -155,17 +158,42 @@ class Config:
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"
             raise ConfigError("logger.timeout_seconds", self.logger.timeout_seconds, allowed)
 
+    def _check_task(self) -> None:
+        """Check that the model reads what its task lets it read: a causal one earlier tokens, an unmasked one all."""
+        if self.task.is_masked:
+            if self.model.causal:
+                problem = "a causal model would not read the tokens after a mask; set model.causal=false"
+                raise ConfigError("task", "mlm", problem)
+            if self.data.kind is DataKind.synthetic:
+                raise ConfigError("task", "mlm", "data=synthetic has labels of its own; take another data=")
+        if self.model.causal:
+            return
+        able = unmasked_mixers()
+        if (decaying := next((name for name in self.model.mixer_counts() if name not in able), None)) is not None:
+            allowed = f"the decays of {decaying} need an order; mixers without: {', '.join(able) or 'none yet'}"
+            raise ConfigError("model.causal", "false", allowed)
+        if not self.task.is_masked:
+            raise ConfigError("model.causal", "false", "the model would read the token to predict; take task=mlm")
+        if self.train.segments > 1:
+            problem = "an unmasked model reads the whole sequence at once; must be 1 with model.causal=false"
+            raise ConfigError("train.segments", self.train.segments, problem)
+        if self.data.reset_state_at_document:
+            problem = "an unmasked model reads the whole sequence; must be false with model.causal=false"
+            raise ConfigError("data.reset_state_at_document", "true", problem)
+
     def identity(self) -> dict[str, Any]:
         """The settings that define model, data and numerics; they cannot change during the life of a run's folder.
 
         `data.opening.OpenedData.identity` adds those of the opened stores.
         """
-        data = to_plain(self.data)
+        data, task = to_plain(self.data), to_plain(self.task)
+        of_task = task if self.task.is_masked else ("name",)
         return {
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
             **{f"model.{key}": value for key, value in to_plain(self.model).items()},
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
+            **{f"task.{key}": task[key] for key in of_task},
         }
 
 

@@ -49,6 +49,8 @@ _ALWAYS_BEFORE = {
     "data.weights": [1],
     "data.min_document_tokens": 0,
     "model.use_output_gate": True,
+    "model.causal": True,
+    "task.name": "lm",
 }
 
 

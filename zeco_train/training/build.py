@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from data.config import check_split
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
+from data.masking import for_task
 from data.opening import open_data
-from data.reader import OpenedData
+from data.reader import OpenedData, SequenceSource
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules
@@ -227,9 +229,9 @@ def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
         )
 
 
-def _log_data(loader: SequenceLoader, data: OpenedData, config: Config) -> None:
+def _log_data(loader: SequenceLoader, sources: Sequence[SequenceSource], config: Config) -> None:
     total = config.train.steps * config.data.global_batch
-    for source, share in zip(data.train, loader.mixture.shares, strict=True):
+    for source, share in zip(sources, loader.mixture.shares, strict=True):
         named = f"{source.name}, {float(share):.4g} of the sequences, " if source.name else ""
         line = source.describe(config.data.shuffle, config.data.seq_len, float(total * share))
         logger.info("data: %s%s", named, line)
@@ -260,18 +262,17 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
     data, train = config.data, config.train
     split = mesh.split(data.seq_len, data.micro_batch, documents=data.reset_state_at_document, segments=train.segments)
-    loader = SequenceLoader(
-        run.data.train,
-        split,
-        seed=config.seed,
-        global_batch=data.global_batch,
-        shuffle=data.shuffle,
+    sources, held_out = (
+        for_task(some, config.task, config.model.vocab_size) for some in (run.data.train, run.data.validation)
     )
-    _log_data(loader, run.data, config)
-    validation = Validation(run.data.validation, split, train.eval_sequences)
+    loader = _build_loader(config, sources, split)
+    _log_data(loader, sources, config)
+    validation = Validation(held_out, split, train.eval_sequences)
     for line in validation.coverage():
         logger.info("validation: %s", line)
-    _check_shards_fit(loader, progress.sequences, mesh)
+    # Without masks: shards meet where the label of the last token is the first token of the next shard.
+    plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
+    _check_shards_fit(plain, progress.sequences, mesh)
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
     step = _build_step(config, model, optimizer, scan, mesh)
     return Parts(
@@ -291,6 +292,11 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         ),
         progress=progress,
     )
+
+
+def _build_loader(config: Config, sources: Sequence[SequenceSource], split: DataSplit) -> SequenceLoader:
+    data = config.data
+    return SequenceLoader(sources, split, seed=config.seed, global_batch=data.global_batch, shuffle=data.shuffle)
 
 
 def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
@@ -374,10 +380,13 @@ def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) 
 
 
 def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:
-    return open_data(
+    data = open_data(
         config.data,
         vocab_size=config.model.vocab_size,
         sp_size=mesh.sp_size,
         segments=config.train.segments,
         validate=config.train.eval_sequences > 0,
     )
+    # For its errors, before the folder is created.
+    for_task(data.train, config.task, config.model.vocab_size)
+    return data
