@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from zeco_train.errors import ConfigError
 
@@ -15,8 +15,8 @@ class LanguageModelConfig:
     """Shape of a language model. With the fields of its mixer these are the keys of `configs/model/*.yaml`.
 
     Attributes:
-        mixer: name of the token mixer (`models.registry`); a class attribute rather than a field, since each mixer has
-            its own class.
+        mixer: name of the token mixer (`models.registry`). Each mixer has its own class, which sets the default and
+            takes no other value.
         name: shown in logs.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width D of the residual stream.
@@ -30,8 +30,7 @@ class LanguageModelConfig:
         initializer_range: standard deviation of the initial matrices.
     """
 
-    mixer: ClassVar[str]
-
+    mixer: str = ""
     name: str = "gla_tiny"
     vocab_size: int = 259
     hidden_size: int = 128
@@ -48,6 +47,8 @@ class LanguageModelConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
+        if self.mixer != (own := type(self).mixer):
+            raise ConfigError("model.mixer", self.mixer, f"must be {own} in a {type(self).__name__}")
         self._require_positive("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
         self._require_finite("norm_eps", "initializer_range")
 

@@ -10,16 +10,18 @@ The model itself is rank-agnostic: all communication happens in `zeco_train.ops.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from models.activations import Activations, Part, TokenTensor, Traffic
 from models.config import LanguageModelConfig
-from models.mixers.base import Mixer
+from models.mixers.base import Mixer, Shared
 from models.modules import RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.projections import parallel_linear, unread_linear
@@ -28,8 +30,6 @@ from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, 
 from zeco_train.ops.recompute import Recompute, recomputed
 from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
 from zeco_train.ops.segments import LayerStates
-
-_NO_STATES = Boundary()
 
 
 class MLP(nn.Module):
@@ -68,16 +68,19 @@ class Block(nn.Module):
     Args:
         config: of the model.
         mixer: class of `attn`.
+        layer: index of the layer.
 
     Attributes:
         recompute: what the backward pass recomputes.
+        num_states: states that it exchanges with other ranks.
     """
 
-    def __init__(self, config: LanguageModelConfig, mixer: type[Mixer]) -> None:
+    def __init__(self, config: LanguageModelConfig, mixer: type[Mixer], layer: int) -> None:
         super().__init__()
         self.recompute = Recompute.none
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = mixer(config)
+        self.attn = mixer(config, layer)
+        self.num_states = len(self.attn.state_shapes)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -85,25 +88,34 @@ class Block(nn.Module):
         """Compile the block's compute; hooks and recomputation stay outside of the compiled region."""
         self._compute = torch.compile(self._compute, fullgraph=True, **options)  # type: ignore[method-assign]
 
-    def forward(self, x: Tensor, place: Place, boundary: Boundary = _NO_STATES) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x [B, T, D] → y [B, T, D], and the two tensors of the layer's `Crossing`."""
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary] = (), shared: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Map x [B, T, D] → y [B, T, D], then the two tensors of the `Crossing` of each state; see `Mixer.forward`."""
+        boundaries = boundaries or (Boundary(),) * self.num_states
         if self.recompute is Recompute.full and torch.is_grad_enabled():
-            return recomputed(self._compute, x, place, boundary)
-        return self._compute(x, place, boundary)
+            return recomputed(self._compute, x, place, boundaries, shared)
+        return self._compute(x, place, boundaries, shared)
 
     def _compute(
-        self, x: Tensor, place: Place, boundary: Boundary, is_read: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        y, crossing = self.attn(self.attn_norm(x), place, boundary)
+        self,
+        x: Tensor,
+        place: Place,
+        boundaries: Sequence[Boundary],
+        shared: Tensor | None,
+        is_read: bool = True,
+    ) -> tuple[Tensor, ...]:
+        y, crossings = self.attn(self.attn_norm(x), place, boundaries, shared)
         x = x + y
+        states = [tensor for crossing in crossings for tensor in crossing]
         if self.recompute is Recompute.selective and torch.is_grad_enabled():
             # The output is read here: `is_read` is False only where a whole block is recomputed.
-            return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *crossing
-        return self._mlp(x, is_read), *crossing
+            return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
+        return self._mlp(x, is_read), *states
 
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """Map x [B, 1, D] → y [B, 1, D]; see `LanguageModel.step`."""
-        return self._mlp(x + self.attn.step(self.attn_norm(x), state))
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""
+        return self._mlp(x + self.attn.step(self.attn_norm(x), states, positions, shared))
 
     def activations(self) -> Mapping[Part, Activations]:
         """Activations by part; norms and residual sums belong to the block itself."""
@@ -138,8 +150,13 @@ class Backbone(nn.Module):
     def __init__(self, config: LanguageModelConfig, mixers: Sequence[type[Mixer]]) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, mixer) for mixer in mixers)
+        self.layers = nn.ModuleList(Block(config, mixer, layer) for layer, mixer in enumerate(mixers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self._shared: dict[str, Shared] = {}
+        for mixer in mixers:
+            if (shared := mixer.shared) is not None and shared.name not in self._shared:
+                self._shared[shared.name] = shared
+                self.register_parameter(shared.name, Parameter(torch.zeros(shared.shape(config))))
 
     def blocks(self) -> list[Block]:
         """The layers, typed as `Block`."""
@@ -147,15 +164,38 @@ class Backbone(nn.Module):
 
     def forward(self, input_ids: Tensor, shard: SequenceShard, states: LayerStates | None = None) -> Tensor:
         """See `LanguageModel.forward`."""
-        place = shard.place(input_ids.shape[1], input_ids.device)
-        x = self.embeddings(input_ids)
-        for index, layer in enumerate(self.layers):
-            if states is None:
-                x, *_ = layer(x, place)
-            else:
-                x, *crossing = layer(x, place, states.boundary(index))
-                states.keep(Crossing(*crossing))
+        with_positions = any(layer.attn.reads_positions for layer in self.blocks())
+        place = shard.place(input_ids.shape[1], input_ids.device, with_positions=with_positions)
+        x, first = self.embeddings(input_ids), 0
+        for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
+            boundaries = () if states is None else states.boundaries(first, layer.num_states)
+            x, *crossings = layer(x, place, boundaries, part)
+            if states is not None:
+                for received, carry_out in zip(crossings[::2], crossings[1::2], strict=True):
+                    states.keep(Crossing(received, carry_out))
+            first += layer.num_states
         return self.norm(x)
+
+    def step(self, input_ids: Tensor, states: Sequence[Tensor], positions: Tensor) -> Tensor:
+        """The next token of each sequence: input_ids [B] → hidden [B, D]; see `LanguageModel.step`."""
+        x, remaining = self.embeddings(input_ids[:, None]), iter(states)
+        for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
+            x = layer.step(x, list(itertools.islice(remaining, layer.num_states)), positions, part)
+        return self.norm(x).squeeze(1)
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {name: shared.rule for name, shared in self._shared.items()}
+
+    def shared_parts(self) -> list[Tensor | None]:
+        """Each layer's part of the shared parameter that its mixer reads."""
+        parts = {
+            name: shared.parts(parameter.to(accumulation_dtype(parameter.dtype)))
+            for name, shared in self._shared.items()
+            for parameter in (self.get_parameter(name),)
+        }
+        of_layers = (layer.attn.shared for layer in self.blocks())
+        return [None if shared is None else parts[shared.name][index] for index, shared in enumerate(of_layers)]
 
 
 class LMHead(nn.Linear):
@@ -229,31 +269,29 @@ class LanguageModel(nn.Module):
         return hidden if states_only else self.lm_head(hidden, labels, scores)
 
     @torch.no_grad()
-    def step(self, input_ids: Tensor, states: Sequence[Tensor], states_only: bool = False) -> Tensor:
+    def step(self, input_ids: Tensor, states: Sequence[Tensor], positions: Tensor, states_only: bool = False) -> Tensor:
         """Recurrent form: process one more token of each sequence, at a cost independent of the context length.
 
         Not for models sharded by FSDP2: their parameters are gathered around `forward` only.
 
         Args:
             input_ids: [B] int64.
-            states: by layer, [B, H, K, V] after the previous tokens (`zero_states`, or `LayerStates.carry_out`);
-                updated in place.
+            states: [B, H, K, V] each, after the previous tokens (`zero_states`, or `LayerStates.carry_out`); updated in
+                place.
+            positions: [B] int64, of these tokens in their sequences.
             states_only: skip the head.
 
         Returns:
             Logits of the next tokens, [B, vocab]; with `states_only` the input of the head, [B, D].
         """
-        x = self.model.embeddings(input_ids[:, None])
-        for layer, state in zip(self.model.blocks(), states, strict=True):
-            x = layer.step(x, state)
-        hidden = self.model.norm(x).squeeze(1)
+        hidden = self.model.step(input_ids, states, positions)
         return hidden if states_only else self.lm_head(hidden)
 
     def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
-        """Initial states of a sequence, [B, H, K, V] by layer, fp32 (fp64 for an fp64 model)."""
+        """Initial states of a sequence, [B, H, K, V] each, layer by layer, fp32 (fp64 for an fp64 model)."""
         # Under FSDP2 the weight's dtype alternates between master and compute dtype; this gives the same for both.
         dtype = accumulation_dtype(self.model.norm.weight.dtype)
-        shapes = [layer.attn.state_shape for layer in self.model.blocks()]
+        shapes = [shape for layer in self.model.blocks() for shape in layer.attn.state_shapes]
         return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in shapes]
 
     def sharding_units(self) -> list[nn.Module]:

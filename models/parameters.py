@@ -21,12 +21,14 @@ class ParameterRule(NamedTuple):
         is_projection: a matrix [N, K] that maps activations to activations, unlike the embedding, the head, norms and
             biases. Matrix optimizers (Muon) apply to these.
         rows: heights of the matrices stacked along the first dimension of a projection; () for a single one.
+        wide: stays fp32 although the model computes in bf16.
     """
 
     init: Callable[[Tensor, float, torch.Generator], object]
     decays: bool
     is_projection: bool = False
     rows: tuple[int, ...] = ()
+    wide: bool = False
 
 
 def _normal(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.activations import Activations, Part
@@ -34,6 +35,9 @@ class ParameterSpec(NamedTuple):
     shape: Shape
     rule: ParameterRule
 
+
+# Tokens that a block is walked with; any number does.
+_TOKENS = 8
 
 # (K, N): input and output width of a linear layer, y [T, N] = x [T, K] Wᵀ.
 Product = tuple[int, int]
@@ -70,7 +74,7 @@ class BlockSpec:
         count: number of blocks.
         parameters: of one block.
         mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
-        state_shape: H, K, V of the mixer's state.
+        state_shapes: H, K, V of each of the mixer's states.
         operator_flops: see `Mixer`.
         activations: by part.
     """
@@ -79,9 +83,14 @@ class BlockSpec:
     parameters: Sequence[Shape]
     mixer_products: Sequence[Sequence[Product]]
     mlp_products: Sequence[Sequence[Product]]
-    state_shape: tuple[int, int, int]
+    state_shapes: tuple[tuple[int, int, int], ...]
     operator_flops: Callable[[int], OperatorFLOPs]
     activations: Mapping[Part, Activations]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """H, K, V of the operator's state."""
+        return self.state_shapes[-1]
 
     @property
     def products(self) -> Sequence[Sequence[Product]]:
@@ -107,8 +116,14 @@ class ModelSpec:
     @cached_property
     def blocks(self) -> Mapping[str, BlockSpec]:
         """Block specification by mixer name."""
-        counts, blocks = self.config.mixer_counts(), self._skeleton.model.blocks()
-        return {name: _walk(counts[name], block) for name, block in zip(counts, blocks, strict=True)}
+        counts, backbone = self.config.mixer_counts(), self._skeleton.model
+        blocks = zip(counts.items(), backbone.blocks(), backbone.shared_parts(), strict=True)
+        return {name: _walk(count, block, part) for (name, count), block, part in blocks}
+
+    @property
+    def needs_halo(self) -> bool:
+        """Whether some layers exchange states that cross one border only, such as a convolution's."""
+        return any(MIXERS[name].needs_halo for name in self.config.mixer_counts())
 
     @cached_property
     def num_parameters(self) -> int:
@@ -139,8 +154,13 @@ class ModelSpec:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """H, K, V of a layer's state; of the largest one if layers differ."""
-        return max((block.state_shape for block in self.blocks.values()), key=math.prod)
+        """H, K, V of the largest state of a layer."""
+        return max((shape for block in self.blocks.values() for shape in block.state_shapes), key=math.prod)
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of all states of all layers, for one sequence."""
+        return sum(block.count * sum(map(math.prod, block.state_shapes)) for block in self.blocks.values())
 
     def flops_per_token(self, seq_len: int, *, backward: bool = True) -> TokenFLOPs:
         """The model's FLOPs for one token of sequences of `seq_len`. Matrix products only.
@@ -245,12 +265,13 @@ class _ProductsSeen(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _walk(count: int, block: Block) -> BlockSpec:
-    """Walk one block. The number of tokens does not matter."""
-    x = torch.empty(1, 2, block.attn_norm.weight.shape[0], device="meta")
+def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
+    """Walk one block, given its part of a parameter shared by all layers."""
+    x = torch.empty(1, _TOKENS, block.attn_norm.weight.shape[0], device="meta")
+    place = Place("", positions=torch.empty(_TOKENS, dtype=torch.int64, device="meta"))
     with _ProductsSeen() as in_mixer:
         # No name: on the meta device the op computes shapes only, and looks up no scan.
-        block.attn(x, Place(""), Boundary())
+        block.attn(x, place, (Boundary(),) * block.num_states, part)
     with _ProductsSeen() as in_mlp:
         block.mlp(x)
     return BlockSpec(
@@ -258,7 +279,7 @@ def _walk(count: int, block: Block) -> BlockSpec:
         [tuple(parameter.shape) for parameter in block.parameters()],
         in_mixer.groups,
         in_mlp.groups,
-        block.attn.state_shape,
+        block.attn.state_shapes,
         block.attn.operator_flops,
         block.activations(),
     )

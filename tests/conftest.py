@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import resource
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +25,15 @@ MARGIN = 1.5
 # CPU time of `slowness` on the idle machine on which LIMIT was set: two threads of a Xeon.
 _REFERENCE_SECONDS = 0.1
 _SECONDS = pytest.StashKey[float]()
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers_stay() -> Iterator[None]:
+    """Give the next test the handlers that this one found: a job that ends in a test ignores signals from then on."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -27,35 +27,100 @@ class OperatorFLOPs(NamedTuple):
     again: float
 
 
+class Shared(NamedTuple):
+    """A parameter of the whole model of which each layer reads a part, such as HGRN2's lower bounds.
+
+    Attributes:
+        name: of the parameter, `model.NAME`.
+        shape: configuration → its shape.
+        rule: its initialisation and treatment by the optimizer.
+        parts: the parameter, in fp32 or fp64 → the layers' parts, stacked along the first dimension.
+    """
+
+    name: str
+    shape: Callable[[Any], tuple[int, ...]]
+    rule: ParameterRule
+    parts: Callable[[Tensor], Tensor]
+
+
 class Mixer(nn.Module, ABC):
     """A layer's token mixer: x [B, T, D] → [B, T, D], with its static properties (shapes, FLOPs, activations).
+
+    Args:
+        config: of the model, of `config_class`.
+        layer: index of the layer, from 0.
 
     Attributes:
         config_class: configuration class of a language model with this mixer.
         can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
+        shared: the parameter of the whole model that the layers read, or None.
+        needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
+        reads_positions: whether the layer needs the positions of its tokens (`Place.positions`).
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
     can_be_unmasked: ClassVar[bool] = False
     fla: ClassVar[FlaFormat | None] = None
+    shared: ClassVar[Shared | None] = None
+    needs_halo: ClassVar[bool] = False
 
-    # All subclasses take the model's configuration as their only argument.
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
+        self.reads_positions = False
 
     @abstractmethod
-    def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """Mix this rank's tokens.
+
+        Args:
+            x: [B, T, D].
+            place: of the tokens.
+            boundaries: of each state, in the order of `state_shapes`.
+            shared: this layer's part of `Mixer.shared`; None without one.
+
+        Returns:
+            [B, T, D], and each state as exchanged with other ranks.
+        """
 
     @abstractmethod
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; updates `state` [B, *state_shape] in place."""
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """One more token of each sequence.
+
+        Args:
+            x: [B, 1, D].
+            states: [B, H, K, V] each, in the order of `state_shapes`; updated in place.
+            positions: [B] int64, of the tokens in their sequences.
+            shared: as in `forward`.
+
+        Returns:
+            [B, 1, D].
+        """
 
     @property
     @abstractmethod
-    def state_shape(self) -> tuple[int, int, int]:
-        """H, K, V: a state is [B, H, K, V]."""
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """H, K, V of each state [B, H, K, V]; the last one is the operator's."""
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors that the configuration determines, such as decays by head: name of the attribute → value in fp64."""
+        return {}
+
+    def place_constants(self) -> None:
+        """Set the attributes of `constants`, on the device of the parameters.
+
+        They are no buffers: `to_empty` would leave their values undefined, and casting a model would round them.
+        """
+        device = next(self.parameters()).device
+        for name, value in self.constants().items():
+            setattr(self, name, value.to(device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.place_constants()
+        return self
 
     @abstractmethod
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:

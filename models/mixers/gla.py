@@ -11,10 +11,10 @@ shard needs no position ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class GLAConfig(LanguageModelConfig):
         use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
     """
 
-    mixer: ClassVar[str] = "gla"
+    mixer: str = "gla"
 
     expand_k: float = 0.5
     expand_v: float = 1.0
@@ -188,8 +188,8 @@ class GatedLinearAttention(Mixer):
         plain_norm={"g_norm_swish_gate": "g_norm"},
     )
 
-    def __init__(self, config: GLAConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: GLAConfig, layer: int) -> None:
+        super().__init__(config, layer)
         self.config = config
         width, (queries, keys, values, gates) = config.hidden_size, config.projection_widths
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
@@ -211,16 +211,18 @@ class GatedLinearAttention(Mixer):
         else:
             self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Crossing]:
-        """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """See `Mixer.forward`."""
         q, k, v, g, gate = self._operands(x)
-        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, place, boundary)
-        return self._output(o, gate), crossing
+        o, crossing = mix_at("gla", (q, k, v, g), self.head_k_dim**-0.5, place, boundaries[0])
+        return self._output(o, gate), (crossing,)
 
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One more token of each sequence: x [B, 1, D] → [B, 1, D]; updates `state` [B, H, K, V] in place."""
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
         q, k, v, g, gate = self._operands(x)
-        return self._output(OPERATORS["gla"].step(q, k, v, g, state), gate)
+        return self._output(OPERATORS["gla"].step(q, k, v, g, states[0]), gate)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, g [B, T, H, K] and v, gate [B, T, H, V]."""
@@ -246,14 +248,14 @@ class GatedLinearAttention(Mixer):
         return self.o_proj(normed.flatten(-2))
 
     @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """H, K, V."""
-        return self.config.num_heads, self.head_k_dim, self.head_v_dim
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """One state."""
+        return ((self.config.num_heads, self.head_k_dim, self.head_v_dim),)
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs of the operator; independent of the sequence length."""
-        operator = OPERATORS["gla"]
-        return OperatorFLOPs(operator.forward_flops(*self.state_shape), operator.recomputed_flops(*self.state_shape))
+        operator, (shape,) = OPERATORS["gla"], self.state_shapes
+        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
 
     def activations(self) -> Activations:
         """Activations that autograd and the compiler's partitioner save.

@@ -76,7 +76,7 @@ def test_steps_are_as_accurate_as_chunked_operator(mesh: ProcessMesh, dtype: tor
     network, tokens = model(dtype), ids(300)
     started = Prefill(network, mesh, LocalScan(), 128).run([tokens[:200]])
     assert started is not None
-    decoder = Decoder(network, started[1], cuda_graph=False)
+    decoder = Decoder(network, started[1], torch.tensor([200], device=DEVICE), cuda_graph=False)
     steps = torch.cat([decoder.step(token[None].to(DEVICE)) for token in tokens[200:]])
     chunks = whole_logits(network, tokens[None].to(DEVICE))[0, 200:]
     exact = whole_logits(network.double(), tokens[None].to(DEVICE))[0, 200:]
@@ -92,7 +92,10 @@ def test_cuda_graph_equals_eager_steps(mesh: ProcessMesh, dtype: torch.dtype) ->
     prompts = [ids(n) for n in (5, 70, 30)]
     found = Prefill(network, mesh, LocalScan(), 128).run(prompts)
     assert found is not None
-    decoders = [Decoder(network, [state.clone() for state in found[1]], cuda_graph=graph) for graph in (True, False)]
+    positions = torch.tensor([len(prompt) for prompt in prompts], device=DEVICE)
+    decoders = [
+        Decoder(network, [state.clone() for state in found[1]], positions, cuda_graph=graph) for graph in (True, False)
+    ]
     tokens = found[0].argmax(-1)
     for step in range(20):
         if step == 10:

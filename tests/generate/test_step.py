@@ -93,8 +93,8 @@ def test_model_steps_equal_chunked_operator(prompt: int) -> None:
         expected = model(ids, whole(150))
         states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
         logits = [model(ids[:, :prompt], whole(prompt), states=states)]
-    for column in ids[:, prompt:].T:
-        logits.append(model.step(column, states.carry_out)[:, None])
+    for position, column in enumerate(ids[:, prompt:].T, prompt):
+        logits.append(model.step(column, states.carry_out, torch.full_like(column, position))[:, None])
     error = (torch.cat(logits, dim=1) - expected).abs().max() / expected.abs().max()
     assert error < 1e-12, error
 
@@ -113,7 +113,8 @@ def test_model_steps_from_zero_state_equal_whole_sequence(changes: dict[str, Any
     model, (ids, _) = build(dataclasses.replace(SMALL, **changes)), tokens_and_labels(tokens=70)
     states = model.zero_states(2, ids.device)
     before = [state.data_ptr() for state in states]
-    logits = torch.stack([model.step(column, states) for column in ids.T], dim=1)
+    steps = [model.step(column, states, torch.full_like(column, t)) for t, column in enumerate(ids.T)]
+    logits = torch.stack(steps, dim=1)
     expected = model(ids, whole(70))
     assert (logits - expected).abs().max() < 1e-12 * expected.abs().max()
     assert [state.data_ptr() for state in states] == before

@@ -79,8 +79,8 @@ def test_steps_equal_the_whole_sequence(name: str) -> None:
         expected = model(ids, SequenceShard(scan, 0, TOKENS + 1))
         states = LayerStates(carry_in=model.zero_states(2, ids.device), want_carry=True)
         logits = [model(ids[:, :prompt], SequenceShard(scan, 0, prompt), states=states)]
-        for column in ids[:, prompt:].T:
-            logits.append(model.step(column, states.carry_out)[:, None])
+        for position, column in enumerate(ids[:, prompt:].T, prompt):
+            logits.append(model.step(column, states.carry_out, torch.full_like(column, position))[:, None])
     assert (torch.cat(logits, dim=1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 

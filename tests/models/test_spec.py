@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -26,8 +25,6 @@ pytestmark = pytest.mark.numeric
 class _HybridConfig(GLAConfig):
     """Every second layer uses another mixer."""
 
-    mixer: ClassVar[str] = "gla"
-
     def mixer_of(self, layer: int) -> str:
         return "scaled" if layer % 2 else "gla"
 
@@ -38,8 +35,8 @@ class _HybridConfig(GLAConfig):
 class _Scaled(GatedLinearAttention):
     """GLA with a parameter of the mixer itself that has its own initialisation."""
 
-    def __init__(self, config: GLAConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: GLAConfig, layer: int) -> None:
+        super().__init__(config, layer)
         self.scale = nn.Parameter(torch.empty(config.num_heads))
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:

@@ -1,4 +1,4 @@
-"""`op_passes` of a differentiable operator over ranks, with every backend, against the operator on one rank."""
+"""Operators over ranks, with every backend, against their recurrence on one: `op_passes`, and passes of their own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.op_passes import op_passes
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.seam import SequenceShard
 
 pytestmark = pytest.mark.numeric
@@ -57,7 +58,7 @@ def delta_rule(
     return (q.shape[-1] ** -0.5 if scale is None else scale) * torch.stack(o, dim=1), state
 
 
-# Operands are named as in `tensors`.
+# Operands are named as in `tensors`, where scalar decays have names of their own for other shapes.
 OPS = {
     "slow gla": replace(GLA, select=lambda operands: op_passes(GLA.naive, Kind.diagonal)),
     "delta": replace(
@@ -67,7 +68,11 @@ OPS = {
         naive=delta_rule,
         select=lambda operands: op_passes(delta_rule, Kind.matrix),
     ),
+    "scalar_decay": replace(SCALAR_DECAY, operands=("shared_q", "shared_k", "v", "scalar_g")),
+    "fixed_decay": FIXED_DECAY,
 }
+# Operands without a gradient, the same for all tokens.
+CONSTANTS = ("log_decay",)
 
 
 def tensors(num_tokens: int) -> dict[str, Tensor]:
@@ -83,27 +88,37 @@ def tensors(num_tokens: int) -> dict[str, Tensor]:
         "v": random(*tokens, VALUE_DIM),
         "g": -0.2 * random(*tokens, KEY_DIM).abs(),
         "beta": 2 * random(*tokens).sigmoid(),
+        # All heads share the queries and keys of one group.
+        "shared_q": random(num_tokens, 1, KEY_DIM),
+        "shared_k": random(num_tokens, 1, KEY_DIM),
+        "scalar_g": -0.2 * random(*tokens).abs(),
+        "log_decay": torch.tensor([0.0, -0.05, -0.4], dtype=torch.float64),
         "do": random(*tokens, VALUE_DIM),
         "carry_in": random(*state),
         "dcarry_out": random(*state),
     }
 
 
+def operands_of(name: str, values: dict[str, Tensor], start: int, stop: int) -> list[Tensor]:
+    """The operands of the tokens [start, stop)."""
+    return [values[x] if x in CONSTANTS else values[x][:, start:stop] for x in OPS[name].operands]
+
+
 def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry: bool) -> dict[str, Tensor]:
     """The recurrence over the whole sequence, document by document."""
     values = tensors(num_tokens)
-    leaves = [values[operand].requires_grad_() for operand in OPS[name].operands]
+    inputs = {x: values[x].requires_grad_() for x in OPS[name].operands if x not in CONSTANTS}
     zero = torch.zeros_like(values["carry_in"])
     carry_in = (values["carry_in"] if carry else zero).requires_grad_()
     o, state = [], carry_in
     # The first document continues from the carry.
     for a, b in itertools.pairwise([*(documents or (0,)), num_tokens]):
         before = state if a == 0 else zero
-        part, state = OPS[name].naive(*(x[:, a:b] for x in leaves), scale=SCALE, initial_state=before)
+        part, state = OPS[name].naive(*operands_of(name, values, a, b), scale=SCALE, initial_state=before)
         o.append(part)
     outputs, grads = [torch.cat(o, dim=1), state], [values["do"], values["dcarry_out"] if carry else zero]
-    found = torch.autograd.grad(outputs, [*leaves, carry_in], grads, allow_unused=True)
-    of_operands = dict(zip(OPS[name].operands, found, strict=False))
+    found = torch.autograd.grad(outputs, [*inputs.values(), carry_in], grads, allow_unused=True)
+    of_operands = dict(zip(inputs, found, strict=False))
     dcarry_in = zero if found[-1] is None else found[-1]
     return {"o": outputs[0].detach(), **of_operands, "carry_out": state.detach(), "carry_in": dcarry_in}
 
@@ -121,18 +136,23 @@ def of_rank(
         shard = SequenceShard(scan, start, num_tokens, torch.tensor([0, *inner, stop - start]), before)
     results: list[dict[str, Tensor]] = []
     for replay in (False, True):
-        leaves = [values[x][:, start:stop].clone().requires_grad_() for x in OPS[name].operands]
+        operands = [x.clone() for x in operands_of(name, values, start, stop)]
+        differentiable = {
+            what: x.requires_grad_()
+            for what, x in zip(OPS[name].operands, operands, strict=True)
+            if what not in CONSTANTS
+        }
         carry_in = values["carry_in"].clone().requires_grad_() if carry else None
         incoming = scan.received["R"] if replay else None
         o, carry_out = mix(
-            name, leaves, shard, scale=SCALE, incoming_state=incoming, carry_in=carry_in, want_carry=carry
+            name, operands, shard, scale=SCALE, incoming_state=incoming, carry_in=carry_in, want_carry=carry
         )
         outputs, grads = [o], [values["do"][:, start:stop]]
-        inputs = leaves
+        inputs = [*differentiable.values()]
         if carry_in is not None and carry_out is not None:
-            outputs, grads, inputs = [o, carry_out], [*grads, values["dcarry_out"]], [*leaves, carry_in]
+            outputs, grads, inputs = [o, carry_out], [*grads, values["dcarry_out"]], [*inputs, carry_in]
         found = torch.autograd.grad(outputs, inputs, grads)
-        result = {"o": o.detach(), **dict(zip((*OPS[name].operands, "carry_in"), found, strict=False))}
+        result = {"o": o.detach(), **dict(zip((*differentiable, "carry_in"), found, strict=False))}
         if carry_out is not None and not replay:
             result["carry_out"] = carry_out.detach()
         results.append(result)
@@ -141,12 +161,12 @@ def of_rank(
     return results[0]
 
 
-def suite(rank: int, world_size: int) -> None:
+def suite(rank: int, world_size: int, name: str) -> None:
     scans = build_scans(tuple(range(world_size)))
     borders = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
     start, stop = borders[rank : rank + 2]
     with mock.patch.dict(OPERATORS, OPS):
-        for name, (layout, documents), carry in itertools.product(OPS, DOCUMENTS.items(), (False, True)):
+        for (layout, documents), carry in itertools.product(DOCUMENTS.items(), (False, True)):
             inside = None if documents is None else [border for border in documents if border < borders[-1]]
             whole = expected(name, inside, borders[-1], carry)
             for backend, scan in scans.items():
@@ -160,9 +180,10 @@ def suite(rank: int, world_size: int) -> None:
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_op_passes_equal_whole_operator(world_size: int) -> None:
-    run_distributed(suite, world_size)
+def test_operators_over_ranks_equal_whole_recurrence(world_size: int, name: str) -> None:
+    run_distributed(suite, world_size, name)
 
 
 @pytest.mark.parametrize("documents", [None, (0, 70, 100)])

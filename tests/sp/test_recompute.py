@@ -17,7 +17,7 @@ from tests.support.sp_reference import CONFIGS, RecordingScan, build_scans
 from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import Boundary, Place, handle_of
+from zeco_train.ops.seam import Place, handle_of
 from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
@@ -62,7 +62,7 @@ def test_recompute_gives_same_training_for_every_backend(world_size: int, tmp_pa
 def kept(recompute: Recompute, tokens: int) -> int:
     """Number of elements that a block saves for its backward pass, without parameters."""
     scan = LocalScan()
-    block = Block(TINY, GatedLinearAttention)
+    block = Block(TINY, GatedLinearAttention, 0)
     block.recompute = recompute
     saved: dict[int, int] = {}
 
@@ -71,7 +71,7 @@ def kept(recompute: Recompute, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), Place(handle_of(scan)), Boundary())
+        y, *_ = block(torch.randn(1, tokens, TINY.hidden_size).requires_grad_(), Place(handle_of(scan)))
     y.sum().backward()
     return sum(size for pointer, size in saved.items() if pointer not in {p.data_ptr() for p in block.parameters()})
 

@@ -57,7 +57,7 @@ def saved_bytes(
     config: LanguageModelConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int
 ) -> int:
     """What autograd keeps of a block, its parameters aside."""
-    block = Block(config, mixer_of(config)).to(dtype)
+    block = Block(config, mixer_of(config), 0).to(dtype)
     block.recompute = recompute
     if compiled:
         # What the compiler keeps is decided before it makes code.
@@ -74,6 +74,6 @@ def saved_bytes(
 
     shard = SequenceShard(LocalScan(), 0, tokens)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, *_ = block(x, shard.place(tokens, x.device))
+        y, *_ = block(x, shard.place(tokens, x.device, with_positions=block.attn.reads_positions))
     del y
     return sum(kept.values())

@@ -35,10 +35,23 @@ class SwitchedScan(ScanBackend):
     def __init__(self) -> None:
         super().__init__()
         self.current: ScanBackend = LocalScan()
+        self.neighbour = _CurrentNeighbour(self)
 
     def start(self, request: ScanRequest) -> LaunchedScan:
         """See `ScanBackend.start`."""
         return self.current.launch(request)
+
+
+class _CurrentNeighbour(ScanBackend):
+    """Delegates to the neighbours' scan of a switched scan's current one."""
+
+    def __init__(self, switched: SwitchedScan) -> None:
+        super().__init__()
+        self._switched = switched
+
+    def start(self, request: ScanRequest) -> LaunchedScan:
+        current = self._switched.current
+        return (current.neighbour or current).launch(request)
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,9 @@ class Backends:
         Raises:
             ConfigError: this machine does not support it.
         """
-        return LocalScan() if name == "dp" else self._session.scan(name, state_elements(self._run))
+        if name == "dp":
+            return LocalScan()
+        return self._session.scan(name, state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
 
     def contender(self, name: str, tokens: RandomTokens) -> Contender:
         """A variant as a contender, with these tokens."""

@@ -269,7 +269,8 @@ class ModelConfig(OfModelConfig):
             upper bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
         budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
             more tokens per rank are not started, and fewer steps are timed, if that would not be left.
-        heads, tokens: H, and tokens per rank and step; all combinations are measured, tokens innermost.
+        heads, tokens: H (null: that of the model's file), and tokens per rank and step; all combinations are measured,
+            tokens innermost.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
             them would not end within budget_seconds.
         dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to `products`,
@@ -280,7 +281,7 @@ class ModelConfig(OfModelConfig):
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
-    heads: list[int] = field(default_factory=lambda: [16])
+    heads: list[int] | None = None
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
     compile: Compile = Compile.auto
@@ -293,7 +294,7 @@ class ModelConfig(OfModelConfig):
         """See `CaseConfig.validate`."""
         super().validate()
         known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
-        self._check_lists(heads=1, tokens=1)
+        self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
         check_least(self, steps=1, segments=1, check_tokens=1)
         for tokens in (*self.tokens, self.check_tokens):
             if tokens % self.segments:
@@ -301,11 +302,16 @@ class ModelConfig(OfModelConfig):
                 raise ConfigError(name, tokens, f"must divide by segments={self.segments}")
         if self.strategy is Strategy.hsdp:
             raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
-        for heads in self.heads:
+        for heads in self.head_counts:
             self.run_config(heads)
 
-    def run_config(self, heads: int) -> Config:
-        """The configuration of a training run of this model with this many heads.
+    @property
+    def head_counts(self) -> Sequence[int | None]:
+        """The values of H to measure; None is that of the model's file."""
+        return [None] if self.heads is None else self.heads
+
+    def run_config(self, heads: int | None) -> Config:
+        """The configuration of a training run of this model with this many heads (None: those of its file).
 
         Raises:
             ConfigError: an unknown or invalid model.
@@ -314,7 +320,7 @@ class ModelConfig(OfModelConfig):
             if text.partition("=")[0].lstrip("+") == "model.num_heads":
                 raise ConfigError("model.num_heads", text.partition("=")[2], "write heads=[…] here")
         return self._load_run(
-            f"model.num_heads={heads}",
+            *([] if heads is None else [f"model.num_heads={heads}"]),
             f"train.compile={self.compile.name}",
             f"train.recompute={self.recompute.name}",
             f"train.segments={self.segments}",

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import DecodeConfig
@@ -109,7 +109,7 @@ class _Measurement:
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
-        scan = session.scan("zeco", state_elements(self._run))
+        scan = session.scan("zeco", state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
         self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 
@@ -145,7 +145,7 @@ class _Measurement:
                 return
             self._session.enter(f"a context of {context:,} tokens")
             started = time.monotonic()
-            found = self._prefill.run([self._random(context - position)], states=states)
+            found = self._prefill.run([self._random(context - position)], states=states, position=position)
             assert found is not None
             logits, states = found
             rate, position = (context - position) / self._seconds_since(started), context
@@ -158,7 +158,8 @@ class _Measurement:
         own = [state.repeat(batch, 1, 1, 1) for state in kind.context.states]
         if session.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        decoder = Decoder(self._model, own, cuda_graph=kind.variant == "graph")
+        positions = torch.full((batch,), kind.context.tokens, device=session.device)
+        decoder = Decoder(self._model, own, positions, cuda_graph=kind.variant == "graph")
         sampler = Sampler(Sampling(temperature=0), [0] * batch, session.device)
         logits, samples = kind.context.logits.expand(batch, -1), []
         for _ in range(self._config.warmup + steps):
@@ -200,7 +201,8 @@ class _Measurement:
         half, device = len(ids) // 2, self._session.device
         started = self._prefill.run([ids[:half]])
         assert started is not None
-        decoder = Decoder(self._model, started[1], cuda_graph=variant == "graph")
+        positions = torch.tensor([half], device=device)
+        decoder = Decoder(self._model, started[1], positions, cuda_graph=variant == "graph")
         # Copies: a decoder's logits are valid until its next step only.
         steps = torch.cat([decoder.step(token[None].to(device)).clone() for token in ids[half:]])
         chunks = whole_logits(self._model, ids[None].to(device))[0, half:]

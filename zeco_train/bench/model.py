@@ -87,7 +87,7 @@ def run(config: ModelConfig, session: Session) -> Report:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
     if PRODUCTS in names and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
-    for heads in config.heads:
+    for heads in config.head_counts:
         measurement = _Measurement(config.run_config(heads), config, session, report)
         measurement.measure([name for name in names if not is_peer(name)], [name for name in names if is_peer(name)])
     return report
@@ -96,7 +96,7 @@ def run(config: ModelConfig, session: Session) -> Report:
 def _available(config: ModelConfig, session: Session, report: Report) -> list[str]:
     """The variants that this machine supports; the others are noted."""
     names, problem = [], None
-    run = config.run_config(config.heads[0])
+    run = config.run_config(config.head_counts[0])
     for name in config.variants:
         try:
             if is_peer(name):

@@ -11,7 +11,7 @@ import torch
 
 from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.variants import sp_config
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather, halo_groups
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.job import Job
 from zeco_train.sp.backend import ScanBackend
@@ -78,8 +78,10 @@ class Session:
         """Every rank's value, by rank; must pickle. Collective."""
         return gather(value, self.world_size)
 
-    def scan(self, variant: str, state_elements: int, purpose: str = "eager") -> ScanBackend:
-        """The scan of a variant over all ranks, cached.
+    def scan(
+        self, variant: str, state_elements: int, purpose: str = "eager", *, with_halo: bool = False
+    ) -> ScanBackend:
+        """The scan of a variant over all ranks, cached; with another one for states that cross one border only.
 
         Each purpose has its own, since a failed capture leaves a scan that cannot be used again.
 
@@ -91,9 +93,10 @@ class Session:
             # Backends check this too, but not over one rank, where nothing is sent.
             raise ConfigError("variants", variant, "symmetric memory needs CUDA")
         # Its text, since settings are mutable dataclasses, which cannot be keys.
-        key = purpose, repr(config)
+        key = purpose, f"{config!r} {with_halo}"
         if key not in self._scans:
-            self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout, self.device)
+            halo = halo_groups(self.mesh) if with_halo else None
+            self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout, self.device, halo)
         return self._scans[key]
 
     def drain(self) -> None:

@@ -13,7 +13,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from zeco_train.errors import ConfigError
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _INT64_LIMIT = 1 << 63
+_EXAMPLE = "train.steps=100"
 
 
 C = TypeVar("C", bound="Settings")
@@ -107,7 +108,33 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
     Raises:
         ConfigError: names the override and the allowed values.
     """
-    return _apply(overrides, OmegaConf.structured(schema), groups, "train.steps=100")
+    return _apply(overrides, OmegaConf.structured(schema), groups, _EXAMPLE)
+
+
+def of_groups(overrides: Sequence[str], groups: Collection[str]) -> list[str]:
+    """The overrides that choose a file of one of the groups.
+
+    Raises:
+        ConfigError: an override of another form.
+    """
+    parsed = [(text, _parse(text, _EXAMPLE)) for text in overrides]
+    return [text for text, one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
+
+
+def find_value(overrides: Sequence[str], key: str) -> Any:
+    """The value that the last override of a key sets, of any type, null as text; None if there is none.
+
+    Raises:
+        ConfigError: an override of another form.
+    """
+    found = None
+    for text in overrides:
+        override = _parse(text, _EXAMPLE)
+        if not (override.is_delete() or override.is_sweep_override()):
+            for name, value in _leaves(override.key_or_group, override.value()):
+                if name == key:
+                    found = "null" if value is None else value
+    return found
 
 
 def _apply(
@@ -171,7 +198,7 @@ def _check_value(key: str, value: Any, shown: Any, settings: Any, groups: Mappin
     schema = OmegaConf.get_type(settings)
     kind = _type_of(key, schema)
     if kind is None:
-        raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)]))
+        raise ConfigError(key, shown, _unknown(key, [*groups, *_keys(schema)], _mixer(key, schema)))
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, shown, f"is a section; set its keys, such as {key}.{dataclasses.fields(kind)[0].name}")
     if section := _section_of(kind):
@@ -272,10 +299,16 @@ def _keys(schema: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
+def _mixer(key: str, schema: Any) -> str | None:
+    """The mixer that a key's section belongs to; None for sections other than the model."""
+    return getattr(_kinds(schema).get(key.partition(".")[0]), "mixer", None)
+
+
+def _unknown(key: str, known: Sequence[str], mixer: str | None) -> str:
     if key.partition(".")[0] == "hydra":
         return "Hydra only composes the configuration of train.py, and there are no hydra settings"
     # `steps` for train.steps: a forgotten section is likelier than a misspelt key.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     close = close or difflib.get_close_matches(key, known, n=1)
-    return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "--help lists all")
+    of_mixer = f" of mixer {mixer}" if mixer else ""
+    return f"unknown key{of_mixer}; " + (f"did you mean {' or '.join(close)}?" if close else "--help lists all")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,20 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from data.config import LARGEST_COUNT, DataConfig, DataKind, check_config
+from data.config import LARGEST_COUNT, DataConfig, check_config
 from data.masking import TaskConfig
 from models.config import LanguageModelConfig
-from models.registry import DEFAULT_CONFIG, unmasked_mixers
+from models.registry import DEFAULT_CONFIG, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
-from zeco_train.config.overrides import check_overrides
+from zeco_train.config.mixer_choice import KEY as MIXER_KEY
+from zeco_train.config.mixer_choice import Composed, MixerChoice, choose_mixer, config_class, stored_class
+from zeco_train.config.overrides import check_overrides, find_value, of_groups
+from zeco_train.config.task_rules import check_task
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
@@ -121,7 +125,10 @@ class TrainConfig:
 
 @dataclass
 class Config:
-    """A whole run. `name`: its name; `run_dir`: its folder; `seed`: of the initial weights and the data order."""
+    """A whole run. `name`: its name; `run_dir`: its folder; `seed`: of the initial weights and the data order.
+
+    `model` is of the class of its mixer; `schema_of` has the types of its keys.
+    """
 
     name: str = MISSING
     run_dir: str = MISSING
@@ -148,7 +155,7 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
-        self._check_task()
+        check_task(self.task, self.model, self.data, self.train.segments)
         check_path("run_dir", self.run_dir)
         load = self.checkpoint.load
         if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
@@ -157,29 +164,6 @@ class Config:
             # The other ranks wait for rank 0 meanwhile and would time out.
             allowed = f"must be < parallel.timeout_seconds={self.parallel.timeout_seconds:g}"
             raise ConfigError("logger.timeout_seconds", self.logger.timeout_seconds, allowed)
-
-    def _check_task(self) -> None:
-        """Check that the model reads what its task lets it read: a causal one earlier tokens, an unmasked one all."""
-        if self.task.is_masked:
-            if self.model.causal:
-                problem = "a causal model would not read the tokens after a mask; set model.causal=false"
-                raise ConfigError("task", "mlm", problem)
-            if self.data.kind is DataKind.synthetic:
-                raise ConfigError("task", "mlm", "data=synthetic has labels of its own; take another data=")
-        if self.model.causal:
-            return
-        able = unmasked_mixers()
-        if (decaying := next((name for name in self.model.mixer_counts() if name not in able), None)) is not None:
-            allowed = f"the decays of {decaying} need an order; mixers without: {', '.join(able) or 'none yet'}"
-            raise ConfigError("model.causal", "false", allowed)
-        if not self.task.is_masked:
-            raise ConfigError("model.causal", "false", "the model would read the token to predict; take task=mlm")
-        if self.train.segments > 1:
-            problem = "an unmasked model reads the whole sequence at once; must be 1 with model.causal=false"
-            raise ConfigError("train.segments", self.train.segments, problem)
-        if self.data.reset_state_at_document:
-            problem = "an unmasked model reads the whole sequence; must be false with model.causal=false"
-            raise ConfigError("data.reset_state_at_document", "true", problem)
 
     def identity(self) -> dict[str, Any]:
         """The settings that define model, data and numerics; they cannot change during the life of a run's folder.
@@ -220,8 +204,7 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type, one out of range, or one without effect.
     """
-    given = check_overrides(overrides, Config, group_options())
-    config = _compose(overrides, base)
+    config, given = _compose_checked(overrides, base)
     config.validate()
     # The run stores the configuration, and a stored one is refused if it has interpolations.
     if (found := find_interpolation(to_plain(config))) is not None:
@@ -266,33 +249,97 @@ def config_of(plain: Any) -> Config:
         raise ValueError("not a mapping")
     check_values(plain)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain)))
+        schema = schema_of(stored_class(plain))
+        return _to_config(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain)))
     except ConfigError as error:
-        # From a section's own checks in its constructor; the caller names the file.
+        # An unknown mixer, or from a section's own checks in its constructor; the caller names the file.
         raise ValueError(str(error)) from error
-    assert isinstance(config, Config)
-    return config
 
 
-def _compose(overrides: list[str], base: Config | None = None) -> Config:
-    store, primary = ConfigStore.instance(), "train"
-    store.store(name="schema", node=Config)
+_SCHEMAS: dict[type, type[Config]] = {}
+
+
+def schema_of(model: type[LanguageModelConfig]) -> type[Config]:
+    """`Config` with a section `model` of this class, to check and compose; values are of class `Config` itself."""
+    if model not in _SCHEMAS:
+        section = ("model", model, field(default_factory=model))
+        _SCHEMAS[model] = dataclasses.make_dataclass("Config", [section], bases=(Config,))
+    return _SCHEMAS[model]
+
+
+def check_keys(overrides: list[str]) -> dict[str, Any]:
+    """`check_overrides` for a run's overrides, with the keys of the mixer that they choose.
+
+    Raises:
+        ConfigError: see `check_overrides`; or the mixer is unknown, or has no file of the size.
+    """
+    groups = group_options()
+    return check_overrides(overrides, schema_of(_choose_mixer(overrides, groups).model), groups)
+
+
+def _choose_mixer(overrides: list[str], groups: dict[str, list[str]]) -> MixerChoice:
+    """Choose the mixer, after checks of those overrides that decide it."""
+    # An unknown mixer comes before all else, since the meaning of the other keys depends on it.
+    if (asked := find_value(overrides, MIXER_KEY)) is not None:
+        config_class(asked)
+    check_overrides(of_groups(overrides, groups), Config, groups)
+    return choose_mixer(overrides, groups, _compose_untyped)
+
+
+def _compose_checked(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
+    """The configuration, without checks of ranges, and the keys that the overrides set."""
+    groups = group_options()
+    choice = _choose_mixer(overrides, groups) if base is None else MixerChoice(type(base.model), overrides)
+    schema = schema_of(choice.model)
+    given = check_overrides(overrides, schema, groups)
+    if base is None:
+        composed = _compose("train", choice.overrides, schema)
+    else:
+        ConfigStore.instance().store(name="base", node=base)
+        # Without a defaults list there is nothing to replace: a group's file is added on top of the base.
+        added = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
+        composed = _compose("base", added, schema)
+    try:
+        return _to_config(composed), given
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, choice.overrides) from error
+
+
+def _compose(file: str, overrides: Sequence[str], schema: Any, **options: bool) -> DictConfig:
+    """Compose a file of `configs/` with overrides."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=schema)
     for name in BACKENDS:
         store.store(group="sp", name=name, node={"backend": name})
-    if base is not None:
-        primary = "base"
-        store.store(name=primary, node=base)
-        # Without a defaults list there is nothing to replace: a group's file is added on top of the base.
-        groups = group_options()
-        overrides = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = compose(primary, overrides=overrides)
-        config = OmegaConf.to_object(composed)
+            return compose(file, overrides=list(overrides), **options)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explain(error, overrides) from error
-    assert isinstance(config, Config)
-    return config
+
+
+def _compose_untyped(file: str, overrides: Sequence[str]) -> Composed:
+    """Compose a file without a schema, which depends on the result."""
+    files = tuple((path, path.stat().st_mtime_ns) for path in sorted(CONFIG_DIR.rglob("*.yaml")))
+    return _read_choice(files, file, tuple(overrides))
+
+
+@lru_cache(maxsize=256)
+def _read_choice(files: tuple[tuple[Path, int], ...], file: str, overrides: tuple[str, ...]) -> Composed:
+    """`_compose_untyped`, once for unchanged `files`: composing takes longer than all other checks."""
+    composed = _compose(file, overrides, {}, return_hydra_config=True)
+    try:
+        mixer = OmegaConf.select(composed, MIXER_KEY)
+    except OmegaConfBaseException as error:
+        raise _explain(error, overrides) from error
+    return Composed(mixer, str(composed.hydra.runtime.choices.get("model")))
+
+
+def _to_config(composed: Any) -> Config:
+    """A composed configuration as `Config` itself rather than the class of `schema_of`."""
+    values = OmegaConf.to_object(composed)
+    assert isinstance(values, Config)
+    return Config(**{section.name: getattr(values, section.name) for section in dataclasses.fields(Config)})
 
 
 def group_options() -> dict[str, list[str]]:
@@ -311,15 +358,15 @@ def group_options() -> dict[str, list[str]]:
 def describe(overrides: list[str]) -> str:
     """The text of `train.py --help`: groups with their options, and the configuration with `overrides` applied."""
     groups = "\n".join(f"  {name}={'|'.join(options)}" for name, options in group_options().items())
-    check_overrides(overrides, Config, group_options())
-    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose(overrides))))
+    config = OmegaConf.to_yaml(OmegaConf.create(to_plain(_compose_checked(overrides)[0])))
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
-        f"Groups:\n{groups}\n\nBackends:\n{describe_backends()}\n\nKeys, as this command line sets them:\n\n{config}"
+        f"Groups:\n{groups}\n\nMixers:\n{describe_mixers()}\n\nBackends:\n{describe_backends()}\n\n"
+        f"Keys, as this command line sets them:\n\n{config}"
     )
 
 
-def _explain(error: Exception, overrides: list[str]) -> ConfigError:
+def _explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """A one-line error for what `check_overrides` cannot detect: interpolations, and errors in files of `configs/`."""
     text = str(error).strip() or type(error).__name__
     full_key = re.search(r"full_key: (\S+)", text)

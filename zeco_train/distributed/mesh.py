@@ -198,11 +198,24 @@ def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timed
     """Initialise the default process group, if it is not yet, and create the mesh."""
     join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
+    groups = _scan_groups(devices, device, timeout, "scan")
+    return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout)
+
+
+def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Groups like `scan_groups`, for halos, if the model has some; None if no ranks share a sequence. Collective."""
+    return None if mesh.sp_size == 1 else _scan_groups(mesh.devices, mesh.device, mesh.timeout, "halo")
+
+
+def _scan_groups(
+    devices: DeviceMesh, device: torch.device, timeout: timedelta, name: str
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The SP group twice, for forward and reverse scans. Collective."""
     rows = devices.mesh.tolist()
     # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
     urgent = device.type == "cuda"
-    forward, reverse = (_group(rows, timeout, f"scan {way}", urgent=urgent) for way in ("forward", "reverse"))
-    return ProcessMesh(launch.rank, launch.world_size, device, devices, (forward, reverse), timeout)
+    forward, reverse = (_group(rows, timeout, f"{name} {way}", urgent=urgent) for way in ("forward", "reverse"))
+    return forward, reverse
 
 
 def join(device: torch.device, timeout: timedelta) -> None:

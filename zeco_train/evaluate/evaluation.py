@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from models.spec import spec_of
 from zeco_train.config.overrides import as_override, check_overrides
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
-from zeco_train.distributed.mesh import ProcessMesh
+from zeco_train.distributed.mesh import ProcessMesh, halo_groups
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.sp.backend import ScanBackend
@@ -45,7 +46,9 @@ class Evaluation:
     @cached_property
     def scan(self) -> ScanBackend:
         """The sequence-parallel scan. The first use is collective."""
-        return build_scan(self.config.sp, self.mesh.scan_groups, self.mesh.timeout, self.mesh.device)
+        mesh = self.mesh
+        halo = halo_groups(mesh) if spec_of(self.config.model).needs_halo else None
+        return build_scan(self.config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
 
     @cached_property
     def forward(self) -> SequenceForward:

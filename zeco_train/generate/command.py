@@ -12,10 +12,11 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
+from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, halo_groups, init_mesh, join, resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
@@ -54,7 +55,8 @@ def _generate(arguments: list[str], job: Job) -> int:
     job.enter("loading the model")
     model = load_trained(trained, mesh, dtype=config.train.dtype, strategy=None)
     tokenizer = agree(mesh, lambda: trained.tokenizer)
-    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
+    halo = halo_groups(mesh) if spec_of(config.model).needs_halo else None
+    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
     stop = StopRequest()
     printer = Printer(len(options.prompts) * options.samples, options.samples, sys.stdout, options.stream)
     generator = Generator(

@@ -18,35 +18,41 @@ class Decoder:
         model: replicated on this rank.
         states: recurrent states after the tokens so far, per layer [B, H, K, V]; owned by the decoder, updated in
             place.
+        positions: [B] int64, of the next tokens in their sequences.
         cuda_graph: on CUDA, capture a step as a CUDA graph: a step has about a dozen small kernels per layer, which
             take longer to launch than to run.
     """
 
-    def __init__(self, model: LanguageModel, states: Sequence[Tensor], cuda_graph: bool = True) -> None:
-        self._model, self._states = model, list(states)
-        self._graph = _GraphedStep(model, self._states) if cuda_graph and states[0].is_cuda else None
+    def __init__(
+        self, model: LanguageModel, states: Sequence[Tensor], positions: Tensor, cuda_graph: bool = True
+    ) -> None:
+        self._model, self._states, self._positions = model, list(states), positions.clone()
+        self._graph = _GraphedStep(model, self._states, self._positions) if cuda_graph and positions.is_cuda else None
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, vocab] after these tokens, [B] int64; valid until the next step."""
         if self._graph is not None:
             return self._graph.step(tokens)
-        return self._model.step(tokens, self._states)
+        logits = self._model.step(tokens, self._states, self._positions)
+        self._positions += 1
+        return logits
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        index = torch.tensor(rows, device=self._states[0].device)
+        index = torch.tensor(rows, device=self._positions.device)
         self._states = [state[index] for state in self._states]
+        self._positions = self._positions[index]
         if self._graph is not None:
             # A graph is bound to the addresses and shapes of its buffers.
-            self._graph = _GraphedStep(self._model, self._states)
+            self._graph = _GraphedStep(self._model, self._states, self._positions)
 
 
 class _GraphedStep:
-    """`model.step` as a CUDA graph, with static buffers for tokens, states and logits."""
+    """`model.step` as a CUDA graph, with static buffers for tokens, states, positions and logits."""
 
-    def __init__(self, model: LanguageModel, states: Sequence[Tensor]) -> None:
-        device = states[0].device
-        self._tokens = torch.zeros(len(states[0]), dtype=torch.int64, device=device)
+    def __init__(self, model: LanguageModel, states: Sequence[Tensor], positions: Tensor) -> None:
+        device = positions.device
+        self._tokens = torch.zeros_like(positions)
         # Warm up before capture: the first run compiles, autotunes and allocates. It also changes the states, so
         # restore them afterwards.
         before = [state.clone() for state in states]
@@ -54,11 +60,12 @@ class _GraphedStep:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                model.step(self._tokens, states)
+                model.step(self._tokens, states, positions)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream):
-            self._logits = model.step(self._tokens, states)
+            self._logits = model.step(self._tokens, states, positions)
+            positions += 1
         for state, value in zip(states, before, strict=True):
             state.copy_(value)
 

@@ -252,17 +252,21 @@ class Generator:
             own = keys[start : start + at_once][self._mesh.sp_rank :: self._mesh.sp_size]
             rows = [_Row(key, request.limits, self._tokenizer, prompts[key.prompt]) for key in own]
             index = torch.tensor([places[key.prompt] for key in own], dtype=torch.int64, device=logits.device)
-            self._decode(rows, logits[index], [state[index] for state in states], request)
+            positions = torch.tensor([len(prompts[key.prompt]) for key in own], device=logits.device)
+            decoder = self._decoder([state[index] for state in states], positions) if rows else None
+            self._decode(rows, logits[index], decoder, request)
             done += [row.completion() for row in rows]
         self.speed.decode_seconds += time.perf_counter() - started
         self.speed.tokens += sum(len(completion.tokens) for completion in done)
         return done
 
-    def _decode(self, rows: list[_Row], logits: Tensor, states: list[Tensor], request: _Request) -> None:
+    def _decoder(self, states: list[Tensor], positions: Tensor) -> Decoder:
+        return Decoder(self._model, states, positions, self._cuda_graph)
+
+    def _decode(self, rows: list[_Row], logits: Tensor, decoder: Decoder | None, request: _Request) -> None:
         """Decode rows to their ends, with equally many meetings on all ranks of the group. `rows` may be empty."""
         seeds = [request.sampling.seed + row.key.sample for row in rows]
         sampler = Sampler(request.sampling, seeds, logits.device)
-        decoder = Decoder(self._model, states, self._cuda_graph) if rows else None
         # Rows in the decoder; ended rows are dropped once they are half of the batch.
         batch, tokens = list(rows), torch.empty(0)
         for step in range(request.limits.max_tokens):

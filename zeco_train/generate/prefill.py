@@ -48,13 +48,15 @@ class Prefill:
         prompts: Sequence[Tensor],
         proceed: Callable[[], bool] = lambda: True,
         states: Sequence[Tensor] | None = None,
+        position: int = 0,
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Logits [B, vocab] after each prompt's last token, and the states there, per layer [B, H, K, V].
+        """Logits [B, vocab] after each prompt's last token, and the states there, [B, H, K, V] each.
 
         Args:
             prompts: [T_i] int64 each, T_i ≥ 1, the same on all ranks of a sequence.
             proceed: called before each piece; must return the same value on all these ranks.
             states: initial states, the same on all these ranks; None for zeros.
+            position: of the prompts' first tokens, the tokens that `states` have seen.
 
         Returns:
             None if `proceed` returned false.
@@ -72,7 +74,7 @@ class Prefill:
             index = torch.tensor(rows, device=device)
             tokens = torch.stack([prompts[row][start:stop] for row in rows])
             # Indexing with a tensor copies, so `_steps` may update the carries in place.
-            carries, hidden = process(tokens, start, [state[index] for state in states])
+            carries, hidden = process(tokens, position + start, [state[index] for state in states])
             for state, carry in zip(states, carries, strict=True):
                 state[index] = carry
             # Overwritten by later pieces, so the value of each prompt's last piece remains.
@@ -93,8 +95,9 @@ class Prefill:
     def _steps(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """`_piece`, token by token on this rank alone."""
         hidden = torch.empty(0)
-        for column in tokens.to(self._mesh.device).unbind(1):
-            hidden = self._model.step(column, carries, states_only=True)
+        for position, column in enumerate(tokens.to(self._mesh.device).unbind(1), start):
+            positions = torch.full_like(column, position)
+            hidden = self._model.step(column, carries, positions, states_only=True)
         return carries, hidden
 
     def _piece(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:

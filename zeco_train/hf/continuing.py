@@ -25,8 +25,9 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
         CheckpointError: its files cannot be read, or do not match its own configuration.
     """
     found = checked_fla_model(folder).model
-    fields = [entry.name for entry in dataclasses.fields(model) if entry.name not in _NOT_OF_THE_MODEL]
-    different = [name for name in fields if getattr(found, name) != getattr(model, name)]
+    # Those of `found`: a model with another mixer has other fields, and `mixer` is the first.
+    fields = [entry.name for entry in dataclasses.fields(found) if entry.name not in _NOT_OF_THE_MODEL]
+    different = [name for name in fields if not hasattr(model, name) or getattr(found, name) != getattr(model, name)]
     if different:
         overrides = " ".join(f"model.{name}={as_override(getattr(found, name))}" for name in different)
         own = as_override(getattr(model, different[0]))

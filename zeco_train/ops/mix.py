@@ -80,9 +80,10 @@ def mix_at(
     The caller keeps the scan of `place` alive until after the backward pass.
 
     Returns:
-        o, [B, T, H, V] in the dtype of v; and the states that crossed ranks.
+        o, shaped like the operand `Operator.output`; and the states that crossed ranks.
     """
-    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *place, *boundary)
+    scan = place.halo if operator_of(operator, operands).neighbours else place.scan
+    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, scan, place.pieces, *boundary)
     return o, Crossing(received, carry_out)
 
 
@@ -106,8 +107,8 @@ def _mix(
         local = chosen.select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
-            wanted = want_carry or chosen.reads_whole
-            request = ScanRequest(local.state, local.transition, carry_in=carry_in, want_carry=wanted)
+            cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
+            request = ScanRequest(local.state, local.transition, False, carry_in, wanted, cuts)
             pending = scan_of(scan).launch(request)
             local.overlap()
             received = _whole(pending) if chosen.reads_whole else pending.wait()
@@ -134,14 +135,15 @@ def _whole(pending: LaunchedScan) -> Tensor:
 
 def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
     _, _, _, incoming_state, _, want_carry = rest
-    chosen, v = operator_of(operator, operands), operands[2]
-    state, dtype = chosen.state_shape(operands), accumulation_dtype(v.dtype)
+    chosen = operator_of(operator, operands)
+    like = operands[chosen.output]
+    state, dtype = chosen.state_shape(operands), accumulation_dtype(like.dtype)
     shapes = ((state if there else (0,)) for there in (incoming_state is None, want_carry))
     received, carry_out, transition = (
-        v.new_empty(shape, dtype=dtype) for shape in (*shapes, chosen.transition_shape(operands))
+        like.new_empty(shape, dtype=dtype) for shape in (*shapes, chosen.transition_shape(operands))
     )
     saved = chosen.select(operands).saved_like(operands)
-    return v.new_empty(v.shape), received, carry_out, transition, list(saved)
+    return like.new_empty(like.shape), received, carry_out, transition, list(saved)
 
 
 @custom_op("zeco::mix_backward", mutates_args=())
@@ -162,8 +164,8 @@ def _mix_backward(
     chosen = operator_of(operator, operands)
     with _alone(do):
         local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
-        wanted = want_dcarry or chosen.reads_whole
-        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted)
+        cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
+        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = scan_of(scan).launch(request)
         local.overlap()
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
@@ -225,7 +227,7 @@ class _Differentiable(torch.autograd.Function):
             operands.insert(position, saved.pop(0))
         # Index 5: carry_in, by its position among the arguments of `forward`.
         want_dcarry = ctx.needs_input_grad[5]
-        do = torch.zeros_like(operands[2]) if do is None else do
+        do = torch.zeros_like(operands[operator_of(ctx.operator, operands).output]) if do is None else do
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
         place = ctx.scan, pieces

@@ -126,6 +126,9 @@ class Operator:
         step: (operands of one token [B, 1, …], state updated in place) → o, [B, 1, H, V].
         forward_flops: (H, K, V) → FLOPs per token of the forward pass.
         recomputed_flops: (H, K, V) → FLOPs per token that the backward pass recomputes.
+        output: position of the operand whose shape and dtype the outputs have.
+        neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
+            halo scan of a shard (`Place.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
     """
@@ -137,6 +140,8 @@ class Operator:
     step: Callable[..., Tensor]
     forward_flops: Callable[[int, int, int], float]
     recomputed_flops: Callable[[int, int, int], float]
+    output: int = 2
+    neighbours: bool = False
     reads_whole: bool = False
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
@@ -158,3 +163,7 @@ class Operator:
         """(B, H, K) or (B, H, K, K)."""
         *outer, key_dim, _ = self.state_shape(operands)
         return (*outer, key_dim) if self.kind is Kind.diagonal else (*outer, key_dim, key_dim)
+
+    def cuts(self, operands: Sequence[Tensor]) -> bool:
+        """Whether shapes alone say that the transition is 0: the state after these tokens is theirs alone."""
+        return False

@@ -7,6 +7,7 @@ replayed in the second pass, which communicates nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -21,9 +22,17 @@ class Block(Protocol):
     """A block that can be recomputed."""
 
     def __call__(
-        self, x: Tensor, place: Place, boundary: Boundary, is_read: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x [B, T, D] → y [B, T, D], received, carry_out. With `is_read=False` only y's gradients are valid."""
+        self,
+        x: Tensor,
+        place: Place,
+        boundaries: Sequence[Boundary],
+        shared: Tensor | None,
+        is_read: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Map x [B, T, D] → y [B, T, D], then received and carry_out of each state.
+
+        With `is_read=False` only y's gradients are valid.
+        """
         ...
 
 
@@ -38,53 +47,85 @@ class Recompute(Enum):
     full = "full"
 
 
-def recomputed(block: Block, x: Tensor, place: Place, boundary: Boundary) -> tuple[Tensor, Tensor, Tensor]:
-    """`block(x, place, boundary)`, keeping only x and states for the backward pass.
+def recomputed(
+    block: Block, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`block(x, place, boundaries, shared)`, keeping only x, `shared` and states for the backward pass.
 
     Args:
-        block: deterministic; only x, `boundary.carry_in` and parameters need gradients.
+        block: deterministic; only x, `shared`, the boundaries' `carry_in` and parameters need gradients.
         x: [B, T, D], requires grad.
         place: of the tokens; the caller keeps its scan alive.
-        boundary: states at the boundaries of the layer's tokens.
+        boundaries: the layer's states at the boundaries of its tokens, with one value of `want_carry`.
+        shared: the layer's part of a parameter of the whole model, or None.
 
     Returns:
-        y [B, T, D], received and carry_out of the block.
+        y [B, T, D], then received and carry_out of each state.
     """
-    return _Recomputed.apply(block, x, place, *boundary)
+    incoming = (boundary.incoming_state for boundary in boundaries)
+    carries = (boundary.carry_in for boundary in boundaries)
+    want_carry = any(boundary.want_carry for boundary in boundaries)
+    return _Recomputed.apply(block, x, place, want_carry, shared, *incoming, *carries)
+
+
+# Inputs of `_Recomputed.forward` before the states.
+_BEFORE_STATES = 5
 
 
 class _Recomputed(torch.autograd.Function):
-    """Forward: the block without autograd. Backward: the block once more, with its state replayed, then its backward.
+    """Forward: the block without autograd. Backward: the block once more, with its states replayed, then its backward.
 
     The inner backward pass accumulates the parameters' gradients in `.grad` as usual.
     """
 
     @staticmethod
-    def forward(ctx: Any, block: Block, x: Tensor, place: Place, *states: Any) -> tuple[Tensor, Tensor, Tensor]:
-        boundary = Boundary(*states)
-        y, received, carry_out = block(x, place, boundary)
-        incoming_state = received if boundary.incoming_state is None else boundary.incoming_state
-        ctx.save_for_backward(x, incoming_state, boundary.carry_in, place.pieces)
-        ctx.block, ctx.scan, ctx.want_carry = block, place.scan, boundary.want_carry
-        ctx.mark_non_differentiable(received)
+    def forward(
+        ctx: Any,
+        block: Block,
+        x: Tensor,
+        place: Place,
+        want_carry: bool,
+        shared: Tensor | None,
+        *states: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        count = len(states) // 2
+        incoming, carries = states[:count], states[count:]
+        y, *crossings = block(x, place, _boundaries(incoming, carries, want_carry), shared)
+        received = crossings[::2]
+        kept = (new if old is None else old for new, old in zip(received, incoming, strict=True))
+        ctx.save_for_backward(x, shared, place.pieces, place.positions, *kept, *carries)
+        ctx.block, ctx.scans, ctx.want_carry = block, (place.scan, place.halo), want_carry
+        ctx.mark_non_differentiable(*received)
         # Undefined gradients stay None: an output without gradient is left out of the inner backward pass.
         ctx.set_materialize_grads(False)
-        return y, received, carry_out
+        return y, *crossings
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, _: None, dcarry_out: Tensor | None) -> tuple[Any, ...]:
-        x, incoming_state, carry_in, pieces = ctx.saved_tensors
-        # A new leaf: the inner backward pass stops here, and its `.grad` is returned to the outer one.
+    def backward(ctx: Any, dy: Tensor | None, *dcrossings: Tensor | None) -> tuple[Any, ...]:
+        x, shared, pieces, positions, *states = ctx.saved_tensors
+        count = len(states) // 2
+        wanted = ctx.needs_input_grad
+        # New leaves: the inner backward pass stops here, and their `.grad` is returned to the outer one.
         x = x.detach().requires_grad_()
-        if carry_in is not None:
-            # Index 4: carry_in, by its position among the arguments of `forward`.
-            carry_in = carry_in.detach().requires_grad_(ctx.needs_input_grad[4])
+        shared = None if shared is None else shared.detach().requires_grad_(wanted[_BEFORE_STATES - 1])
+        carries = [
+            None if carry is None else carry.detach().requires_grad_(is_wanted)
+            for carry, is_wanted in zip(states[count:], wanted[_BEFORE_STATES + count :], strict=True)
+        ]
+        scan, halo = ctx.scans
         with torch.enable_grad():
-            place = Place(ctx.scan, pieces)
-            y, _, carry_out = ctx.block(x, place, Boundary(incoming_state, carry_in, ctx.want_carry), is_read=False)
-        pairs = [(y, dy), (carry_out, dcarry_out)]
+            place = Place(scan, pieces, halo, positions)
+            boundaries = _boundaries(states[:count], carries, ctx.want_carry)
+            y, *crossings = ctx.block(x, place, boundaries, shared, is_read=False)
+        pairs = [(y, dy), *zip(crossings[1::2], dcrossings[1::2], strict=True)]
         outputs, grads = zip(*((output, grad) for output, grad in pairs if grad is not None), strict=True)
         torch.autograd.backward(outputs, grads)
-        dcarry_in = None if carry_in is None else carry_in.grad
-        return None, x.grad, None, None, dcarry_in, None
+        dshared, *dcarries = (None if leaf is None else leaf.grad for leaf in (shared, *carries))
+        return None, x.grad, None, None, dshared, *[None] * count, *dcarries
+
+
+def _boundaries(
+    incoming: Sequence[Tensor | None], carries: Sequence[Tensor | None], want_carry: bool
+) -> tuple[Boundary, ...]:
+    return tuple(Boundary(state, carry, want_carry) for state, carry in zip(incoming, carries, strict=True))

@@ -40,6 +40,8 @@ class ScanRequest:
         reverse: scan from the last rank to the first.
         carry_in: [B, H, K, V], a replicated value that only the first rank in scan direction reads; None is zero.
         want_carry: `carry_out` will be called. All ranks must agree.
+        cuts: the host knows that the transition is 0, without reading it: nothing is to be folded. A scan between
+            neighbours needs this.
 
     Raises:
         ValueError: an invalid shape, dtype or device.
@@ -50,6 +52,7 @@ class ScanRequest:
     reverse: bool = False
     carry_in: Tensor | None = None
     want_carry: bool = False
+    cuts: bool = False
 
     def __post_init__(self) -> None:
         state, transition, carry_in = self.state, self.transition, self.carry_in
@@ -93,7 +96,10 @@ class LaunchedScan(Protocol):
 
 
 class StateScan(Protocol):
-    """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group."""
+    """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group.
+
+    A scan may have an attribute `neighbour`: a cheaper one for transitions that cut, which need the rank before only.
+    """
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """Start the scan."""
@@ -132,14 +138,18 @@ class Place(NamedTuple):
     Attributes:
         scan: name of the scan.
         pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
+        halo: name of the scan for states that cross one border only, as those of a convolution.
+        positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
     """
 
     scan: str
     pieces: Tensor | None = None
+    halo: str = ""
+    positions: Tensor | None = None
 
 
 class Boundary(NamedTuple):
-    """The states at the boundaries of one layer's tokens; see `zeco_train.ops.mix.mix`."""
+    """One of a layer's states at the boundaries of its tokens; see `zeco_train.ops.mix.mix`."""
 
     incoming_state: Tensor | None = None
     carry_in: Tensor | None = None
@@ -147,7 +157,7 @@ class Boundary(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """States that one layer received from other ranks and passed on.
+    """One of a layer's states, as received from other ranks and passed on.
 
     Attributes:
         received: [B, H, K, V], R, for a later replay; [0] in a replay.
@@ -182,9 +192,18 @@ class SequenceShard:
         if self.cu_seqlens is None:
             object.__setattr__(self, "before", self.offset)
 
-    def place(self, num_tokens: int, device: torch.device) -> Place:
+    def place(self, num_tokens: int, device: torch.device, *, with_positions: bool = False) -> Place:
         """The shard as traceable values for the operator; arguments and errors of `pieces`."""
-        return Place(handle_of(self.scan), self.pieces(num_tokens, device))
+        halo = getattr(self.scan, "neighbour", None) or self.scan
+        positions = self.positions(num_tokens, device) if with_positions else None
+        return Place(handle_of(self.scan), self.pieces(num_tokens, device), handle_of(halo), positions)
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """[num_tokens] int64, positions of this shard's tokens in the whole sequence, on their device; cached."""
+        key = num_tokens, device
+        if key not in self._positions:
+            self._positions[key] = torch.arange(self.offset, self.offset + num_tokens, device=device)
+        return self._positions[key]
 
     def pieces(self, num_tokens: int, device: torch.device) -> Tensor | None:
         """Restarts among this shard's `num_tokens` tokens, on their device; None without documents.
@@ -204,4 +223,8 @@ class SequenceShard:
 
     @cached_property
     def _pieces(self) -> dict[tuple[int, torch.device], Tensor | None]:
+        return {}
+
+    @cached_property
+    def _positions(self) -> dict[tuple[int, torch.device], Tensor]:
         return {}

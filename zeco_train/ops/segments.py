@@ -23,7 +23,7 @@ from zeco_train.ops.seam import Boundary, Crossing
 
 @dataclass
 class LayerStates:
-    """The states at the borders of one segment, [B, H, K, V] each, by layer.
+    """The states at the borders of one segment, [B, H, K, V] each, in one list: layer by layer, all of a layer's.
 
     Attributes:
         incoming: R of the first pass, for replay; None in a first pass.
@@ -38,12 +38,15 @@ class LayerStates:
     received: list[Tensor] = field(default_factory=list)
     carry_out: list[Tensor] = field(default_factory=list)
 
-    def boundary(self, layer: int) -> Boundary:
-        """The boundary states of a layer."""
-        incoming, carry_in = (None if x is None else x[layer] for x in (self.incoming, self.carry_in))
-        return Boundary(incoming, carry_in, self.want_carry)
+    def boundaries(self, first: int, count: int) -> tuple[Boundary, ...]:
+        """The boundary states of a layer: `count` of the list, from `first` on."""
+        found = []
+        for index in range(first, first + count):
+            incoming, carry_in = (None if x is None else x[index] for x in (self.incoming, self.carry_in))
+            found.append(Boundary(incoming, carry_in, self.want_carry))
+        return tuple(found)
 
     def keep(self, crossing: Crossing) -> None:
-        """Append the states of the next layer."""
+        """Append the next state."""
         self.received.append(crossing.received)
         self.carry_out.append(crossing.carry_out)

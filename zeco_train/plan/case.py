@@ -106,7 +106,7 @@ class Case:
 
     @property
     def state_bytes(self) -> int:
-        """S: a state [B, H, K, V] of a layer, the largest if layers differ."""
+        """S: a state [B, H, K, V] of a layer, the largest if they differ."""
         return self.batch * math.prod(self.spec.state_shape) * self.wide_bytes
 
     @property

@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeco_train.config.overrides import check_overrides, describe_settings, load_settings
-from zeco_train.config.schema import Config, group_options, load_config
+from zeco_train.config.overrides import describe_settings, load_settings
+from zeco_train.config.schema import Config, check_keys, group_options, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.plan.devices import Gpu
 from zeco_train.system.paths import check_output_file
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str]) -> Request:
     settings = load_settings(PlanSettings, own)
     for text in overrides:
         _check_near_miss(text, names)
-    given = check_overrides(overrides, Config, group_options())
+    given = check_keys(overrides)
     return Request(settings, load_config(overrides), frozenset(given))
 
 

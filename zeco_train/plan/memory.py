@@ -196,12 +196,13 @@ def _loss_bytes(case: Case) -> float:
 
 def _state_bytes(case: Case) -> float:
     """R and the carries of each layer and segment, and the buffers of a scan."""
-    states = case.segments * case.config.model.num_layers
+    kept = case.segments
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
-        states += (case.segments + 2) * case.config.model.num_layers
-    states += max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
-    return float(states * case.state_bytes)
+        kept += case.segments + 2
+    held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
+    of_all_layers = case.batch * case.spec.state_elements * case.wide_bytes
+    return float(kept * of_all_layers + held * case.state_bytes)
 
 
 def _walk_bytes(case: Case, block: BlockSpec) -> float:

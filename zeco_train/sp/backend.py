@@ -28,14 +28,20 @@ class ScanBackend(ABC):
     Attributes:
         finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
         exposed: measures communication that no compute hides. Not used if nothing is communicated.
+        neighbour: scan for states that cross one border only, see `add_neighbour`; None: such states take this one.
     """
 
     finish_waits = False
+    neighbour: ScanBackend | None = None
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers
         self._crosses_ranks = any(courier.size > 1 for courier in couriers)
         self.exposed = ExposedMeter()
+
+    def add_neighbour(self, scan: ScanBackend) -> None:
+        """Take a scan between neighbours beside this one, which prepares, measures and drains it too."""
+        self.neighbour, scan.exposed = scan, self.exposed
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan.launch`.
@@ -73,6 +79,8 @@ class ScanBackend(ABC):
                 scan.finish()
                 scan.carry_out()
         self.drain()
+        if self.neighbour is not None:
+            self.neighbour.prepare(device)
 
     def kinds(self, device: torch.device) -> Sequence[Callable[[ScanRequest], LaunchedScan]]:
         """`start` for each collective that it may choose for states on a device. Collective."""
@@ -87,6 +95,8 @@ class ScanBackend(ABC):
         """
         for courier in self._couriers:
             courier.drain()
+        if self.neighbour is not None:
+            self.neighbour.drain()
 
 
 class SpecScan(ScanBackend):

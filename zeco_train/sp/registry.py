@@ -16,6 +16,7 @@ from zeco_train.collectives.spec import ScanSpec
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 from zeco_train.sp.dp import DP
+from zeco_train.sp.halo import HaloScan
 from zeco_train.sp.lasp1 import LASP1
 from zeco_train.sp.lasp2 import LASP2
 from zeco_train.sp.zeco import IN_BLOCKS, ZECO, AllScanConfig
@@ -103,16 +104,20 @@ def build_scan(
     groups: tuple[ProcessGroup, ProcessGroup],
     timeout: timedelta,
     device: torch.device | None = None,
+    halo: tuple[ProcessGroup, ProcessGroup] | None = None,
 ) -> ScanBackend:
     """The scan of `config.backend` over an SP group, given as one group per direction (forward, reverse).
 
     Each wait for a peer is bounded by `timeout`. With a `device` the groups are warmed up for its tensors, which is
-    collective; otherwise the first scans initialise them.
+    collective; otherwise the first scans initialise them. `halo`: two more such groups, for a model with states that
+    cross one border only; None: such states take the backend's own scan, as over one rank.
 
     Raises:
         ConfigError: the ranks do not support the configuration.
     """
     scan = config.spec.build(tuple(Courier(group, timeout) for group in groups), config.settings)
+    if halo is not None:
+        scan.add_neighbour(HaloScan(tuple(Courier(group, timeout) for group in halo)))
     if device is not None:
         scan.prepare(device)
     return scan

@@ -48,6 +48,7 @@ _ALWAYS_BEFORE = {
     "data.shuffle": "sequences",
     "data.weights": [1],
     "data.min_document_tokens": 0,
+    "model.mixer": "gla",
     "model.use_output_gate": True,
     "model.causal": True,
     "task.name": "lm",
@@ -235,7 +236,7 @@ def other_model(run_dir: Path, identity: Mapping[str, Any]) -> str | None:
     Shapes alone do not show that. None if they match, or if the identity cannot be read.
     """
     try:
-        stored = read_identity(run_dir)
+        stored = _ALWAYS_BEFORE | read_identity(run_dir)
     except CheckpointError:
         return None
     names = {name for name in identity if name.startswith("model.")} - _NOT_OF_THE_MODEL | {"data.tokenizer"}

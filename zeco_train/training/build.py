@@ -28,9 +28,18 @@ from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_wei
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, gather, init_mesh, join, main_first, resolve_sp_size
+from zeco_train.distributed.mesh import (
+    Launch,
+    ProcessMesh,
+    agree,
+    halo_groups,
+    init_mesh,
+    join,
+    main_first,
+    resolve_sp_size,
+)
 from zeco_train.distributed.parallelize import Strategy, parallelize
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
@@ -40,10 +49,10 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
-from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
+from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
@@ -272,8 +281,9 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         logger.info("validation: %s", line)
     # Without masks: shards meet where the label of the last token is the first token of the next shard.
     plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
-    _check_shards_fit(plain, progress.sequences, mesh)
-    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device)
+    check_shards_fit(plain, progress.sequences, mesh)
+    halo = halo_groups(mesh) if spec_of(config.model).needs_halo else None
+    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
     step = _build_step(config, model, optimizer, scan, mesh)
     return Parts(
         mesh=mesh,
@@ -353,30 +363,6 @@ def build_model(
     if compiled:
         model.compile_parts()
     return model
-
-
-def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
-    """Check on the first batch that the ranks of an SP group have the same sequences, and that their shards fit.
-
-    A shard's last label must equal the first token of the next shard, which another node may read from its own copy.
-
-    Raises:
-        DataError: on every rank; names the first two ranks that differ.
-    """
-    batch = agree(mesh, lambda: loader.batch(consumed, 0))
-    own = batch.sequence_ids, batch.input_ids[:, 0].tolist(), batch.labels[:, -1].tolist()
-    everyone = gather(own, mesh.world_size)
-    for rank in range(1, mesh.world_size):
-        if rank % mesh.sp_size == 0:
-            continue
-        (before_ids, _, labels), (ids, tokens, _) = everyone[rank - 1], everyone[rank]
-        pair = f"ranks {rank - 1} and {rank}, which share sequences,"
-        if before_ids != ids:
-            problem = f"{pair} have different ones in their first batch, {before_ids} and {ids}"
-            raise DataError("data", problem, "start all ranks with the same command line")
-        if any(label not in (token, IGNORE_INDEX) for label, token in zip(labels, tokens, strict=True)):
-            problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
-            raise DataError(loader.reader_of(ids[0]).description, problem, "copy the token store to all nodes again")
 
 
 def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:

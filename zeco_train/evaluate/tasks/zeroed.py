@@ -33,6 +33,8 @@ class ZeroedScan:
 
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
+        neighbour = getattr(scan, "neighbour", None)
+        self.neighbour = None if neighbour is None else ZeroedScan(neighbour)
 
     def launch(self, request: ScanRequest) -> LaunchedScan:
         """See `StateScan`."""

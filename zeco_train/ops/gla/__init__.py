@@ -7,11 +7,8 @@ q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 
-import torch
 from torch import Tensor
 
 from zeco_train.ops.gla.chunked import CHUNKED
@@ -19,27 +16,16 @@ from zeco_train.ops.gla.flops import forward_flops, recomputed_flops
 from zeco_train.ops.gla.naive import naive_gla
 from zeco_train.ops.gla.step import recurrent_step
 from zeco_train.ops.passes import Kind, Operator, Passes
-
-logger = logging.getLogger(__name__)
+from zeco_train.ops.selection import has_kernels
 
 
 def _select(operands: Sequence[Tensor]) -> Passes:
-    """Triton kernels for bf16 and fp32 tokens on CUDA with fp32 log-decays, PyTorch for all else, such as fp64."""
     q, *_, g = operands
-    if not q.is_cuda:
+    if not has_kernels(q, g):
         return CHUNKED
-    if g.dtype == torch.float32 and q.dtype in (torch.bfloat16, torch.float32):
-        from zeco_train.ops.gla.cuda import CUDA  # imports Triton
+    from zeco_train.ops.gla.cuda import CUDA  # imports Triton
 
-        return CUDA
-    _say_without_kernels(q.dtype, g.dtype)
-    return CHUNKED
-
-
-@cache
-def _say_without_kernels(tokens: torch.dtype, decays: torch.dtype) -> None:
-    names = (str(dtype).removeprefix("torch.") for dtype in (tokens, decays))
-    logger.info("no kernels for %s tokens with %s decays: the operator runs in PyTorch", *names)
+    return CUDA
 
 
 GLA = Operator(

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.gla.chunk_layout import (
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.chunks import (
     ChunkDecays,
-    check_inputs,
-    check_state,
     chunk_decays,
     chunk_decays_from_start,
     chunk_log_decays,
     matrices,
     to_chunks,
 )
+from zeco_train.ops.gla.checks import check_inputs
 
 
 @dataclass(frozen=True)

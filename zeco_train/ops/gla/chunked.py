@@ -31,14 +31,9 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.chunks import add_later_tokens, matrices, to_chunks, to_tokens
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.gla.chunk_layout import (
-    add_later_tokens,
-    check_inputs,
-    matrices,
-    to_chunks,
-    to_tokens,
-)
+from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.gla.chunk_states import ChunkStateGrads, ChunkStates, local_state_grads, local_states
 from zeco_train.ops.gla.intra import IntraGrads, intra_grads, intra_scores
 from zeco_train.ops.passes import Passes

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from zeco_train.kernels.gla.launch import Launcher
 from zeco_train.kernels.gla.tuning import options_for
-from zeco_train.ops.gla.chunk_layout import check_inputs, check_state
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.gla.checks import check_inputs
 from zeco_train.ops.passes import Passes
 
 

@@ -2,9 +2,9 @@
 
 Pairs of different tokens are grouped by pairs of blocks, of 1, 2, 4, … tokens, up to half a chunk: two tokens of a
 chunk are split at exactly one size, at the start of the later block, and the decay between them is the product of a
-factor for the later token and one for the earlier (see `chunk_layout`). So each size is one batch of matrix products,
-and peak memory is a few times that of the tokens. Products of blocks below 16 tokens are batched into products of 16
-rows, which is cheaper than many tiny ones; only their diagonal blocks are used.
+factor for the later token and one for the earlier (see `zeco_train.ops.chunks`). So each size is one batch of matrix
+products, and peak memory is a few times that of the tokens. Products of blocks below 16 tokens are batched into
+products of 16 rows, which is cheaper than many tiny ones; only their diagonal blocks are used.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.gla.chunk_layout import (
-    ChunkDecays,
-    block_sizes,
-    check_inputs,
-    halves,
-    matrices,
-    merge_blocks,
-    to_chunks,
-    token_decays,
-)
+from zeco_train.ops.chunks import ChunkDecays, block_sizes, halves, matrices, merge_blocks, to_chunks, token_decays
+from zeco_train.ops.gla.checks import check_inputs
 
 # Minimum rows of a matrix product, if each half of the chunk has that many; a multiple of every smaller block.
 _ROWS = 16

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.checks import check_state
 from zeco_train.ops.documents import find_restarts
-from zeco_train.ops.gla.chunk_layout import check_inputs, check_state
+from zeco_train.ops.gla.checks import check_inputs
 
 
 def naive_gla(

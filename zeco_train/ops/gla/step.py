@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.ops.gla.chunk_layout import check_inputs, check_state
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.gla.checks import check_inputs
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shared by the phases of the chunked operator: chunk layout, decays without division, input checks.
+"""Shared by chunked operators in PyTorch: chunk layout, and decays without division.
 
 Tokens [B, T, H, D] are processed as chunks [N, B, H, C, D]. The chunk dimension comes first, so that one step of the
 state recurrence touches contiguous memory; the C tokens of one head are contiguous, as matrix products want them.
@@ -156,38 +156,3 @@ def add_later_tokens(x: Tensor, pieces: Tensor | None) -> Tensor:
             sums = sums * (earlier_piece == later_piece[..., :1, :])
         earlier.add_(sums)
     return x
-
-
-def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:
-    """Check the tensors of a phase, given by their names (q, k, v, g, do), against each other.
-
-    Raises:
-        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
-    """
-    sizes: dict[str, int] = {}
-    first = next(iter(tensors))
-    for name, x in tensors.items():
-        dims = ("B", "T", "H", "V" if name in ("v", "do") else "K")
-        if x.dim() != 4:
-            raise ValueError(f"{name}: expected shape [{', '.join(dims)}], got {list(x.shape)}")
-        expected = [sizes.setdefault(dim, size) for dim, size in zip(dims, x.shape, strict=True)]
-        if expected != list(x.shape):
-            raise ValueError(f"{name}: expected shape [{', '.join(dims)}] = {expected}, got {list(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
-        if name != "g" and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
-            raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
-        if name == "g" and x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"g: expected float32 or float64, for log-decays are summed over chunks; got {x.dtype}")
-    if pieces is None:
-        return
-    if sizes["B"] != 1:
-        raise ValueError(f"cu_seqlens: packed documents need a batch of 1, got a batch of {sizes['B']}")
-    if pieces.numel() != sizes["T"]:
-        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens, but there are {sizes['T']}")
-
-
-def check_state(state: Tensor, name: str, shape: torch.Size) -> None:
-    """Raise a ValueError naming the state if its shape is not [B, H, K, V] = `shape`."""
-    if state.shape != shape:
-        raise ValueError(f"{name}: expected shape [B, H, K, V] = {list(shape)}, got {list(state.shape)}")

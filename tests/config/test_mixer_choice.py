@@ -1,0 +1,288 @@
+"""`model.mixer` chooses the token mixer: its file of `configs/model`, the class of section `model`, and its keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.sweep import main as sweep
+from models.config import LanguageModelConfig
+from models.mixers.gla import GatedLinearAttention, GLAConfig
+from models.registry import MIXERS
+from tests.support.commands import check_line, train_here
+from tests.support.planning import command as plan
+from zeco_train.bench.checkpoint import CheckpointConfig
+from zeco_train.bench.config import DecodeConfig, ModelConfig
+from zeco_train.config import schema
+from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
+from zeco_train.errors import CheckpointError, ConfigError
+from zeco_train.hf.continuing import check_continuation
+from zeco_train.hf.export import ExportSettings, export
+from zeco_train.hf.trained import find_trained
+
+
+@dataclass
+class ToyConfig(LanguageModelConfig):
+    """The keys of the toy mixer, of which GLA has none."""
+
+    mixer: str = "toy"
+    name: str = "toy_tiny"
+    key_width: float = 0.5
+    slots: int | None = None
+
+
+class Toy(GatedLinearAttention):
+    """A toy: GLA by another name."""
+
+    config_class = ToyConfig  # type: ignore[assignment]
+    fla = None
+
+    def __init__(self, config: Any, *more: Any) -> None:
+        shape = {name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads")}
+        super().__init__(GLAConfig(**shape, expand_k=config.key_width), *more)
+
+
+@dataclass
+class ToyBoxConfig(ToyConfig):
+    """Of a mixer whose name begins with that of another."""
+
+    mixer: str = "toy_box"
+
+
+class ToyBox(Toy):
+    """A box of toys."""
+
+    config_class = ToyBoxConfig
+
+
+FILES = {
+    "toy_tiny": "mixer: toy\nname: toy_tiny\nvocab_size: 259\nkey_width: 1.0\n",
+    "toy_1b": "mixer: toy\nname: toy_1b\nhidden_size: 1024\nnum_heads: 8\nslots: 64\n",
+    "toy_box_tiny": "mixer: toy_box\nname: toy_box_tiny\n",
+    # The rest of its keys, and its mixer, are those of another file.
+    "toy_wide": "defaults: [toy_tiny, _self_]\nname: toy_wide\nhidden_size: 256\n",
+    "own": "name: own\nhidden_size: 64\n",
+    "toy_340m": "name: toy_340m\n",
+}
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Two more mixers, with files in a copy of `configs/`; returns the copy."""
+    monkeypatch.setitem(MIXERS, "toy", Toy)
+    monkeypatch.setitem(MIXERS, "toy_box", ToyBox)
+    configs = shutil.copytree(schema.CONFIG_DIR, tmp_path / "configs")
+    for name, text in FILES.items():
+        (configs / "model" / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr(schema, "CONFIG_DIR", configs)
+    return configs
+
+
+def _model(*overrides: str) -> tuple[type, str, str]:
+    model = load_config([*overrides]).model
+    return type(model), model.mixer, model.name
+
+
+def _refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*overrides])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_model_files_decide_the_configuration_class(toys: Path) -> None:
+    assert _model() == (GLAConfig, "gla", "gla_tiny")
+    assert _model("model=gla_1b") == (GLAConfig, "gla", "gla_1b")
+    assert _model("model=own") == (GLAConfig, "gla", "own")
+    assert _model("model=toy_1b") == (ToyConfig, "toy", "toy_1b")
+    assert _model("model=toy_box_tiny") == (ToyBoxConfig, "toy_box", "toy_box_tiny")
+    assert _model("model=toy_wide") == (ToyConfig, "toy", "toy_wide")
+    assert type(load_config(["model=toy_1b"])) is Config
+
+
+def test_mixer_takes_its_file_of_the_chosen_size(toys: Path) -> None:
+    tiny = load_config(["model.mixer=toy"]).model
+    assert tiny == ToyConfig(key_width=1.0)
+    assert _model("model.mixer=toy", "model=gla_1b") == (ToyConfig, "toy", "toy_1b")
+    assert _model("model=toy_1b", "model.mixer=gla") == (GLAConfig, "gla", "gla_1b")
+    assert _model("model=toy_1b", "model.mixer=toy") == (ToyConfig, "toy", "toy_1b")
+    assert _model("model=toy_box_tiny", "model.mixer=toy") == (ToyConfig, "toy", "toy_tiny")
+    assert _model("model={mixer:toy,key_width:0.25}") == (ToyConfig, "toy", "toy_tiny")
+    assert _model("model.mixer=toy", "model.mixer=gla") == (GLAConfig, "gla", "gla_tiny")
+    wide = load_config(["model=toy_wide", "model.mixer=toy"]).model
+    assert (wide.name, wide.hidden_size) == ("toy_wide", 256)
+
+
+def test_keys_of_the_command_line_apply_to_the_chosen_mixer(toys: Path) -> None:
+    model = load_config(["model.mixer=toy", "model=gla_1b", "model.slots=32", "model.num_layers=3"]).model
+    assert isinstance(model, ToyConfig)
+    assert (model.slots, model.num_layers, model.hidden_size, model.num_heads) == (32, 3, 1024, 8)
+
+
+def test_experiments_choose_mixer_and_size(toys: Path) -> None:
+    experiment = toys / "experiment" / "toy.yaml"
+    head = "# @package _global_\n"
+    assert _model("+experiment=gla_1b_16k", "model.mixer=toy") == (ToyConfig, "toy", "toy_1b")
+    experiment.write_text(f"{head}defaults:\n  - override /model: toy_1b\nmodel:\n  slots: 3\n")
+    model = load_config(["+experiment=toy"]).model
+    assert isinstance(model, ToyConfig)
+    assert (model.name, model.slots) == ("toy_1b", 3)
+    # The command line comes before the experiment.
+    assert _model("+experiment=toy", "model=toy_tiny") == (ToyConfig, "toy", "toy_tiny")
+    assert _refusal("+experiment=toy", "model.mixer=gla").endswith(
+        "configs/experiment/toy.yaml: model.slots: Key 'slots' not in 'GLAConfig'"
+    )
+    # Read anew after a change, and by the same rule if the experiment sets the key itself.
+    experiment.write_text(f"{head}model:\n  mixer: toy\n  slots: 4\n")
+    model = load_config(["+experiment=toy", "model=gla_1b"]).model
+    assert isinstance(model, ToyConfig)
+    assert (model.name, model.hidden_size, model.slots) == ("toy_1b", 1024, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.mixer=lstm"], "model.mixer=lstm: must be one of gla, toy, toy_box"),
+        (["train.stepz=1", "model=nope", "model.mixer=lstm"], "model.mixer=lstm: must be one of gla, toy, toy_box"),
+        (["model={mixer:lstm}"], "model.mixer=lstm: must be one of gla, toy, toy_box"),
+        (["model.mixer=null"], "model.mixer=null: must be one of gla, toy, toy_box"),
+        (["model.mixer=3"], "model.mixer=3: must be one of gla, toy, toy_box"),
+        (["model.mixer=[gla]"], "model.mixer=['gla']: must be one of gla, toy, toy_box"),
+        (["model.mixer=gla,toy"], "model.mixer=gla,toy: takes one value"),
+        (["~model.mixer"], "argument=~model.mixer: nothing can be deleted"),
+        (["+model.mixer=toy"], "+model.mixer=toy: the key exists; write model.mixer=toy"),
+        (["model.mixer=toy", "model=gla_125m"], "no configs/model/toy_125m.yaml; sizes of toy: 1b, tiny, wide"),
+        (["model=own", "model.mixer=toy"], "no configs/model/toy_own.yaml; sizes of toy: 1b, tiny, wide"),
+        (["model=gla_1b", "model.mixer=toy_box"], "no configs/model/toy_box_1b.yaml; sizes of toy_box: tiny"),
+        (["model=gla_340m", "model.mixer=toy"], "configs/model/toy_340m.yaml is of gla; it needs a line mixer: toy"),
+        (["model.mixer=toy", "model.expand_k=1"], "model.expand_k=1: unknown key of mixer toy; "),
+        (["model=toy_1b", "model.slotz=1"], "model.slotz=1: unknown key of mixer toy; did you mean model.slots?"),
+        (["model.slots=1"], "model.slots=1: unknown key of mixer gla; "),
+        (["model.mixer=toy", "model.slots=many"], "model.slots=many: must be a whole number or null"),
+        (["model.mixer=toy", "train.step=3"], "train.step=3: unknown key; did you mean train.steps?"),
+    ],
+)
+def test_mistakes_name_field_value_and_allowed(overrides: list[str], line: str, toys: Path) -> None:
+    assert line in _refusal(*overrides)
+
+
+def test_files_with_an_unknown_mixer_or_key_are_refused(toys: Path) -> None:
+    (toys / "model" / "odd_tiny.yaml").write_text("mixer: odd\n")
+    assert _refusal("model=odd_tiny") == "model.mixer=odd: must be one of gla, toy, toy_box"
+    (toys / "model" / "odd_tiny.yaml").write_text("mixer: toy\nexpand_k: 1.0\n")
+    assert re.fullmatch(
+        r"model=odd_tiny: .*model/odd_tiny.yaml: .*'expand_k' not in 'ToyConfig'.*", _refusal("model=odd_tiny")
+    )
+    (toys / "model" / "odd_tiny.yaml").write_text("mixer: ${nope}\n")
+    assert "'nope' not found" in _refusal("model=odd_tiny")
+
+
+def test_class_accepts_only_its_own_mixer() -> None:
+    with pytest.raises(ConfigError, match=r"^model.mixer=toy: must be gla in a GLAConfig$"):
+        GLAConfig(mixer="toy")
+    with pytest.raises(ConfigError, match=r"^model.mixer=gla: must be toy_box in a ToyBoxConfig$"):
+        ToyBoxConfig(mixer="gla")
+
+
+def test_help_names_mixers_and_the_chosen_ones_keys(toys: Path) -> None:
+    text = describe(["model.mixer=toy"])
+    assert "  model.mixer=gla             gated linear attention (Yang" in text
+    assert "  model.mixer=toy             A toy: GLA by another name.\n" in text
+    assert "  mixer: toy\n" in text
+    assert "key_width: 1.0" in text
+    assert "expand_k" not in text
+
+
+def test_stored_configurations_name_their_mixer(toys: Path, tmp_path: Path) -> None:
+    config = load_config(["model.mixer=toy", "model.slots=2"])
+    plain = to_plain(config)
+    assert plain["model"]["mixer"] == config.identity()["model.mixer"] == "toy"
+    assert config_of(plain) == config
+    stored = tmp_path / "config.yaml"
+    # A run from before the key is one of GLA.
+    older = to_plain(load_config([]))
+    del older["model"]["mixer"]
+    stored.write_text(yaml.safe_dump(older))
+    assert read_config(stored) == load_config([])
+    for mixer in ("lstm", ["gla"], {"gla": 1}, None):
+        stored.write_text(yaml.safe_dump({**plain, "model": {**plain["model"], "mixer": mixer}}))
+        with pytest.raises(ConfigError, match=r"model.mixer=.*: must be one of gla, toy, toy_box\)$") as caught:
+            read_config(stored)
+        assert "\n" not in str(caught.value)
+    stored.write_text(yaml.safe_dump({**plain, "model": {**plain["model"], "expand_k": 1.0}}))
+    with pytest.raises(ConfigError, match="Key 'expand_k' not in 'ToyConfig'"):
+        read_config(stored)
+
+
+def test_run_of_another_mixer_trains_resumes_and_is_found(toys: Path, tmp_path: Path) -> None:
+    run = f"run_dir={tmp_path / 'run'}"
+    short = ["train.log_every=1", "train.eval_sequences=0"]
+    outcome = train_here("model.mixer=toy", run, "train.steps=1", *short)
+    assert outcome.code == 0, outcome.err
+    check_line(train_here(run, "train.steps=2"), CheckpointError.exit_code, "the run in", "can only go on with that")
+    assert train_here("model.mixer=toy", run, "train.steps=2", *short).code == 0
+    trained = find_trained(str(tmp_path / "run"))
+    assert (type(trained.model), trained.step) == (ToyConfig, 2)
+    # Also of unknown origin: the base of the configuration has the default mixer then.
+    for found in (trained, type(trained)(trained.path, trained.model, None, None, {})):
+        config = found.configure(["sp=lasp2", "data.seq_len=32"])
+        assert (config.model, config.data.seq_len) == (trained.model, 32)
+    with pytest.raises(ConfigError, match=r"model.mixer=gla: is decided by the trained model"):
+        trained.configure(["model.mixer=gla"])
+    with pytest.raises(ConfigError, match="fla has no model with toy"):
+        export(str(tmp_path / "run"), tmp_path / "export", ExportSettings())
+
+
+def test_older_run_without_the_key_resumes_and_its_export_is_read(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train_here(f"run_dir={run}", "train.steps=1", "train.eval_sequences=0").code == 0
+    for name in ("identity.json", "config.yaml"):
+        lines = (run / name).read_text().splitlines(keepends=True)
+        kept = [line for line in lines if "mixer" not in line]
+        assert len(kept) == len(lines) - 1
+        (run / name).write_text("".join(kept))
+    outcome = train_here(f"run_dir={run}", "train.steps=2", "train.eval_sequences=0")
+    assert outcome.code == 0, outcome.err
+    export(str(run), tmp_path / "export", ExportSettings())
+    origin = tmp_path / "export" / "zeco_train.json"
+    record = json.loads(origin.read_text())
+    del record["config"]["model"]["mixer"]
+    origin.write_text(json.dumps(record))
+    config = find_trained(str(tmp_path / "export")).config
+    assert config is not None
+    assert config.model.mixer == "gla"
+    record["config"]["model"]["mixer"] = "lstm"
+    origin.write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"cannot be read: model.mixer=lstm: must be one of gla$"):
+        find_trained(str(tmp_path / "export"))
+    # Training on from an export needs the same mixer, and the refusal lists the overrides.
+    with pytest.raises(ConfigError, match=r"^model.mixer=toy: .* it takes: model.mixer=gla .*model.expand_k=0.5"):
+        check_continuation(tmp_path / "export", ToyConfig())
+
+
+def test_commands_take_a_mixer_with_training_overrides(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = plan("model=gla_1b", "model.mixer=toy", "gpu=cpu", "memory_gb=64", "data.seq_len=256")
+    assert (code, err) == (0, "")
+    assert "toy_1b: " in out
+    folder = ["--folder", str(tmp_path / "sweep"), "--dry-run", "--local", "--lengths", "256", "--ranks-per-node", "2"]
+    assert sweep([*folder, "--", "model.mixer=toy"]) == 0
+    assert "model.mixer=toy" in capsys.readouterr().out
+    assert sweep([*folder, "--", "model.mixer=lstm"]) == ConfigError.exit_code
+    assert "model.mixer=lstm: must be one of gla, toy, toy_box" in capsys.readouterr().err
+    assert DecodeConfig.load(["model.mixer=toy"]).run_config().model.name == "toy_1b"
+    measured = ModelConfig.load(["model.mixer=toy", "model.slots=2"])
+    # Not the heads of GLA's file.
+    assert [measured.run_config(heads).model.num_heads for heads in measured.head_counts] == [8]
+    with pytest.raises(ConfigError, match=r"no configs/model/toy_125m\.yaml; sizes of toy: 1b, tiny, wide"):
+        CheckpointConfig.load(["model.mixer=toy"]).run_config()
+    saved = CheckpointConfig.load(["model.mixer=toy", "model=gla_1b", f"run_dir={tmp_path / 'saves'}"])
+    assert saved.run_config().model.name == "toy_1b"

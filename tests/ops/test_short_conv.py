@@ -1,0 +1,280 @@
+"""The short convolution on one rank, in fp64 against torch's conv1d; its kernels under Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import opcheck
+
+from tests.support.distributed import run_distributed
+from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.mix import mix
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.seam import SequenceShard, handle_of
+from zeco_train.ops.short_conv import SHORT_CONV
+from zeco_train.ops.short_conv.naive import naive_short_conv
+from zeco_train.ops.short_conv.passes import PLAIN
+from zeco_train.sp.dp import LocalScan
+
+pytestmark = pytest.mark.numeric
+
+CHANNELS = 5
+WIDTHS = (2, 3, 4)
+# Sums of at most a few hundred terms near 1, each rounded by 2^-53; measured at most 4e-15.
+TOLERANCE = 1e-13
+NAMES = ("x", "weight", "bias")
+
+
+def tensors(batch: int, tokens: int, width: int, channels: int = CHANNELS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * tokens + width)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": random(batch, tokens, channels),
+        "weight": random(channels, 1, width),
+        "bias": random(channels),
+        "do": random(batch, tokens, channels),
+        **{name: random(batch, 1, width - 1, channels) for name in ("carry_in", "dcarry_out")},
+    }
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None = None) -> Tensor:
+    """torch's own, [B, T, C], after zeros, or after the inputs `before`, [B, 1, w − 1, C]."""
+    before = x.new_zeros(x.shape[0], weight.shape[2] - 1, x.shape[2]) if before is None else before[:, 0]
+    joined = torch.cat([before, x], dim=1)
+    return F.conv1d(joined.mT, weight, bias, groups=x.shape[2]).mT
+
+
+def expected(values: dict[str, Tensor], documents: Sequence[int] | None, carry: bool) -> dict[str, Tensor]:
+    """y, the last inputs and all gradients, document by document; the first one continues from the carry."""
+    leaves = [values[name].clone().requires_grad_() for name in (*NAMES, "carry_in")]
+    x, weight, bias, carry_in = leaves
+    tokens, rows = x.shape[1], weight.shape[2] - 1
+    y, last = [], x
+    for start, stop in itertools.pairwise([*(documents or (0,)), tokens]):
+        before = carry_in if carry and start == 0 else torch.zeros_like(carry_in)
+        y.append(convolution(x[:, start:stop], weight, bias, before))
+        last = torch.cat([before[:, 0], x[:, start:stop]], dim=1)[:, None, -rows:]
+    pairs = [(torch.cat(y, dim=1), values["do"])] + ([(last, values["dcarry_out"])] if carry else [])
+    outputs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    zero = torch.zeros_like(carry_in)
+    results = {"y": outputs[0].detach(), "carry_out": last.detach()}
+    gradients = zip((*NAMES, "carry_in"), found, strict=True)
+    return results | {f"d{name}": zero if grad is None else grad for name, grad in gradients}
+
+
+def operator(values: dict[str, Tensor], documents: Sequence[int] | None, carry: bool) -> dict[str, Tensor]:
+    """The same by the op, over one rank."""
+    x, weight, bias, carry_in = leaves = [values[name].clone().requires_grad_() for name in (*NAMES, "carry_in")]
+    tokens, scan = x.shape[1], LocalScan()
+    borders = None if documents is None else torch.tensor([*documents, tokens])
+    # The first document continues from the carry.
+    shard = SequenceShard(scan, 0, tokens, borders, before=1)
+    start = carry_in if carry else None
+    y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=start, want_carry=carry)
+    pairs = [(y, values["do"])] + ([] if carry_out is None else [(carry_out, values["dcarry_out"])])
+    outputs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, leaves if carry else leaves[:3], grads)
+    results = {"y": y.detach()} | ({} if carry_out is None else {"carry_out": carry_out.detach()})
+    return results | dict(zip([f"d{name}" for name in (*NAMES, "carry_in")], found, strict=False))
+
+
+def check(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str, tolerance: float = TOLERANCE) -> None:
+    for name, tensor in found.items():
+        assert tensor.shape == wanted[name].shape, f"{name} {list(tensor.shape)}: {where}"
+        error = (tensor - wanted[name]).abs().max().item() / max(1.0, wanted[name].abs().max().item())
+        assert error <= tolerance, f"{name} is off by {error:.1e}: {where}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("carry", [False, True])
+def test_equals_conv1d_with_every_gradient(width: int, carry: bool) -> None:
+    """One token, fewer than the state has rows, as many, and more."""
+    for tokens in (1, 2, 3, 4, 29):
+        values = tensors(2, tokens, width)
+        found = operator(values, None, carry)
+        assert len(found) == (6 if carry else 4)
+        check(found, expected(values, None, carry), f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("carry", [False, True])
+def test_documents_equal_separate_convolutions(width: int, carry: bool) -> None:
+    """Documents shorter than the window, at both ends, and none but the first; shards shorter than the state."""
+    for tokens, documents in (
+        (24, (0, 1, 2, 5, 9, 23)),
+        (24, (0, 12)),
+        (24, (0,)),
+        (2, (0, 1)),
+        (3, (0, 1)),
+        (3, (0,)),
+    ):
+        values = tensors(1, tokens, width)
+        check(operator(values, documents, carry), expected(values, documents, carry), f"{tokens}, {documents}")
+
+
+def test_a_document_that_begins_the_shard_does_not_see_the_carry() -> None:
+    values = tensors(1, 9, 4)
+    x, weight, bias = (values[name] for name in NAMES)
+    shard = SequenceShard(LocalScan(), 0, 9, torch.tensor([0, 9]), before=0)
+    y, carry_out = mix("short_conv", [x, weight, bias], shard, scale=1.0, carry_in=values["carry_in"], want_carry=True)
+    check({"y": y}, {"y": convolution(x, weight, bias)}, "y")
+    assert carry_out is not None
+    assert torch.equal(carry_out[:, 0], x[:, -3:])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_naive_recurrence_equals_conv1d(width: int) -> None:
+    values = tensors(2, 11, width)
+    y, state = naive_short_conv(*(values[name] for name in NAMES), initial_state=values["carry_in"])
+    wanted = expected(values, None, carry=True)
+    check({"y": y, "carry_out": state}, wanted, "naive")
+    pieces = find_pieces(torch.tensor([0, 3, 4, 11]), 1, 11, y.device)
+    values = tensors(1, 11, width)
+    y, state = naive_short_conv(*(values[name] for name in NAMES), initial_state=values["carry_in"], pieces=pieces)
+    check({"y": y, "carry_out": state}, expected(values, (0, 3, 4), carry=True), "naive, documents")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_steps_equal_the_whole_and_update_the_state_in_place(width: int) -> None:
+    values = tensors(2, 7, width)
+    x, weight, bias = (values[name] for name in NAMES)
+    state = values["carry_in"].clone()
+    pointer = state.data_ptr()
+    y = torch.cat([SHORT_CONV.step(token, weight, bias, state, 1.0) for token in x.split(1, dim=1)], dim=1)
+    check({"y": y, "carry_out": state}, expected(values, None, carry=True), "steps")
+    assert state.data_ptr() == pointer
+
+
+def test_bf16_rounds_each_result_once() -> None:
+    """Also of tokens that see received inputs, or that the next shard sees."""
+    values = tensors(1, 20, 4)
+    low = {name: values[name].bfloat16() for name in (*NAMES, "do")}
+    exact = expected({**{name: x.double() for name, x in low.items()}, **states_in_fp32(values)}, (0, 9), carry=True)
+    found = operator(low | states_in_fp32(values, torch.float32), (0, 9), carry=True)
+    for name in ("y", "dx", "dweight", "dbias"):
+        assert found[name].dtype == torch.bfloat16
+        # Half a unit of the last of 8 digits, and fp32's rounding before.
+        bound = exact[name].abs() * 2**-8 + 1e-5
+        assert bool(((found[name].double() - exact[name]).abs() <= bound).all()), name
+
+
+def states_in_fp32(values: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The states, rounded to fp32."""
+    return {name: values[name].float().to(dtype) for name in ("carry_in", "dcarry_out")}
+
+
+def test_shape_of_the_state_and_where_it_is_cut() -> None:
+    operands = [torch.zeros(2, 3, 5), torch.zeros(5, 1, 4), torch.zeros(5)]
+    assert SHORT_CONV.state_shape(operands) == (2, 1, 3, 5)
+    assert SHORT_CONV.transition_shape(operands) == (2, 1, 3, 3)
+    assert SHORT_CONV.cuts(operands)
+    assert not SHORT_CONV.cuts([operands[0][:, :2], *operands[1:]])
+    assert SHORT_CONV.forward_flops(1, 3, 5) == SHORT_CONV.recomputed_flops(1, 3, 5) == 0
+
+
+def test_invalid_operands_are_refused_in_one_line() -> None:
+    x, weight, bias = torch.zeros(1, 4, 5), torch.zeros(5, 1, 4), torch.zeros(5)
+    cases = {
+        r"^x: expected shape \[B, T, C\]": ([x[0], weight, bias], 1.0, None),
+        r"^weight: expected shape \[C, 1, w\] = \[5, 1, at least 2\], got \[5, 1, 1\]$": (
+            [x, weight[..., :1], bias],
+            1.0,
+            None,
+        ),
+        r"^bias: expected shape \[C\] = \[5\], got \[4\]$": ([x, weight, bias[:4]], 1.0, None),
+        r"^bias: expected a floating point dtype, got torch.int64$": ([x, weight, bias.long()], 1.0, None),
+        r"^scale: a convolution has none, expected 1; got 0.5$": ([x, weight, bias], 0.5, None),
+        r"^cu_seqlens: packed documents need a batch of 1": ([x.repeat(2, 1, 1), weight, bias], 1.0, torch.zeros(4)),
+        r"^cu_seqlens: describes 3 tokens, but there are 4$": ([x, weight, bias], 1.0, torch.zeros(3)),
+    }
+    for message, (operands, scale, pieces) in cases.items():
+        with pytest.raises(ValueError, match=message):
+            PLAIN.forward(operands, scale, pieces)
+    with pytest.raises(ValueError, match=r"^incoming_state: expected shape \[B, 1, w-1, C\] = \[1, 1, 3, 5\], got"):
+        PLAIN.forward([x, weight, bias], 1.0, None).outputs(torch.zeros(1, 1, 2, 5))
+    with pytest.raises(ValueError, match=r"^x: expected one token of each sequence, got 4$"):
+        SHORT_CONV.step(x, weight, bias, torch.zeros(1, 1, 3, 5))
+
+
+@pytest.mark.parametrize("documents", [None, (0, 4, 5)])
+def test_operator_passes_opcheck(documents: tuple[int, ...] | None) -> None:
+    """Shapes, dtypes and strides that a compiler is promised, and no aliases."""
+    values, scan = tensors(1, 9, 4), LocalScan()
+    pieces = None if documents is None else find_pieces(torch.tensor([*documents, 9]), 1, 9, torch.device("cpu"))
+    operands = [values["x"].float(), values["weight"].bfloat16(), values["bias"].float()]
+    leaves = [tensor.requires_grad_() for tensor in operands]
+    carry_in, place = values["carry_in"].float(), (handle_of(scan), pieces)
+    arguments = (leaves, "short_conv", 1.0, *place, None, carry_in.requires_grad_(), True)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
+    with torch.no_grad():
+        _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
+        kept = [x.detach() for x in operands], values["do"].float(), saved, transition, received
+        dcarry_out = values["dcarry_out"].float()
+        opcheck(torch.ops.zeco.mix_backward.default, (*kept, dcarry_out, "short_conv", 1.0, *place, True))
+
+
+# --- kernels ---
+
+# Tokens, width, channels, batch, documents: more than a tile of tokens and of channels, borders on and off its edge.
+KERNEL_CASES: dict[str, tuple[int, int, int, int, tuple[int, ...] | None]] = {
+    "several tiles": (300, 4, 70, 2, None),
+    "documents": (290, 4, 70, 1, (0, 1, 2, 127, 128, 131, 257, 288)),
+    "one document that continues": (140, 3, 5, 1, (0,)),
+    "width 2": (129, 2, 5, 3, None),
+    "one token": (1, 4, 5, 2, None),
+    "a token less than the state": (2, 4, 5, 1, (0, 1)),
+    "as long as the state": (3, 4, 5, 2, None),
+}
+
+
+def both_passes(passes: Passes, values: dict[str, Tensor], pieces: Tensor | None) -> dict[str, Tensor]:
+    """All results of the two passes of one rank, given R and D_in."""
+    operands = [values[name] for name in NAMES]
+    forward = passes.forward(operands, 1.0, pieces)
+    forward.overlap()
+    results = {"S_loc": forward.state, "A": forward.transition, "y": forward.outputs(values["carry_in"])}
+    backward = passes.backward(operands, values["do"], forward.saved, values["carry_in"], 1.0, pieces)
+    results["D_loc"] = backward.state_grad.clone()
+    backward.overlap()
+    results.update(zip(("dx", "dweight", "dbias"), backward.operand_grads(values["dcarry_out"]), strict=True))
+    return results
+
+
+def _interpreted(rank: int, world_size: int) -> dict[str, str]:
+    from zeco_train.ops.short_conv.cuda import CUDA
+
+    torch.set_num_threads(1)
+    problems = {}
+    for name, (tokens, width, channels, batch, documents) in KERNEL_CASES.items():
+        values = {key: x.float() for key, x in tensors(batch, tokens, width, channels).items()}
+        # As part of a projection's output: channels side by side, tokens apart.
+        for key in ("x", "do"):
+            values[key] = torch.cat([values[key], torch.full_like(values[key], torch.nan)], -1)[..., :channels]
+        borders = None if documents is None else torch.tensor([*documents, tokens])
+        pieces = find_pieces(borders, 1, tokens, values["x"].device)
+        wanted = both_passes(PLAIN, {key: x.double() for key, x in values.items()}, pieces)
+        found = both_passes(CUDA, values, pieces)
+        again = both_passes(CUDA, values, pieces)
+        for key, tensor in wanted.items():
+            same = torch.equal(found[key], again[key]) and found[key].shape == tensor.shape
+            error = (found[key].double() - tensor).norm().item() / max(1e-3, tensor.norm().item())
+            # Written so that a NaN is a problem too.
+            if not (same and error <= 1e-6):
+                problems[f"{name}: {key}"] = f"error {error}, repeated alike: {same}"
+    return problems
+
+
+def test_kernels_match_fp64_under_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_interpreted, 1, fresh=True) == [{}]

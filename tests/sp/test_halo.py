@@ -1,0 +1,253 @@
+"""The short convolution over ranks, by every backend's own scan and by the halo scan, against conv1d in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ops.test_short_conv import NAMES, check, expected, tensors
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import TIMEOUT, RecordingScan, build_scans
+from zeco_train.collectives import Courier
+from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.neighbour import NEIGHBOUR
+from zeco_train.distributed.mesh import Launch, halo_groups, init_mesh
+from zeco_train.errors import ConfigError
+from zeco_train.ops.mix import mix
+from zeco_train.ops.seam import ScanRequest, SequenceShard, handle_of
+from zeco_train.sp.halo import HaloScan
+from zeco_train.sp.registry import SPConfig, build_scan
+
+pytestmark = pytest.mark.numeric
+
+LENGTHS = (7, 3, 5, 4, 6)
+# With a state of 3 tokens: ranks of fewer, which only general scans take.
+SHORT_LENGTHS = (4, 1, 2, 1, 3)
+DOCUMENTS = {
+    "one document": None,
+    "over ranks and from an edge": (0, 2, 7, 12, 15),
+    "over three ranks": (0, 6, 8, 22),
+    "one token each": tuple(range(25)),
+}
+# Ranks that a document crosses whole, in shards shorter than the state.
+SHORT_DOCUMENTS = {"one document": None, "in short shards": (0, 3, 6), "from an edge": (0, 5)}
+
+
+def of_rank(
+    scan: RecordingScan,
+    values: dict[str, Tensor],
+    documents: Sequence[int] | None,
+    borders: Sequence[int],
+    rank: int,
+    carry: bool,
+) -> dict[str, Tensor]:
+    """y and gradients on a rank's tokens; a replay of the received state must give the same bits."""
+    start, stop = borders[rank : rank + 2]
+    shard = SequenceShard(scan, start, borders[-1])
+    if documents is not None:
+        inner = [border for border in documents if start < border < stop]
+        begin = max(border for border in documents if border <= start)
+        before = start - begin + (begin == 0)  # the sequence's first document continues from the carry
+        shard = SequenceShard(scan, start, borders[-1], torch.tensor([start, *inner, stop]) - start, before)
+    results: list[dict[str, Tensor]] = []
+    for replay in (False, True):
+        scan.events.clear()
+        x, weight, bias = (values[name].clone().requires_grad_() for name in NAMES)
+        x = x[:, start:stop].detach().clone().requires_grad_()
+        leaves = [x, weight, bias] + ([values["carry_in"].clone().requires_grad_()] if carry else [])
+        y, carry_out = mix(
+            "short_conv",
+            leaves[:3],
+            shard,
+            scale=1.0,
+            incoming_state=scan.received["R"] if replay else None,
+            carry_in=leaves[3] if carry else None,
+            want_carry=carry,
+        )
+        assert scan.events.count("launch forward") == (not replay)
+        pairs = [(y, values["do"][:, start:stop])]
+        if carry_out is not None:
+            pairs.append((carry_out, values["dcarry_out"]))
+        outputs, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, leaves, grads)
+        results.append(
+            {"y": y.detach()} | dict(zip([f"d{name}" for name in (*NAMES, "carry_in")], found, strict=False))
+        )
+        if carry_out is not None and not replay:
+            results[0]["carry_out"] = carry_out.detach()
+    for name, tensor in results[1].items():
+        assert torch.equal(tensor, results[0][name]), f"{name} of a replay"
+    return results[0]
+
+
+def compare(
+    scans: dict[str, RecordingScan], lengths: Sequence[int], layouts: dict[str, tuple[int, ...] | None], rank: int
+) -> None:
+    """Every width, layout of documents and scan, with and without a carry."""
+    borders = [*itertools.accumulate(lengths, initial=0)]
+    for width, (layout, documents), carry in itertools.product((2, 3, 4), layouts.items(), (False, True)):
+        # One sequence as documents need it, else two.
+        values = tensors(1 if documents else 2, borders[-1], width)
+        inside = None if documents is None else [border for border in documents if border < borders[-1]]
+        wanted = expected(values, inside, carry)
+        tokens = slice(*borders[rank : rank + 2])
+        mine = {name: x[:, tokens] if name in ("y", "dx") else x for name, x in wanted.items()}
+        for name, scan in scans.items():
+            where = f"{name}, width {width}, {layout}, {carry=}"
+            found = of_rank(scan, values, inside, borders, rank, carry)
+            # Every rank has the gradient by its own outputs and those of later ranks that see its inputs.
+            for shared in ("dweight", "dbias"):
+                dist.all_reduce(found[shared])
+            check(found, mine, where)
+
+
+def make_halo(world_size: int) -> HaloScan:
+    scan = build_scan(SPConfig(), new_groups(world_size), TIMEOUT, halo=new_groups(world_size))
+    assert isinstance(scan.neighbour, HaloScan)
+    return scan.neighbour
+
+
+def new_groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    ranks = list(range(world_size))
+    return dist.new_group(ranks), dist.new_group(ranks)
+
+
+def suite(rank: int, world_size: int) -> None:
+    scans = build_scans(tuple(range(world_size)))
+    compare(scans, SHORT_LENGTHS[:world_size], SHORT_DOCUMENTS, rank)
+    scans["halo"] = RecordingScan(make_halo(world_size))
+    compare(scans, LENGTHS[:world_size], DOCUMENTS, rank)
+    for scan in scans.values():
+        scan.drain()
+    dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
+def test_convolution_over_ranks_equals_conv1d(world_size: int) -> None:
+    run_distributed(suite, world_size)
+
+
+def segments(rank: int, world_size: int) -> None:
+    """A sequence in three segments, the last one first in the backward pass, each replayed."""
+    halo = RecordingScan(make_halo(world_size))
+    count, share = 3, 4
+    values = tensors(2, count * share * world_size, 4)
+    wanted = expected(values, None, carry=True)
+    starts = [(segment * world_size + rank) * share for segment in range(count)]
+    carry, received = values["carry_in"], []
+    with torch.no_grad():
+        for start in starts:
+            operands = [values["x"][:, start : start + share], values["weight"], values["bias"]]
+            shard = SequenceShard(halo, start, values["x"].shape[1])
+            y, after = mix("short_conv", operands, shard, scale=1.0, carry_in=carry, want_carry=True)
+            assert after is not None
+            carry = after
+            received.append(halo.received["R"])
+            check({"y": y}, {"y": wanted["y"][:, start : start + share]}, f"y from {start}")
+    check({"carry_out": carry}, wanted, "the last segment")
+    dcarry = values["dcarry_out"]
+    for start, incoming in reversed([*zip(starts, received, strict=True)]):
+        operands = [values["x"][:, start : start + share], values["weight"], values["bias"]]
+        leaves = [tensor.clone().requires_grad_() for tensor in (*operands, torch.full_like(carry, torch.nan))]
+        shard = SequenceShard(halo, start, values["x"].shape[1])
+        y, after = mix(
+            "short_conv", leaves[:3], shard, scale=1.0, incoming_state=incoming, carry_in=leaves[3], want_carry=True
+        )
+        assert after is not None
+        do = values["do"][:, start : start + share]
+        dx, _, _, dcarry = torch.autograd.grad([y, after], leaves, [do, dcarry])
+        check({"dx": dx}, {"dx": wanted["dx"][:, start : start + share]}, f"dx from {start}")
+    check({"dcarry_in": dcarry}, wanted, "the first segment")
+    halo.drain()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_segments_carry_inputs_and_their_gradients(world_size: int) -> None:
+    run_distributed(segments, world_size)
+
+
+def refusal(rank: int, world_size: int) -> list[str]:
+    """Errors of a shard shorter than the state, and the counts of messages of a step that follows."""
+    halo, messages = make_halo(world_size), []
+    for tokens in (2, 3):
+        values = tensors(1, tokens * world_size, 4)
+        x = values["x"][:, tokens * rank : tokens * (rank + 1)].clone().requires_grad_()
+        shard = SequenceShard(halo, tokens * rank, tokens * world_size)
+        try:
+            y, _ = mix("short_conv", [x, values["weight"], values["bias"]], shard, scale=1.0)
+            y.sum().backward()
+        except ConfigError as error:
+            messages.append(error.line)
+    halo.drain()
+    dist.barrier()
+    return messages
+
+
+def test_shard_shorter_than_the_state_is_refused_in_one_line() -> None:
+    """On ranks that share a sequence; the scan stays usable."""
+    line = (
+        "error: tokens of a rank=fewer than 3: a state of 3 tokens must not reach past the neighbour: "
+        "share the sequence between fewer ranks"
+    )
+    assert run_distributed(refusal, 2) == [[line]] * 2
+    assert run_distributed(refusal, 1) == [[]]
+
+
+def beside_a_backend(rank: int, world_size: int) -> None:
+    """A halo of a mesh's groups: prepared, taken by the shard's place, measured and drained with its backend."""
+    mesh = init_mesh(Launch(rank, world_size, rank), 2, torch.device("cpu"), timedelta(seconds=60))
+    halo = halo_groups(mesh)
+    scan = build_scan(SPConfig(), mesh.scan_groups, mesh.timeout, mesh.device, halo)
+    assert isinstance(scan.neighbour, HaloScan)
+    assert scan.neighbour.exposed is scan.exposed
+    shard = SequenceShard(scan, 4 * mesh.sp_rank, 8)
+    assert shard.place(4, mesh.device)[::2] == (handle_of(scan), handle_of(scan.neighbour))
+    values = tensors(1, 8, 4)
+    with scan.exposed.measuring():
+        tokens = values["x"][:, shard.offset : shard.offset + 4]
+        y, _ = mix("short_conv", [tokens, values["weight"], values["bias"]], shard, scale=1.0)
+    assert scan.exposed.take() is not None
+    check({"y": y}, {"y": expected(values, None, False)["y"][:, shard.offset : shard.offset + 4]}, "by a mesh")
+    scan.drain()
+    dist.barrier()
+    alone = init_mesh(Launch(rank, world_size, rank), 1, torch.device("cpu"), timedelta(seconds=60))
+    assert halo_groups(alone) is None
+    scan = build_scan(SPConfig(), alone.scan_groups, alone.timeout)
+    assert scan.neighbour is None
+    assert SequenceShard(scan, 0, 4).place(4, alone.device)[::2] == (handle_of(scan), handle_of(scan))
+
+
+def test_backend_takes_a_halo_beside_it() -> None:
+    run_distributed(beside_a_backend, 4)
+
+
+def messages(rank: int, world_size: int) -> tuple[int, int]:
+    """Bytes sent point to point by a scan, and its message count."""
+    group, sent = dist.new_group(), []
+    halo, send = HaloScan(tuple(Courier(group, TIMEOUT) for _ in range(1))), dist.isend
+    state = torch.full((2, 1, 3, 5), float(rank))
+    transition = torch.zeros(2, 1, 3, 3)
+    with mock.patch.object(dist, "isend", lambda tensor, **to: (sent.append(tensor.nbytes), send(tensor, **to))[1]):
+        pending = halo.launch(ScanRequest(state, transition, want_carry=True, cuts=True))
+        received = pending.wait()
+        assert bool((received == max(rank - 1, 0)).all())
+        assert bool((pending.carry_out() == world_size - 1).all())
+        halo.drain()
+    dist.barrier()
+    return sum(sent), len(sent)
+
+
+def test_each_rank_but_the_last_sends_one_state() -> None:
+    load = Load(3, (2, 1, 3, 5), 4, matrices=True)
+    assert run_distributed(messages, 3) == [(load.state_bytes, 1)] * 2 + [(0, 0)]
+    assert NEIGHBOUR.bytes_sent(load, False) == load.state_bytes
+    costs = Costs(Link.gloo, 1e-3, 1e-6, 0.0, 0.0, 0.0)
+    assert NEIGHBOUR.seconds(costs, load, None) == pytest.approx(1e-3 + 120e-6)

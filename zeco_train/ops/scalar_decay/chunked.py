@@ -1,0 +1,250 @@
+"""Chunked linear attention with one decay a head in PyTorch: the passes of one rank (docs/mathematics.md).
+
+    forward     local states S[n] → scan | scores A = scale · q kᵀ ⊙ decays | R → o = scale · decay · q S[n] + A v
+    backward    local gradients dS[n] → scan | states again, gradients through A | D_in → dq, dk, dv, dg
+
+q kᵀ is one product of a group; a head adds its matrix of decays, C × C. Nothing has K numbers a token and head. The
+gradients through A are summed over the heads of a group before the products with q and k.
+
+Arithmetic and states are fp64 if v is, else fp32. Layouts and letters are those of `chunk_states`. The chunkwise form
+is that of Dao & Gu 2024 (arXiv 2405.21060, section 6); its split over ranks is ZeCO's. Invalid shapes or dtypes raise a
+ValueError that names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.chunks import (
+    ChunkDecays,
+    chunk_decays,
+    chunk_log_decays,
+    matrices,
+    to_chunks,
+    to_tokens,
+)
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.scalar_decay.checks import check_constant, check_inputs
+from zeco_train.ops.scalar_decay.chunk_states import (
+    BoundaryStates,
+    accumulate_states,
+    decay_matrix,
+    wide_chunks,
+)
+
+
+class _Chunks:
+    """The operands of a rank by chunks, and its states from a zero start.
+
+    Attributes:
+        queries, keys: [N, B, G, C, K].
+        log_decays: [B, T, G, R], by tokens.
+        decays: inside chunks, [N, B, G, C, R] each.
+        log_total: [N, B, G, R], logarithm of the decay over each chunk.
+        decayed_values: [N, B, G, C, R, V], set by `local_states`.
+        decayed_output_grads: [N, B, G, C, R, V], set by `local_state_grads`.
+    """
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+        q, k, self.v, g = operands
+        self.scale, self.pieces = scale, pieces
+        self.groups, self.dtype = q.shape[2], accumulation_dtype(self.v.dtype)
+        self.queries, self.keys = to_chunks(q, self.dtype), to_chunks(k, self.dtype)
+        self.log_decays = g.unflatten(2, (self.groups, -1))
+        self.decays: ChunkDecays = chunk_decays(self.log_decays, pieces, self.dtype)
+        self.log_total = chunk_log_decays(self.log_decays, pieces, self.dtype)
+
+    def by_heads(self, x: Tensor) -> Tensor:
+        """[B, T, H, V] → [N, B, G, R, C, V]."""
+        return to_chunks(x, self.dtype).unflatten(2, (self.groups, -1))
+
+    def local_states(self) -> BoundaryStates:
+        """Compute the states at all boundaries from a zero start; keep the values decayed to their chunk's end."""
+        self.decayed_values = self.decays.to_end[..., None] * wide_chunks(self.v, self.groups, self.dtype)
+        return accumulate_states(self.keys, self.decayed_values, self.decays.total, self.log_total, reverse=False)
+
+    def local_state_grads(self, do: Tensor) -> BoundaryStates:
+        """Compute their gradients from a zero end; keep do decayed from its chunk's start, times the scale."""
+        wide = wide_chunks(do, self.groups, self.dtype)
+        self.decayed_output_grads = (self.decays.from_start[..., None] * wide).mul_(self.scale)
+        return accumulate_states(
+            self.queries, self.decayed_output_grads, self.decays.total, self.log_total, reverse=True
+        )
+
+    def products(self) -> Tensor:
+        """[N, B, G, 1, C, C], scale · q kᵀ of each group."""
+        scores = torch.bmm(matrices(self.queries), matrices(self.keys).mT).mul_(self.scale)
+        return scores.view(*self.queries.shape[:3], 1, *scores.shape[-2:])
+
+    def decay_matrix(self) -> Tensor:
+        """[N, B, G, R, C, C]."""
+        return decay_matrix(self.log_decays, self.pieces, self.dtype)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Batched matrix product, [..., I, J] and [..., J, L] → [..., I, L], contiguous."""
+    return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
+
+
+class ScalarForward:
+    """Forward pass with one decay a head and token, see `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+        q, k, v, g = operands
+        check_inputs(pieces, q=q, k=k, v=v, g=g)
+        self._chunks = _Chunks(operands, scale, pieces)
+        self._states = self._chunks.local_states()
+        self.state = self._states.at(-1)
+        # All channels of a key decay alike; the scan takes one decay for each.
+        total = self._states.log_decays[-1].flatten(1)
+        self.transition = total[..., None].expand(-1, -1, q.shape[-1]).contiguous()
+        self.saved: tuple[Tensor, ...] = ()
+
+    def overlap(self) -> None:
+        """Compute the scores inside chunks."""
+        self._scores = self._chunks.decay_matrix().mul_(self._chunks.products())
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute o [B, T, H, V], given R [B, H, K, V]. Overwrites the chunk states."""
+        chunks = self._chunks
+        states = self._states.take_corrected(incoming_state, "incoming_state")
+        seen = _product(chunks.queries, states[:-1].flatten(-2)).unflatten(-1, states.shape[-2:])
+        o = _product(self._scores, chunks.by_heads(chunks.v))
+        o.addcmul_(seen.transpose(-3, -2), chunks.decays.from_start.mT[..., None], value=chunks.scale)
+        return to_tokens(o.flatten(2, 3), chunks.v.shape[1], chunks.v.dtype)
+
+
+class ScalarBackward:
+    """Backward pass with one decay a head and token, see `zeco_train.ops.passes.BackwardPass`."""
+
+    # Whether the decays have a gradient.
+    _varying = True
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+    ) -> None:
+        assert incoming_state is not None
+        q, k, v, g = operands
+        check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
+        self._operands, self._do, self._incoming = operands, do, incoming_state
+        self._chunks = _Chunks(operands, scale, pieces)
+        self._grads = self._chunks.local_state_grads(do)
+        self.state_grad = self._grads.at(0)
+
+    def overlap(self) -> None:
+        """Recompute the states, then compute the gradients inside chunks.
+
+        dA = do vᵀ ⊙ decays,    dq = Σ_heads dA k,    dk = Σ_heads dAᵀ q,    dv = Aᵀ do,        dA ⊙ q kᵀ for dg
+        """
+        chunks = self._chunks
+        self._states = chunks.local_states()
+        products, scores = chunks.products(), chunks.decay_matrix()
+        output_grads = chunks.by_heads(self._do)
+        score_grads = _product(output_grads, chunks.by_heads(chunks.v).mT).mul_(scores)
+        of_groups = score_grads.sum(3).mul_(chunks.scale)
+        self._dq, self._dk = _product(of_groups, chunks.keys), _product(of_groups.mT, chunks.queries)
+        self._dv = _product(scores.mul_(products).mT, output_grads)
+        if self._varying:
+            self._pair_terms = _sum_enclosing(score_grads.mul_(products))
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute dq, dk, dv, dg, given D_in [B, H, K, V]."""
+        chunks = self._chunks
+        states = self._states.take_corrected(self._incoming, "incoming_state")
+        grads = self._grads.take_corrected(incoming_grad, "incoming_grad")
+        before, after = states[:-1].flatten(-2), grads[1:].flatten(-2)
+        dq = self._dq.add_(_product(chunks.decayed_output_grads.flatten(-2), before.mT))
+        dk = self._dk.add_(_product(chunks.decayed_values.flatten(-2), after.mT))
+        reached = _product(chunks.keys, after).unflatten(-1, states.shape[-2:])
+        dv = self._dv.addcmul_(reached.transpose(-3, -2), chunks.decays.to_end.mT[..., None])
+        gradients = [dq, dk, dv.flatten(2, 3)]
+        if self._varying:
+            gradients.append(self._decay_grads(states, grads, reached))
+        *tokens, g = self._operands
+        of_tokens = [to_tokens(grad, x.shape[1], x.dtype) for grad, x in zip(gradients[:3], tokens, strict=True)]
+        # dg: [N, B, G, C, R] → [B, T, H].
+        return (*of_tokens, *(to_tokens(grad, g.shape[1], g.dtype).flatten(2) for grad in gradients[3:]))
+
+    def _decay_grads(self, states: Tensor, grads: Tensor, reached: Tensor) -> Tensor:
+        """Compute dg, [N, B, G, C, R]: sums of the terms of the loss that token's decay is in.
+
+        For a token t of chunk n, with the decays between as in the forward pass:
+
+            dg_t = Σ_{i >= t > j} scale · (do_i v_j) (q_i k_j) decay          pairs in the chunk, `_pair_terms`
+                   + Σ_{i >= t} scale · q_iᵀ S[n] do_i decay                  from the state before it
+                   + Σ_{j < t} k_jᵀ dS[n+1] v_j decay                         to the state after it
+                   + Σ_KV S[n] ⊙ dS[n+1] decay                                through it: the boundary term
+
+        The true states and their gradients stand for all other chunks and ranks. Terms are added, never subtracted, so
+        rounding errors are relative to terms that belong to dg_t. A restart on the way is a factor 0.
+
+        Args:
+            states: true ones, [N + 1, B, G, K, R, V]; overwritten.
+            grads: their true gradients, of that shape.
+            reached: [N, B, G, C, R, V], k_jᵀ dS[n+1].
+        """
+        chunks = self._chunks
+        seen = _product(chunks.queries, states[:-1].flatten(-2)).view_as(chunks.decayed_output_grads)
+        to_queries = seen.mul_(chunks.decayed_output_grads).sum(-1)
+        from_keys = (reached * chunks.decayed_values).sum(-1)
+        # The last use of both: they are the largest tensors here, so the product overwrites one.
+        through = chunks.decays.total * states[:-1].mul_(grads[1:]).sum((-3, -1))
+        dg = to_queries.flip(-2).cumsum(-2).flip(-2)
+        dg[..., 1:, :] += (from_keys.cumsum(-2) + self._pair_terms.mT)[..., :-1, :]
+        return dg.add_(through[..., None, :])
+
+
+def _sum_enclosing(pair_terms: Tensor) -> Tensor:
+    """Σ_{j <= t < i} x_ij of [..., C, C] → [..., C]: the pairs on both sides of the border after t. Overwrites x."""
+    return pair_terms.cumsum_(-1).tril_(-1).sum(-2)
+
+
+class FixedForward(ScalarForward):
+    """Forward pass with one decay a head, the same for all tokens."""
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+        check_constant(operands[3])
+        super().__init__(_expanded(operands), scale, pieces)
+
+
+class FixedBackward(ScalarBackward):
+    """Backward pass with one decay a head, the same for all tokens: its gradient is zeros, [H]."""
+
+    _varying = False
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+    ) -> None:
+        self._log_decay = operands[3]
+        super().__init__(_expanded(operands), do, saved, incoming_state, scale, pieces)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute dq, dk, dv, given D_in [B, H, K, V]; and zeros."""
+        return (*super().operand_grads(incoming_grad), torch.zeros_like(self._log_decay))
+
+
+def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The operands with g [B, T, H], a view, in place of log_decay [H]."""
+    q, k, v, log_decay = operands
+    check_inputs(None, q=q, k=k, v=v, log_decay=log_decay)
+    return q, k, v, log_decay.expand(v.shape[:3])
+
+
+CHUNKED_SCALAR = Passes(ScalarForward, ScalarBackward)
+CHUNKED_FIXED = Passes(FixedForward, FixedBackward)

@@ -1,0 +1,30 @@
+"""Selection of an implementation by device and dtype, shared by the operators."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def has_kernels(tokens: Tensor, decays: Tensor) -> bool:
+    """Whether Triton kernels serve these operands: bf16 or fp32 tokens on CUDA with fp32 log-decays.
+
+    PyTorch serves all else, such as fp64. On CUDA that is logged once for each combination of dtypes.
+    """
+    if not tokens.is_cuda:
+        return False
+    if decays.dtype == torch.float32 and tokens.dtype in (torch.bfloat16, torch.float32):
+        return True
+    _log_without_kernels(tokens.dtype, decays.dtype)
+    return False
+
+
+@cache
+def _log_without_kernels(tokens: torch.dtype, decays: torch.dtype) -> None:
+    names = (str(dtype).removeprefix("torch.") for dtype in (tokens, decays))
+    logger.info("no kernels for %s tokens with %s decays: the operator runs in PyTorch", *names)

@@ -1,0 +1,62 @@
+"""Short causal depthwise convolution, as of the inputs of Mamba-2 and the delta-rule mixers.
+
+    y_t = bias + Σ_{j<w} weight[:, 0, j] ⊙ x_{t−(w−1)+j}
+
+x, y [B, T, C]; weight [C, 1, w], bias [C], as `torch.nn.Conv1d(C, C, w, groups=C, padding=w − 1)` has them.
+
+The state after a token is the w − 1 inputs up to it, oldest first, [B, 1, w−1, C]: a state with one head, K = w − 1 and
+V = C. A new input shifts it, and the output reads all its rows, so the convolution is an affine map of a state as every
+operator is. The transition over T tokens is the shift by T rows, a matrix: 0 from T = w − 1 on, or if a document
+restarts. Hence a shard needs only the last tokens of the shard before (`Operator.neighbours`); replays, segments,
+documents and reverse scans of gradients need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.short_conv.flops import forward_flops, recomputed_flops
+from zeco_train.ops.short_conv.naive import naive_short_conv
+from zeco_train.ops.short_conv.passes import PLAIN
+from zeco_train.ops.short_conv.step import convolution_step
+
+
+class ShortConv(Operator):
+    """The operator; its state's shape is given by x and the width."""
+
+    def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
+        """(B, 1, w − 1, C)."""
+        x, weight, _ = operands
+        return x.shape[0], 1, weight.shape[2] - 1, x.shape[2]
+
+    def cuts(self, operands: Sequence[Tensor]) -> bool:
+        """Whether the shard is as long as the state: nothing from before it is left then."""
+        x, weight, _ = operands
+        return x.shape[1] >= weight.shape[2] - 1
+
+
+def _select(operands: Sequence[Tensor]) -> Passes:
+    """Triton kernels on CUDA, PyTorch for all else and for fp64."""
+    x = operands[0]
+    if x.is_cuda and x.dtype != torch.float64:
+        from zeco_train.ops.short_conv.cuda import CUDA  # imports Triton
+
+        return CUDA
+    return PLAIN
+
+
+SHORT_CONV = ShortConv(
+    operands=("x", "weight", "bias"),
+    kind=Kind.matrix,
+    select=_select,
+    naive=naive_short_conv,
+    step=convolution_step,
+    forward_flops=forward_flops,
+    recomputed_flops=recomputed_flops,
+    output=0,
+    neighbours=True,
+)

@@ -1,0 +1,60 @@
+"""The passes of the short convolution on Triton kernels, for inputs up to fp32; sums are fp32.
+
+The kernels also run on a CPU under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeco_train.kernels.short_conv.launch import launch_grads, launch_outputs
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.short_conv.inputs import check_state
+from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
+
+
+class CudaForward(PlainForward):
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
+
+    def overlap(self) -> None:
+        """Convolve with zeros before the shard."""
+        self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
+        launch_outputs(self._x, self._weight, self._bias, None, self._pieces, self._y)
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute y [B, T, C], given R [B, 1, w − 1, C]: its first w − 1 tokens once more, with R before them."""
+        check_state(incoming_state, "incoming_state", self._x, self._weight)
+        launch_outputs(self._x, self._weight, self._bias, incoming_state, self._pieces, self._y)
+        return self._y
+
+
+class CudaBackward(PlainBackward):
+    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
+
+    def _received_grads(self) -> Tensor:
+        grads = torch.empty_like(self._incoming, memory_format=torch.contiguous_format)
+        launch_grads(self._do, self._weight, self._pieces, -self._rows, 0, grads)
+        return grads
+
+    def overlap(self) -> None:
+        """Compute dx with zeros after the shard, dweight, dbias."""
+        self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
+        # The received inputs' part of dweight is included: they are tokens before the shard.
+        tokens = -self._rows, self._x.shape[1]
+        received = self._x, self._incoming
+        sums = launch_grads(self._do, self._weight, self._pieces, *tokens, self._dx, received=received)
+        assert sums is not None
+        self._dweight = sums[:-1].mT[:, None].to(self._weight.dtype)
+        self._dbias = sums[-1].to(self._bias.dtype)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
+        check_state(incoming_grad, "incoming_grad", self._x, self._weight)
+        tokens = self._x.shape[1]
+        first = max(0, tokens - self._rows)
+        launch_grads(self._do, self._weight, self._pieces, first, tokens, self._dx, incoming_grad=incoming_grad)
+        return self._dx, self._dweight, self._dbias
+
+
+CUDA = Passes(CudaForward, CudaBackward)
