@@ -28,7 +28,7 @@ class Batch:
     Attributes:
         input_ids: [B, L] int64.
         labels: [B, L] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences;
-            −100 for labels excluded from the loss.
+            of a masked-token task (`data.masking`) the original token at t. −100 for labels excluded from the loss.
         cu_seqlens: [pieces + 1] int64 from 0 to L, the documents' pieces on this shard; None without
             `reset_state_at_document`.
         before: tokens of the first piece's document (without documents: of the sequence) on earlier shards, those of
@@ -99,13 +99,14 @@ class Shard(NamedTuple):
     """One rank's part of a segment of a sequence, see `Batch`.
 
     `tokens` is [L + 1], including the label of the last; `counts` is [L] bool, a mask of the counted labels, None for
-    all.
+    all; `labels` is [L], labels other than the next tokens, None for those.
     """
 
     tokens: NDArray[np.int64]
     cu_seqlens: Tensor | None
     before: int
     counts: NDArray[np.bool_] | None = None
+    labels: NDArray[np.int64] | None = None
 
 
 class Reader(ABC):
@@ -156,6 +157,8 @@ class Reader(ABC):
         # Copy even a single row: masked labels are overwritten.
         labels = tokens[:, 1:].clone()
         for row, shard in zip(labels, shards, strict=True):
+            if shard.labels is not None:
+                row.copy_(torch.from_numpy(shard.labels))
             if shard.counts is not None:
                 row[torch.from_numpy(~shard.counts)] = IGNORE_INDEX
         return Batch(

@@ -45,6 +45,7 @@ class ByteTokenizer:
 
     vocab_size = 259
     eos_id = 1
+    unknown_id = 2
     info = {"kind": BYTES}  # noqa: RUF012 - as in the protocol; never modified
     offset = 3
 

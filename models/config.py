@@ -25,6 +25,8 @@ class LanguageModelConfig:
         intermediate_size: width of the SwiGLU MLP.
         norm_eps: added to the mean square in every norm.
         tie_word_embeddings: the head uses the embedding's weight.
+        causal: a token reads the tokens before it only; false: it reads the whole sequence, for task=mlm. Needs mixers
+            without decays (`Mixer.can_be_unmasked`).
         initializer_range: standard deviation of the initial matrices.
     """
 
@@ -37,6 +39,7 @@ class LanguageModelConfig:
     intermediate_size: int = 384
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    causal: bool = True
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:

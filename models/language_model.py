@@ -254,7 +254,8 @@ class LanguageModel(nn.Module):
         Args:
             input_ids: [B, T] int64, this rank's tokens.
             shard: position of the tokens in the sequence. Collective: all ranks of a sequence must call together.
-            labels: [B, T] int64, the *next* token of each (shifted before sharding), −100 for ignored tokens.
+            labels: [B, T] int64, the *next* token of each (shifted before sharding), or of a masked token the original
+                one; −100 for ignored tokens.
             states: boundary states of a segment of a longer sequence; the layers' results are written into it.
             states_only: skip the head.
             scores: return each token's loss and prediction instead of the sum, without gradients; needs labels.

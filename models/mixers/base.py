@@ -52,6 +52,7 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         config_class: configuration class of a language model with this mixer.
+        can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
@@ -59,6 +60,7 @@ class Mixer(nn.Module, ABC):
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
+    can_be_unmasked: ClassVar[bool] = False
     fla: ClassVar[FlaFormat | None] = None
     shared: ClassVar[Shared | None] = None
     needs_halo: ClassVar[bool] = False

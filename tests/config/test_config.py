@@ -9,6 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from data.recipes import recipe_names
+from models.registry import MIXERS
+from tests.support.unmasked import UnmaskedMixer
 from zeco_train.config.schema import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
@@ -17,8 +19,14 @@ OPTIONS = [(group, option) for group, options in group_options().items() for opt
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes(group: str, option: str) -> None:
-    needs = {"data=tokens": ["data.path=store"], "data=mixture": ["data.stores=[{path:store}]"]}
+def test_every_option_composes(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {
+        "data=tokens": ["data.path=store"],
+        "data=mixture": ["data.stores=[{path:store}]"],
+        "task=mlm": ["model.causal=false"],
+    }
+    if f"{group}={option}" == "task=mlm":
+        monkeypatch.setitem(MIXERS, "gla", UnmaskedMixer)
     prefix = "+" if group == "experiment" else ""
     config = to_plain(load_config([f"{prefix}{group}={option}", *needs.get(f"{group}={option}", [])]))
     if group == "experiment":

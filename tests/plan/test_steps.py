@@ -18,8 +18,10 @@ from torch import Tensor
 
 from data.loader import Batch
 from models.parameters import parameter_rules
+from models.registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case, saved_bytes
+from tests.support.unmasked import UnmaskedMixer
 from zeco_train.collectives import Courier
 from zeco_train.collectives import wire as collectives_wire
 from zeco_train.collectives.registry import SCANS
@@ -30,6 +32,7 @@ from zeco_train.ops import loss
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.plan import calibration
+from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
@@ -165,6 +168,14 @@ def test_plan_equals_counts_of_real_step(real_steps: list[list[dict[str, Any]]],
         assert rank["carried"] == scans.with_carry
         expected = {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed}
         assert rank["sent"] == pytest.approx({name: value for name, value in expected.items() if value}, rel=1e-3)
+
+
+def test_unmasked_models_carry_in_every_scan_and_have_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "gla", UnmaskedMixer)
+    case = make_case("task=mlm", "model.causal=false", "world_size=4")
+    scans = count_scans(case)
+    assert scans.with_carry == scans.total == 2 * case.config.model.num_layers * case.passes
+    assert legal_segments(case) == [1]
 
 
 def test_parameter_and_optimizer_bytes_of_one_rank() -> None:

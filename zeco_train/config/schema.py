@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.config import LARGEST_COUNT, DataConfig, check_config
+from data.masking import TaskConfig
 from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
@@ -31,6 +32,7 @@ from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
 from zeco_train.config.mixer_choice import Composed, MixerChoice, choose_mixer, config_class, stored_class
 from zeco_train.config.overrides import check_overrides, find_value, of_groups
+from zeco_train.config.task_rules import check_task
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
@@ -134,6 +136,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     model: LanguageModelConfig = field(default_factory=DEFAULT_CONFIG)
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     sp: SPConfig = field(default_factory=SPConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -152,6 +155,7 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
+        check_task(self.task, self.model, self.data, self.train.segments)
         check_path("run_dir", self.run_dir)
         load = self.checkpoint.load
         if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:
@@ -166,12 +170,14 @@ class Config:
 
         `data.opening.OpenedData.identity` adds those of the opened stores.
         """
-        data = to_plain(self.data)
+        data, task = to_plain(self.data), to_plain(self.task)
+        of_task = task if self.task.is_masked else ("name",)
         return {
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
             **{f"model.{key}": value for key, value in to_plain(self.model).items()},
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
+            **{f"task.{key}": task[key] for key in of_task},
         }
 
 

@@ -11,11 +11,12 @@ from typing import Any
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import agree, resolve_sp_size
+from zeco_train.errors import ConfigError
 from zeco_train.evaluate.arguments import describe, parse
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.registry import Task, build_tasks
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
-from zeco_train.hf.trained import find_trained
+from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
 from zeco_train.system.environment import environment
 from zeco_train.system.terminal import visible
@@ -42,6 +43,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     check_read(request.overrides)
     tasks = build_tasks(request.tasks, request.standard, request.settings)
     trained = find_trained(request.path)
+    _check_causal(trained, [*request.tasks, *request.standard])
     config = trained.configure([*request.overrides, *_fitting_batch(request.overrides)])
     # By default all ranks share a sequence, except for lm_eval's short texts.
     size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
@@ -69,6 +71,18 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     if folder is not None and folder.path is not None:
         print(visible(f"results: {folder.path / RESULTS_FILE}"), flush=True)
     return 0
+
+
+def _check_causal(trained: Trained, tasks: Sequence[str]) -> None:
+    """Refuse tasks that ask for next tokens, if the model is unmasked.
+
+    Raises:
+        ConfigError: names the task.
+    """
+    for task in tasks:
+        if not trained.model.causal and task != "validation":
+            problem = "asks for next tokens, which this model (model.causal=false) reads; only validation is possible"
+            raise ConfigError("--tasks", task, problem)
 
 
 def _fitting_batch(overrides: Sequence[str]) -> list[str]:

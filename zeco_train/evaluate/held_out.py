@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from data.config import DataKind, check_seq_len
 from data.loader import Source
+from data.masking import for_task
 from data.opening import open_held_out
 from data.tokenizer import BYTES
 from zeco_train.distributed.agreement import check_same
@@ -88,11 +89,12 @@ class HeldOut:
 
     def _validation(self, evaluation: Evaluation, length: int) -> tuple[Validation, list[str]]:
         """The validation at a length, and lines about the used and unused parts of the stores."""
-        data, segments = evaluation.config.data, evaluation.config.train.segments
+        config = evaluation.config
+        data, segments = config.data, config.train.segments
         # One token more than the length: the label of the last.
         fitting = [source for source in self._sources if source.documents.num_tokens > length]
         validation = Validation(
-            fitting,
+            for_task(fitting, config.task, config.model.vocab_size),
             evaluation.mesh.split(length, data.micro_batch, documents=data.reset_state_at_document, segments=segments),
             self.sequences or _ALL,
         )
@@ -117,8 +119,8 @@ def _too_short(source: Source, length: int) -> str:
 
 
 def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluation: Evaluation) -> TaskResult:
-    # With the byte tokenizer one token is one byte.
-    is_bytes = evaluation.trained.tokenizer_info.get("kind") == BYTES
+    # With the byte tokenizer one token is one byte; losses of masked tokens are no code length of the text.
+    is_bytes = evaluation.trained.tokenizer_info.get("kind") == BYTES and not evaluation.config.task.is_masked
     metrics: dict[str, float] = {}
     lines = []
     for length, (loss, _) in by_length.items():

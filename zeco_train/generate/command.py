@@ -17,7 +17,7 @@ from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, halo_groups, init_mesh, join, resolve_sp_size
-from zeco_train.errors import DataError
+from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
@@ -44,6 +44,8 @@ def _generate(arguments: list[str], job: Job) -> int:
         return 0
     options = parse(arguments)
     trained = find_trained(options.run)
+    if not trained.model.causal:
+        raise ConfigError("RUN", options.run, "reads in both directions (model.causal=false), so it cannot generate")
     config = trained.configure(options.overrides)
     job.enter("joining the other ranks")
     mesh = _join(config, options, job.launch)

@@ -130,6 +130,8 @@ def to_fla(
     fla = mixer_of(model).fla
     if fla is None:
         raise ConfigError("model", model.name, f"fla has no model with {model.mixer}, so this one cannot be exported")
+    if not model.causal:
+        raise ConfigError("model.causal", "false", f"fla's {fla.name} is causal, so this model cannot be exported")
     for name, value in fla.fixed.items():
         if (own := getattr(model, name)) != value:
             allowed = f"fla's {fla.name} knows {value} only, so this model cannot be exported"

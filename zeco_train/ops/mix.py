@@ -23,7 +23,7 @@ from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.registry import operator_of
-from zeco_train.ops.seam import Boundary, Crossing, Place, ScanRequest, SequenceShard, scan_of
+from zeco_train.ops.seam import Boundary, Crossing, LaunchedScan, Place, ScanRequest, SequenceShard, scan_of
 from zeco_train.ops.transition import adjoint
 
 
@@ -101,18 +101,20 @@ def _mix(
 
     Absent tensors are [0].
     """
+    chosen = operator_of(operator, operands)
+    chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
-        chosen = operator_of(operator, operands)
         local = chosen.select(operands).forward(operands, scale, pieces)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
-            cuts = chosen.cuts(operands)
-            request = ScanRequest(local.state, local.transition, False, carry_in, want_carry, cuts)
+            cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
+            request = ScanRequest(local.state, local.transition, False, carry_in, wanted, cuts)
             pending = scan_of(scan).launch(request)
             local.overlap()
-            received = pending.wait()
+            received = _whole(pending) if chosen.reads_whole else pending.wait()
             o = local.outputs(received)
-            pending.finish()
+            if not chosen.reads_whole:
+                pending.finish()
             carry_out = pending.carry_out() if want_carry else carry_out
             # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
@@ -122,6 +124,13 @@ def _mix(
             carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
         # Contiguous, as `_mix_shapes` promises the compiler.
         return o.contiguous(), received, carry_out, local.transition, list(local.saved)
+
+
+def _whole(pending: LaunchedScan) -> Tensor:
+    """The state of the whole sequence, for outputs that read it: `finish` cannot wait until after them."""
+    pending.wait()
+    pending.finish()
+    return pending.carry_out()
 
 
 def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
@@ -152,15 +161,17 @@ def _mix_backward(
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """The gradients of the operands, and dcarry_in; the latter is [0] unless it is wanted."""
+    chosen = operator_of(operator, operands)
     with _alone(do):
-        chosen = operator_of(operator, operands)
         local = chosen.select(operands).backward(operands, do, saved, incoming_state, scale, pieces)
-        cuts = chosen.cuts(operands)
-        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, want_dcarry, cuts)
+        cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
+        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = scan_of(scan).launch(request)
         local.overlap()
-        grads = [grad.contiguous() for grad in local.operand_grads(pending.wait())]
-        pending.finish()
+        incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
+        grads = [grad.contiguous() for grad in local.operand_grads(incoming_grad)]
+        if not chosen.reads_whole:
+            pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
         return grads, dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in
 

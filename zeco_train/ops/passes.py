@@ -129,6 +129,8 @@ class Operator:
         output: position of the operand whose shape and dtype the outputs have.
         neighbours: a shard's state depends on its last tokens only, so it crosses one border: it is exchanged by the
             halo scan of a shard (`Place.halo`).
+        reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
+            reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
     """
 
     operands: tuple[str, ...]
@@ -140,6 +142,17 @@ class Operator:
     recomputed_flops: Callable[[int, int, int], float]
     output: int = 2
     neighbours: bool = False
+    reads_whole: bool = False
+
+    def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
+        """Refuse states of other segments for an operator that reads the whole sequence.
+
+        Raises:
+            ValueError: names the argument, and the setting that it comes from.
+        """
+        if self.reads_whole and (carry_in is not None or want_carry):
+            name = "want_carry" if carry_in is None else "carry_in"
+            raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
         """(B, H, K, V)."""

@@ -10,12 +10,14 @@ from zeco_train.ops.gla import GLA
 from zeco_train.ops.passes import Operator
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.short_conv import SHORT_CONV
+from zeco_train.ops.unmasked import UNMASKED
 
 OPERATORS = {
     "gla": GLA,
     "scalar_decay": SCALAR_DECAY,
     "fixed_decay": FIXED_DECAY,
     "short_conv": SHORT_CONV,
+    "unmasked": UNMASKED,
 }
 
 

@@ -48,7 +48,12 @@ def options(case: Case, headroom: float) -> list[Option]:
 
 
 def legal_segments(case: Case) -> list[int]:
-    """Numbers of segments that divide the sequence, with at least `LEAST_TOKENS` tokens of each on a rank."""
+    """Numbers of segments that divide the sequence, with at least `LEAST_TOKENS` tokens of each on a rank.
+
+    Only 1 for an unmasked model, which reads the whole sequence at once.
+    """
+    if not case.config.model.causal:
+        return [1]
     length = case.config.data.seq_len // case.sp_size
     return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
 

@@ -41,11 +41,14 @@ def count_scans(case: Case) -> Scans:
     """Count the scans of a step: one per layer, pass and direction.
 
     Recomputation adds none, since received states are replayed. With segments a carry is passed on, forward from each
-    segment but the last, and its gradient back from each.
+    segment but the last, and its gradient back from each. An unmasked model reads the state after the last rank, in
+    every scan.
     """
     layers = case.config.model.num_layers
     passes = layers * case.passes
     carries = 0 if case.segments == 1 else layers * case.micro_steps * (2 * case.segments - 1)
+    if not case.config.model.causal:
+        carries = 2 * passes
     return Scans(passes, passes, carries)
 
 

@@ -50,6 +50,8 @@ _ALWAYS_BEFORE = {
     "data.min_document_tokens": 0,
     "model.mixer": "gla",
     "model.use_output_gate": True,
+    "model.causal": True,
+    "task.name": "lm",
 }
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from data.config import check_split
 from data.loader import DataSplit, PrefetchingLoader, SequenceLoader
+from data.masking import for_task
 from data.opening import open_data
-from data.reader import OpenedData
+from data.reader import OpenedData, SequenceSource
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules
@@ -30,7 +32,6 @@ from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
     agree,
-    gather,
     halo_groups,
     init_mesh,
     join,
@@ -38,7 +39,7 @@ from zeco_train.distributed.mesh import (
     resolve_sp_size,
 )
 from zeco_train.distributed.parallelize import Strategy, parallelize
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
@@ -48,10 +49,10 @@ from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import build_scan
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
-from zeco_train.system.labels import IGNORE_INDEX
 from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
+from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
@@ -237,9 +238,9 @@ def _warn(config: Config, data: OpenedData, folder: RunFolder) -> None:
         )
 
 
-def _log_data(loader: SequenceLoader, data: OpenedData, config: Config) -> None:
+def _log_data(loader: SequenceLoader, sources: Sequence[SequenceSource], config: Config) -> None:
     total = config.train.steps * config.data.global_batch
-    for source, share in zip(data.train, loader.mixture.shares, strict=True):
+    for source, share in zip(sources, loader.mixture.shares, strict=True):
         named = f"{source.name}, {float(share):.4g} of the sequences, " if source.name else ""
         line = source.describe(config.data.shuffle, config.data.seq_len, float(total * share))
         logger.info("data: %s%s", named, line)
@@ -270,18 +271,17 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     progress.logger_run_id = agree(mesh, lambda: recorder.start(progress, to_plain(resolve(config, mesh)), facts))
     data, train = config.data, config.train
     split = mesh.split(data.seq_len, data.micro_batch, documents=data.reset_state_at_document, segments=train.segments)
-    loader = SequenceLoader(
-        run.data.train,
-        split,
-        seed=config.seed,
-        global_batch=data.global_batch,
-        shuffle=data.shuffle,
+    sources, held_out = (
+        for_task(some, config.task, config.model.vocab_size) for some in (run.data.train, run.data.validation)
     )
-    _log_data(loader, run.data, config)
-    validation = Validation(run.data.validation, split, train.eval_sequences)
+    loader = _build_loader(config, sources, split)
+    _log_data(loader, sources, config)
+    validation = Validation(held_out, split, train.eval_sequences)
     for line in validation.coverage():
         logger.info("validation: %s", line)
-    _check_shards_fit(loader, progress.sequences, mesh)
+    # Without masks: shards meet where the label of the last token is the first token of the next shard.
+    plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
+    check_shards_fit(plain, progress.sequences, mesh)
     halo = halo_groups(mesh) if spec_of(config.model).needs_halo else None
     scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
     step = _build_step(config, model, optimizer, scan, mesh)
@@ -302,6 +302,11 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
         ),
         progress=progress,
     )
+
+
+def _build_loader(config: Config, sources: Sequence[SequenceSource], split: DataSplit) -> SequenceLoader:
+    data = config.data
+    return SequenceLoader(sources, split, seed=config.seed, global_batch=data.global_batch, shuffle=data.shuffle)
 
 
 def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
@@ -360,35 +365,14 @@ def build_model(
     return model
 
 
-def _check_shards_fit(loader: SequenceLoader, consumed: int, mesh: ProcessMesh) -> None:
-    """Check on the first batch that the ranks of an SP group have the same sequences, and that their shards fit.
-
-    A shard's last label must equal the first token of the next shard, which another node may read from its own copy.
-
-    Raises:
-        DataError: on every rank; names the first two ranks that differ.
-    """
-    batch = agree(mesh, lambda: loader.batch(consumed, 0))
-    own = batch.sequence_ids, batch.input_ids[:, 0].tolist(), batch.labels[:, -1].tolist()
-    everyone = gather(own, mesh.world_size)
-    for rank in range(1, mesh.world_size):
-        if rank % mesh.sp_size == 0:
-            continue
-        (before_ids, _, labels), (ids, tokens, _) = everyone[rank - 1], everyone[rank]
-        pair = f"ranks {rank - 1} and {rank}, which share sequences,"
-        if before_ids != ids:
-            problem = f"{pair} have different ones in their first batch, {before_ids} and {ids}"
-            raise DataError("data", problem, "start all ranks with the same command line")
-        if any(label not in (token, IGNORE_INDEX) for label, token in zip(labels, tokens, strict=True)):
-            problem = f"{pair} have different tokens where their shards of {ids} meet, {labels} and {tokens}"
-            raise DataError(loader.reader_of(ids[0]).description, problem, "copy the token store to all nodes again")
-
-
 def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:
-    return open_data(
+    data = open_data(
         config.data,
         vocab_size=config.model.vocab_size,
         sp_size=mesh.sp_size,
         segments=config.train.segments,
         validate=config.train.eval_sequences > 0,
     )
+    # For its errors, before the folder is created.
+    for_task(data.train, config.task, config.model.vocab_size)
+    return data

@@ -1,0 +1,260 @@
+"""The masked-token objective (BERT, Devlin et al. 2018, arXiv 1810.04805): some tokens are hidden, and are the labels.
+
+Each token is chosen independently with probability `mask_fraction`. Of the chosen tokens 80 % become the mask token,
+10 % a random token, and 10 % stay as they are; the label of each is the original token at the same position. All other
+labels are −100.
+
+Masks are a pure function of the seed, the store, the epoch, the sequence's number and the position in the whole
+sequence. So they do not depend on ranks, segments, micro-batches or restarts, and every rank knows the number of
+masked tokens of the global batch without communication. They are new in every epoch. Any token can be chosen, ends of
+documents included: otherwise that number would depend on tokens that only other ranks read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.config import Shuffle
+from data.loader import Source
+from data.reader import DataSplit, Reader, SequenceSource, Shard
+from data.store import StoreMeta
+from data.tokenizer import BYTES, ByteTokenizer
+from zeco_train.errors import ConfigError
+from zeco_train.system.labels import IGNORE_INDEX
+
+# Of the chosen tokens.
+MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
+# Probabilities are compared with 32 random bits.
+_BITS = 32
+_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# Words that are computed at a time: the temporaries fit in a core's cache.
+_BLOCK = 1 << 14
+
+
+class TaskName(Enum):
+    """What the model learns: the next token (`lm`), or masked tokens (`mlm`)."""
+
+    lm = "lm"
+    mlm = "mlm"
+
+
+@dataclass
+class TaskConfig:
+    """What the model learns.
+
+    Attributes:
+        name: `lm`: the next token, with a causal model; `mlm`: masked tokens, with model.causal=false.
+        mask_fraction: probability that a token is chosen to be predicted; for `mlm` only.
+        mask_token: id that hides a token; for `mlm` only. null: an id that the tokenizer never produces.
+    """
+
+    name: TaskName = TaskName.lm
+    mask_fraction: float = 0.15
+    mask_token: int | None = None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether tokens are masked."""
+        return self.name is TaskName.mlm
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        if not 0 < self.mask_fraction <= 1:
+            raise ConfigError("task.mask_fraction", self.mask_fraction, "must be > 0 and ≤ 1")
+        if self.mask_token is not None and self.mask_token < 0:
+            raise ConfigError("task.mask_token", self.mask_token, "is an id: must be ≥ 0")
+
+    def needs(self) -> Iterator[tuple[str, str, bool]]:
+        """Yield (key, setting it depends on, whether that is set)."""
+        yield "mask_fraction", "task=mlm", self.is_masked
+        yield "mask_token", "task=mlm", self.is_masked
+
+
+class MaskIds(NamedTuple):
+    """The ids that replace tokens.
+
+    Attributes:
+        mask: the mask token.
+        first, stop: random tokens are drawn uniformly from these ids, `stop` excluded.
+    """
+
+    mask: int
+    first: int
+    stop: int
+
+
+def find_mask_ids(mask_token: int | None, meta: StoreMeta, vocab_size: int) -> MaskIds:
+    """The ids that replace tokens of a store.
+
+    By default the mask token is an id that no text has: the byte tokenizer's id for unknown text, and of any other
+    tokenizer the first id after its own, if the model's vocabulary has one.
+
+    Args:
+        mask_token: `task.mask_token`.
+        meta: of the store.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: an id outside of the model's vocabulary, or one that texts have; or no id is free.
+    """
+    is_bytes = meta.tokenizer.get("kind") == BYTES
+    first, stop = ByteTokenizer.offset if is_bytes else 0, meta.vocab_size
+    if mask_token is None:
+        mask_token = ByteTokenizer.unknown_id if is_bytes else stop
+        if mask_token >= vocab_size:
+            way = f"set model.vocab_size={stop + 1} or more, whose id {stop} is then free, or name an id"
+            raise ConfigError("task.mask_token", "null", f"the tokenizer uses all {vocab_size} ids of the model; {way}")
+    elif mask_token >= vocab_size:
+        raise ConfigError("task.mask_token", mask_token, f"must be < model.vocab_size={vocab_size}")
+    elif mask_token == meta.eos_id or (is_bytes and first <= mask_token < stop):
+        free = f"; null takes {ByteTokenizer.unknown_id}, which no text has" if is_bytes else ""
+        raise ConfigError("task.mask_token", mask_token, f"is a token of the texts{free}")
+    return MaskIds(mask_token, first, stop)
+
+
+class SequenceMasks:
+    """The masks of one sequence, a counter-based generator: words of splitmix64 (Steele et al. 2014), by position.
+
+    Args:
+        fraction: probability that a token is chosen.
+        name: of the sequence; determines the masks.
+    """
+
+    def __init__(self, fraction: float, name: str) -> None:
+        digest = hashlib.blake2b(f"masks of {name}".encode(), digest_size=16).digest()
+        self._of_choice, self._of_change = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8))
+        # At least 1: a fraction > 0 is never none.
+        self._threshold = np.uint64(max(1, round(fraction * (1 << _BITS))))
+
+    def chosen(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the positions start … stop−1 are to be predicted."""
+        chosen = np.empty(stop - start, np.bool_)
+        for begin in range(start, stop, _BLOCK):
+            end = min(begin + _BLOCK, stop)
+            words = _words(self._of_choice, np.arange(begin, end, dtype=np.uint64))
+            chosen[begin - start : end - start] = words >> np.uint64(_BITS) < self._threshold
+        return chosen
+
+    def count(self, length: int) -> int:
+        """The number of chosen positions among the first `length`."""
+        blocks = range(0, length, _BLOCK)
+        return sum(int(self.chosen(start, min(start + _BLOCK, length)).sum()) for start in blocks)
+
+    def replace(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], ids: MaskIds) -> NDArray[np.int64]:
+        """What the model reads in place of chosen tokens, given with their positions."""
+        words = _words(self._of_change, positions.astype(np.uint64))
+        high, low = words >> np.uint64(_BITS), words & np.uint64((1 << _BITS) - 1)
+        random = ids.first + (low * np.uint64(ids.stop - ids.first) >> np.uint64(_BITS)).astype(np.int64)
+        masked, changed = (round(share * (1 << _BITS)) for share in (MASKED_SHARE, MASKED_SHARE + RANDOM_SHARE))
+        return np.where(high < masked, ids.mask, np.where(high < changed, random, tokens))
+
+
+def _words(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 random bits for each counter; arithmetic is modulo 2^64."""
+    x = np.uint64(key) + counters * np.uint64(_GAMMA)
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier)
+    return x ^ x >> np.uint64(31)
+
+
+class MaskedReader(Reader):
+    """Another reader's sequences with masked tokens.
+
+    Args:
+        reader: of the sequences; all their tokens count.
+        fraction: see `TaskConfig`.
+        ids: replace tokens.
+        name: of the store and the seed; with epoch and number of a sequence it determines the masks.
+    """
+
+    has_labels = True
+
+    def __init__(self, reader: Reader, fraction: float, ids: MaskIds, name: str) -> None:
+        self._reader, self._fraction, self._ids, self._name = reader, fraction, ids, name
+        self.split, self.num_sequences, self.description = reader.split, reader.num_sequences, reader.description
+        self.is_endless, self.tokens_behind = reader.is_endless, reader.tokens_behind
+
+    def find(self, index: int) -> tuple[int, int]:
+        """See `Reader`."""
+        return self._reader.find(index)
+
+    def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
+        """See `Reader`."""
+        shard, offset = self._reader.shard(epoch, sequence, segment), self.split.offset(segment)
+        assert shard.counts is None, self.description
+        masks = self._masks(epoch, sequence)
+        chosen = np.flatnonzero(masks.chosen(offset, offset + self.split.length))
+        tokens, labels = shard.tokens.copy(), np.full(self.split.length, IGNORE_INDEX, np.int64)
+        labels[chosen] = tokens[chosen]
+        tokens[chosen] = masks.replace(tokens[chosen], chosen + offset, self._ids)
+        return shard._replace(tokens=tokens, labels=labels)
+
+    def num_labels(self, epoch: int, sequence: int) -> int:
+        """See `Reader`."""
+        return self._masks(epoch, sequence).count(self.split.seq_len)
+
+    def _masks(self, epoch: int, sequence: int) -> SequenceMasks:
+        return SequenceMasks(self._fraction, f"{self._name}, epoch {epoch}, sequence {sequence}")
+
+
+@dataclass(frozen=True)
+class MaskedSource:
+    """A source with masked tokens, see `data.reader.SequenceSource`.
+
+    Validation readers have seed 0, so losses of runs with other seeds are of the same masks.
+    """
+
+    source: SequenceSource
+    fraction: float
+    ids: MaskIds
+
+    @property
+    def weight(self) -> int:
+        """See `data.reader.SequenceSource`."""
+        return self.source.weight
+
+    @property
+    def name(self) -> str:
+        """See `data.reader.SequenceSource`."""
+        return self.source.name
+
+    def reader(
+        self, split: DataSplit, *, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
+    ) -> MaskedReader:
+        """See `data.reader.SequenceSource`."""
+        reader = self.source.reader(split, shuffle=shuffle, seed=seed, number=number)
+        return MaskedReader(reader, self.fraction, self.ids, f"store {number}, seed {seed}")
+
+    def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
+        """See `data.reader.SequenceSource`."""
+        plain = self.source.describe(shuffle, seq_len, num_sequences)
+        return f"{plain}; {self.fraction:.4g} of the tokens predicted, mask token {self.ids.mask}"
+
+
+def for_task(sources: Sequence[SequenceSource], task: TaskConfig, vocab_size: int) -> list[SequenceSource]:
+    """The sources as a task reads them.
+
+    Args:
+        sources: token stores, if the task masks tokens.
+        task: what the model learns.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: see `find_mask_ids`.
+    """
+    if not task.is_masked:
+        return list(sources)
+    masked: list[SequenceSource] = []
+    for source in sources:
+        assert isinstance(source, Source), source  # a synthetic task is refused by the configuration
+        ids = find_mask_ids(task.mask_token, source.documents.store.meta, vocab_size)
+        masked.append(MaskedSource(source, task.mask_fraction, ids))
+    return masked
