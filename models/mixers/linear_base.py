@@ -52,11 +52,13 @@ class FeatureMapAttention(Mixer):
         has_norm: norm the outputs.
     """
 
+    can_be_unmasked = True
+
     def __init__(
         self, config: Any, layer: int, head: HeadWidths, *, scale: float, has_normaliser: bool, has_norm: bool
     ) -> None:
         super().__init__(config, layer)
-        self.config = config
+        self.config, self.operator = config, "fixed_decay" if config.causal else "unmasked"
         self.head, self.num_heads, self.scale, self.has_normaliser = head, config.num_heads, scale, has_normaliser
         width, queries, values = config.hidden_size, self.num_heads * head.query, self.num_heads * head.value
         # `init_weights` draws in this order: reordering the modules changes the initial values.
@@ -84,7 +86,10 @@ class FeatureMapAttention(Mixer):
     ) -> tuple[Tensor, tuple[Crossing, ...]]:
         """This rank's tokens x [B, T, D] → [B, T, D], and the states exchanged with other ranks."""
         (boundary,) = boundaries
-        o, crossing = mix_at("fixed_decay", self._operands(x, place.positions), self.scale, place, boundary)
+        operands = self._operands(x, place.positions)
+        # Without a mask there is no order, and no decay.
+        operands = operands if self.config.causal else operands[:3]
+        o, crossing = mix_at(self.operator, operands, self.scale, place, boundary)
         return self._output(o), (crossing,)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
@@ -93,7 +98,7 @@ class FeatureMapAttention(Mixer):
         operands = self._operands(x, positions[:, None])
         return self._output(OPERATORS["fixed_decay"].step(*operands, state, self.scale))
 
-    def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """φ(q), φ(k) [B, T, H, K], v [B, T, H, V] with the normaliser's columns, and log-decays [H] of zero."""
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (
@@ -118,7 +123,7 @@ class FeatureMapAttention(Mixer):
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs of the operator, without columns and features of zeros; independent of the sequence length."""
         shape = self.num_heads, self.head.features, self.head.value + self.has_normaliser
-        operator = OPERATORS["fixed_decay"]
+        operator = OPERATORS[self.operator]
         return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
 
     def kept_by_map(self) -> tuple[TokenTensor, ...]:
@@ -133,6 +138,8 @@ class FeatureMapAttention(Mixer):
         ((heads, key_dim, columns),) = self.state_shapes
         keys, wide_values, values = heads * key_dim, heads * columns, heads * self.head.value
         scores, states = heads * CHUNK, heads * key_dim * columns // CHUNK
+        if not self.config.causal:
+            scores = states = 0
         of_normaliser = (
             TokenTensor("1 / normaliser", heads, wide=True, compiled=False),
             # From which the compiler divides again.

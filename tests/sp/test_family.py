@@ -41,7 +41,8 @@ def tiny(name: str) -> LanguageModelConfig:
     """A small model of a mixer; its widths differ where its configuration allows it."""
     known = MIXERS[name].config_class
     fields = {field.name for field in dataclasses.fields(known)}
-    shared = {key: value for key, value in dataclasses.asdict(TINY).items() if key in fields - {"mixer", "name"}}
+    widths = {field.name for field in dataclasses.fields(LanguageModelConfig)} | {"expand_k", "expand_v"}
+    shared = {key: getattr(TINY, key) for key in fields & widths - {"mixer", "name"}}
     return known(**{**shared, **OWN.get(name, {})})
 
 
