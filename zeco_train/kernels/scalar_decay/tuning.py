@@ -67,7 +67,7 @@ class Tuning:
     programs: int = 264
 
 
-_WIDE = Options(64, 8, 1)
+_WIDE = Options(64, 8, 2)
 _NARROW = Options(32, 8, 1)
 
 # By (architecture or None, dtype, largest head dim of the entry), in the order of head dims. None: any other GPU, with

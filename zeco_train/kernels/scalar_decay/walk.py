@@ -62,6 +62,19 @@ def _sum_earlier(x, C: tl.constexpr):
 
 
 @triton.jit
+def _store_border(borders, index, state, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+    pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
+    tl.store(pointers, state.to(borders.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _at_border(borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+    """<S, dS> of these columns."""
+    pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
+    return tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad)
+
+
+@triton.jit
 def walk_kernel(
     queries,  # [B, T, QUERY_HEADS, D]: x
     keys,  # [B, T, QUERY_HEADS, D]: w
@@ -148,8 +161,7 @@ def walk_kernel(
         border_index = (chunk // SPAN) * BH + batch_head
         if TERMS and REVERSE:
             if is_border:
-                pointers, inside = state_pointers(borders, border_index, D, W, 0, first_column, BD, BW)
-                at_border = tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * state)
+                at_border = _at_border(borders, border_index, state, D, W, first_column, BD, BW)
 
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale
@@ -160,17 +172,16 @@ def walk_kernel(
             offsets = terms + start + rows
             if REVERSE:
                 passing = at_border - tl.sum(crossing)
-                first_own = rows < T - start
+                inside_chunk = rows < T - start
                 at_border = tl.load(terms + start)
                 if DOCUMENTS:
                     passing = tl.where(before == end, passing, 0.0)
                     starts_here = tl.load(pieces + start) != before
                     at_border = tl.where(starts_here, 0.0, at_border)
                 at_border += passing
-                grads = tl.load(offsets, mask=first_own, other=0.0) + _sum_earlier(crossing, C) + passing
-                of_tokens = ((tile * BH + batch_head // H * H).to(tl.int64) + 0) * T + batch_head % H
-                grad_pointers = dg + of_tokens + (start + rows).to(tl.int64) * H
-                tl.store(grad_pointers, grads, mask=first_own)
+                grads = tl.load(offsets, mask=inside_chunk, other=0.0) + _sum_earlier(crossing, C) + passing
+                of_head = (tile * BH + batch_head // H * H).to(tl.int64) * T + batch_head % H
+                tl.store(dg + of_head + (start + rows).to(tl.int64) * H, grads, mask=inside_chunk)
             else:
                 pairs = weights * tl.dot(other, tl.trans(value), input_precision=PRECISION)
                 tl.store(offsets, _pair_terms(pairs, crossing, own, C, DOCUMENTS), mask=rows < T - start)
@@ -181,5 +192,4 @@ def walk_kernel(
 
         if TERMS and not REVERSE:
             if is_border:
-                pointers, inside = state_pointers(borders, border_index, D, W, 0, first_column, BD, BW)
-                tl.store(pointers, state.to(borders.dtype.element_ty), mask=inside)
+                _store_border(borders, border_index, state, D, W, first_column, BD, BW)
