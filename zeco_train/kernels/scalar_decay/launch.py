@@ -17,6 +17,8 @@ from zeco_train.kernels.scalar_decay.tuning import NARROWEST, Options, Tuning
 from zeco_train.kernels.scalar_decay.walk import walk_kernel
 
 _HEADS_OF_SUMS = 16
+# A chunk's decay that dg neglects: an eighth of the rounding of bf16 operands. fp32 has digits to spare.
+_NEGLIGIBLE = {torch.bfloat16: 2.0**-12, torch.float32: 0.0}
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,9 @@ class Launcher:
         walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
             queries, keys, values, extra if terms else None, self.decays, self.pieces, starts, outputs, borders, sums,
             dg, self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH,
-            self.num_chunks, self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span, TURNED=extra is not None,
-            REVERSE=reverse, TERMS=terms is not None, **self.flags, **options.launch,
+            self.num_chunks, self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span,
+            NEGLIGIBLE=_NEGLIGIBLE[self.dtype], TURNED=extra is not None, REVERSE=reverse, TERMS=terms is not None,
+            **self.flags, **options.launch,
         )  # fmt: skip
         return outputs
 

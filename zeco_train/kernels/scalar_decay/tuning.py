@@ -67,18 +67,20 @@ class Tuning:
     programs: int = 264
 
 
-_WIDE = Options(64, 8, 2)
-_NARROW = Options(32, 8, 1)
+def _alike(summaries: Options, walk: Options, chunk: int = 64, programs: int = 264) -> Tuning:
+    """The same options for all walks."""
+    return Tuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
+
 
 # By (architecture or None, dtype, largest head dim of the entry), in the order of head dims. None: any other GPU, with
 # less shared memory.
 Key = tuple[tuple[int, int] | None, torch.dtype, int]
 KEPT: dict[Key, Tuning] = {
     ((9, 0), torch.bfloat16, 128): Tuning(),
-    ((9, 0), torch.bfloat16, 256): Tuning(Options(64, 8, 2), _WIDE, _WIDE, _WIDE, _WIDE, programs=132),
-    (None, torch.bfloat16, 128): Tuning(Options(64, 4, 2), *4 * [Options(64, 4, 1)]),
-    ((9, 0), torch.float32, 128): Tuning(Options(32, 4, 2), *4 * [Options(32, 4, 1)]),
-    ((9, 0), torch.float32, 256): Tuning(_NARROW, _NARROW, _NARROW, _NARROW, _NARROW, chunk=32, programs=132),
+    ((9, 0), torch.bfloat16, 256): _alike(Options(64, 8, 2), Options(64, 8, 2), programs=132),
+    (None, torch.bfloat16, 128): _alike(Options(64, 4, 2), Options(64, 4, 1)),
+    ((9, 0), torch.float32, 128): _alike(Options(32, 4, 2), Options(32, 4, 1)),
+    ((9, 0), torch.float32, 256): _alike(Options(32, 8, 1), Options(32, 8, 1), chunk=32, programs=132),
 }
 
 

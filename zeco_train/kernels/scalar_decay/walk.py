@@ -20,13 +20,14 @@ In reverse the state contains `scale` already, as the gradients that cross ranks
          + Σ_{j < t} k_j · dk_j  from the state    the walk of dk:  j in t's chunk, i after it
          + exp(b_end) <S, dS>                      j before t's chunk, i after it: S before it, dS after it
 
-All terms are of pairs that do cross t, so none is a small difference of large numbers. The last needs S and dS of the
+All terms are of pairs that do cross t: without decayed pairs they are 0 too. The last needs S and dS of the
 same chunk, which no walk has both. With E_n = <S, dS> at the border before chunk n
 
     exp(b_end) <S, dS> = E_n − Σ_i q_i · dq_i = E_{n+1} − Σ_j k_j · dk_j          (sums over chunk n, from the state)
 
-the walk of dk takes E from border to border. Rounding errors of E add up on the way; so the walk of dq writes S, in the
-dtype of the tokens, every SPAN chunks, and there E is computed anew. dg is a sum over K here: programs of different
+the walk of dk takes E from border to border. That is a difference, and its rounding errors add up on the way; so the
+walk of dq writes S, in the dtype of the tokens, every SPAN chunks, and there E is computed anew. Besides, nothing
+passes over a chunk whose decay is below the rounding of its operands. dg is a sum over K here: programs of different
 columns of dq and dk write their parts, which are added afterwards.
 """
 
@@ -55,23 +56,42 @@ def _pair_terms(pairs, from_state, own, C: tl.constexpr, DOCUMENTS: tl.constexpr
 
 
 @triton.jit
-def _sum_earlier(x, C: tl.constexpr):
-    """[C], for each token the sum of x over the tokens before it."""
+def _finish_decay_grads(crossing, passing, terms, pieces, dg, start, T, H, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Write dg of one chunk, in [T, H], and return E at the border before it.
+
+    crossing: [C], k · dk of the tokens, from the state. passing: of the pairs with the whole chunk between them.
+    """
     rows = tl.arange(0, C)
-    return tl.sum(tl.where(rows[:, None] > rows[None, :], x[None, :], 0.0), axis=1)
+    inside = rows < T - start
+    earlier = tl.sum(tl.where(rows[:, None] > rows[None, :], crossing[None, :], 0.0), axis=1)
+    grads = tl.load(terms + start + rows, mask=inside, other=0.0) + earlier + passing
+    # Every query of the chunk lies after its first token: there the terms are Σ_i q_i · dq_i.
+    at_border = tl.load(terms + start) + passing
+    if DOCUMENTS:
+        # Exactly 0 where the state restarts: terms of one document alone add up to 0, but for rounding.
+        previous = tl.load(pieces + start + rows - 1, mask=(start + rows > 0) & inside, other=0)
+        own = tl.load(pieces + start + rows, mask=inside, other=0)
+        grads = tl.where(own == previous, grads, 0.0)
+        before = tl.load(pieces + start - 1, mask=start > 0, other=0)
+        at_border = tl.where(tl.load(pieces + start) == before, at_border, 0.0)
+    tl.store(dg + (start + rows).to(tl.int64) * H, grads, mask=inside)
+    return at_border
 
 
 @triton.jit
-def _store_border(borders, index, state, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
-    pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-    tl.store(pointers, state.to(borders.dtype.element_ty), mask=inside)
+def _store_border(is_border, borders, index, state, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+    if is_border:
+        pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
+        tl.store(pointers, state.to(borders.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _at_border(borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
-    """<S, dS> of these columns."""
-    pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-    return tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad)
+def _renewed(at_border, is_border, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+    """E, <S, dS> of these columns: at a border with the S stored there, elsewhere as it was handed on."""
+    if is_border:
+        pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
+        at_border = tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad)
+    return at_border
 
 
 @triton.jit
@@ -101,6 +121,7 @@ def walk_kernel(
     BD: tl.constexpr,
     BW: tl.constexpr,
     SPAN: tl.constexpr,
+    NEGLIGIBLE: tl.constexpr,
     TURNED: tl.constexpr,
     REVERSE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -110,7 +131,8 @@ def walk_kernel(
 ):
     """One program walks one segment with BW columns of the state of one head; D <= BD.
 
-    TURNED: the state here is the transpose of the one in `starts`.
+    TURNED: the state here is the transpose of the one in `starts`. NEGLIGIBLE: where a chunk's decay is no larger,
+    nothing passes over it, as far as dg is concerned.
     """
     tile = tl.program_id(0)
     first_column = tile * BW
@@ -123,6 +145,8 @@ def walk_kernel(
     if TERMS:
         extra += key_head_offset(batch_head, T, H, VALUE_HEADS, W)
         terms += (tile * BH + batch_head).to(tl.int64) * T
+        if REVERSE:
+            dg += (tile * BH + batch_head // H * H).to(tl.int64) * T + batch_head % H
     rate = load_rate(decays, batch_head, H, FIXED)
     rows = tl.arange(0, C)
     before_or_self = rows[:, None] <= rows[None, :] if REVERSE else rows[:, None] >= rows[None, :]
@@ -160,8 +184,7 @@ def walk_kernel(
         is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
         border_index = (chunk // SPAN) * BH + batch_head
         if TERMS and REVERSE:
-            if is_border:
-                at_border = _at_border(borders, border_index, state, D, W, first_column, BD, BW)
+            at_border = _renewed(at_border, is_border, borders, border_index, state, D, W, first_column, BD, BW)
 
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale
@@ -169,27 +192,17 @@ def walk_kernel(
         if TERMS:
             other = load_tile(extra, start, T, VALUE_HEADS, W, first_column, C, BW)
             crossing = tl.sum(other.to(tl.float32) * carried, axis=1)
-            offsets = terms + start + rows
             if REVERSE:
-                passing = at_border - tl.sum(crossing)
-                inside_chunk = rows < T - start
-                at_border = tl.load(terms + start)
-                if DOCUMENTS:
-                    passing = tl.where(before == end, passing, 0.0)
-                    starts_here = tl.load(pieces + start) != before
-                    at_border = tl.where(starts_here, 0.0, at_border)
-                at_border += passing
-                grads = tl.load(offsets, mask=inside_chunk, other=0.0) + _sum_earlier(crossing, C) + passing
-                of_head = (tile * BH + batch_head // H * H).to(tl.int64) * T + batch_head % H
-                tl.store(dg + of_head + (start + rows).to(tl.int64) * H, grads, mask=inside_chunk)
+                passing = tl.where(survives > NEGLIGIBLE, at_border - tl.sum(crossing), 0.0)
+                at_border = _finish_decay_grads(crossing, passing, terms, pieces, dg, start, T, H, C, DOCUMENTS)
             else:
                 pairs = weights * tl.dot(other, tl.trans(value), input_precision=PRECISION)
-                tl.store(offsets, _pair_terms(pairs, crossing, own, C, DOCUMENTS), mask=rows < T - start)
+                of_tokens = _pair_terms(pairs, crossing, own, C, DOCUMENTS)
+                tl.store(terms + start + rows, of_tokens, mask=rows < T - start)
         result = tl.dot(weights.to(value.dtype), value, carried, input_precision=PRECISION)
         store_tile(outputs, result, start, T, H, W, first_column, C, BW)
         weighted = (value.to(tl.float32) * to_state[:, None]).to(value.dtype)
         state = tl.dot(tl.trans(key), weighted, state * survives, input_precision=PRECISION)
 
         if TERMS and not REVERSE:
-            if is_border:
-                _store_border(borders, border_index, state, D, W, first_column, BD, BW)
+            _store_border(is_border, borders, border_index, state, D, W, first_column, BD, BW)

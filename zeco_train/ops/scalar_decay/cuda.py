@@ -76,25 +76,24 @@ class CudaBackward:
         # Without `fixed` the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
         q, k, v, self._log_decays = operands
         _check(pieces, fixed, q=q, k=k, v=v, decays=self._log_decays, do=do)
-        self._tokens = tuple(x.contiguous() for x in (q, k, v, do))
+        self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
         (self._starts,) = saved
         decays = self._log_decays if fixed else self._log_decays.transpose(1, 2)
         self._launcher = _launcher(k, v, decays.contiguous(), pieces, scale, options_for(k, v), fixed)
-        self._summaries = self._launcher.summaries(self._tokens[0], self._tokens[3], reverse=True)
+        self._summaries = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._summaries.state
 
     def overlap(self) -> None:
         """Compute dq, which needs no gradients of states, and the terms of dg that come with it."""
-        self._dq, self._terms = self._launcher.query_grads(*self._tokens, self._starts)
+        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, self._starts)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """Compute dq, dk, dv and the gradient of the decays (0 if they are fixed), given D_in [B, H, K, V]."""
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         self._launcher.correct(self._summaries, incoming_grad)
-        q, k, v, do = self._tokens
         grads = self._summaries.starts
-        dk, dg = self._launcher.key_grads(q, k, v, do, grads, self._terms)
-        dv = self._launcher.value_grads(q, k, do, grads)
+        dk, dg = self._launcher.key_grads(self._q, self._k, self._v, self._do, grads, self._terms)
+        dv = self._launcher.value_grads(self._q, self._k, self._do, grads)
         return self._dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
