@@ -1,0 +1,293 @@
+"""The Triton kernels of scalar decays against the recurrence in fp64, with autograd: interpreted, and on a GPU.
+
+The interpreter computes in fp32 what a GPU computes in three tf32 parts, so it tests everything but the hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from tests.support.kernel_cases import relative_error
+from zeco_train.ops.documents import find_pieces, find_restarts
+
+pytestmark = pytest.mark.numeric
+
+
+@dataclass(frozen=True)
+class ScalarCase:
+    """One rank's tokens.
+
+    Attributes:
+        shape: B, T, G, H, K, V.
+        rate: log-decays are uniform from −rate to 0.
+        fixed: they are constant in time.
+        documents: cu_seqlens. before: see `SequenceShard`.
+        reset: the log-decay of every 40th token; None: no resets.
+        changes: of the kept `Tuning`; few programs make long segments.
+    """
+
+    shape: tuple[int, int, int, int, int, int]
+    rate: float = 0.2
+    fixed: bool = False
+    documents: tuple[int, ...] | None = None
+    before: int = 1
+    reset: float | None = None
+    changes: tuple[tuple[str, int], ...] = ()
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Random inputs; q, k, v, do are not contiguous, as a projection's output cut into heads may be."""
+        B, T, G, H, K, V = self.shape
+        generator = torch.Generator().manual_seed(sum(self.shape))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        keys, values = normal(B, T, G, 2 * K).to(dtype), normal(B, T, H, 2 * V).to(dtype)
+        g = -self.rate * torch.rand((H,) if self.fixed else (B, T, H), generator=generator)
+        if self.reset is not None:
+            g[:, 7::40] = self.reset
+        tensors = {
+            **dict(zip("qk", keys.chunk(2, -1), strict=True)),
+            **dict(zip(("v", "do"), values.chunk(2, -1), strict=True)),
+            "g": g,
+            **{name: normal(B, H, K, V) for name in ("R", "D_in")},
+        }
+        return {name: x.to(device) for name, x in tensors.items()}
+
+    def pieces(self, device: torch.device) -> Tensor | None:
+        """The documents in the operator's format."""
+        if self.documents is None:
+            return None
+        return find_pieces(torch.tensor(self.documents), self.before, self.shape[1], device)
+
+
+def _recurrence(operands: Sequence[Tensor], scale: float, state: Tensor, restarts: Tensor | None) -> tuple[Tensor, ...]:
+    """o and the last state, token by token."""
+    q, k, v, g = operands
+    repeats, outputs = v.shape[2] // q.shape[2], []
+    q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
+    decays = g.exp().expand(v.shape[:3])
+    if restarts is not None:
+        decays = decays.masked_fill(restarts[:, None], 0.0)
+    for query, key, value, decay in zip(*(x.unbind(1) for x in (q, k, v, decays)), strict=True):
+        state = decay[..., None, None] * state + key[..., :, None] * value[..., None, :]
+        outputs.append(scale * (query[..., None, :] @ state).squeeze(-2))
+    return torch.stack(outputs, dim=1), state
+
+
+def _expected(tensors: dict[str, Tensor], scale: float, pieces: Tensor | None) -> dict[str, Tensor]:
+    """Results in fp64; those of the rank's ends are of its whole effect on them."""
+    leaves = [tensors[name].double().requires_grad_() for name in ("q", "k", "v", "g", "R")]
+    *operands, incoming = leaves
+    o, state = _recurrence(operands, scale, incoming, None if pieces is None else find_restarts(pieces))
+    grads = torch.autograd.grad([o, state], leaves, [tensors["do"].double(), tensors["D_in"].double()])
+    names = ("dq", "dk", "dv", "dg", "D")
+    return {"o": o.detach(), "S": state.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def _found(case: ScalarCase, tensors: dict[str, Tensor], scale: float, pieces: Tensor | None) -> dict[str, Tensor]:
+    """Results of the two passes."""
+    from zeco_train.ops.scalar_decay import cuda  # late: imports Triton, whose mode is fixed at import
+
+    passes, plain = (cuda.CUDA_FIXED if case.fixed else cuda.CUDA_SCALAR), cuda.options_for
+    operands = [tensors[name] for name in "qkvg"]
+    with mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), **dict(case.changes))):
+        promised = [(x.shape, x.stride(), x.dtype) for x in passes.saved_like(operands)]
+        forward = passes.forward(operands, scale, pieces)
+        state = forward.state.clone()
+        forward.overlap()
+        o, saved = forward.outputs(tensors["R"]), [*forward.saved]
+        assert promised == [(x.shape, x.stride(), x.dtype) for x in saved]
+        for position in passes.replaced:
+            assert saved[0].shape == operands[position].shape
+            operands[position] = saved.pop(0)
+        backward = passes.backward(operands, tensors["do"], saved, None, scale, pieces)
+        state_grad = backward.state_grad.clone()
+        backward.overlap()
+        grads = backward.operand_grads(tensors["D_in"])
+    survives = forward.transition.double().exp()[..., None]
+    ends = {"S": state + survives * tensors["R"], "D": state_grad + survives * tensors["D_in"]}
+    return {"o": o, **ends, **dict(zip(("dq", "dk", "dv", "dg"), grads, strict=True))}
+
+
+def scalar_errors(case: ScalarCase, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Error of each result, norm over norm; of a fixed decay's gradient, which is not computed, its largest number."""
+    tensors, pieces = case.tensors(dtype, device), case.pieces(device)
+    scale = case.shape[4] ** -0.5
+    found, expected = _found(case, tensors, scale, pieces), _expected(tensors, scale, pieces)
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert all(found[name].shape == expected[name].shape for name in expected)
+    if case.fixed:
+        errors["dg"] = found["dg"].abs().max().item()
+    elif pieces is not None:
+        errors["dg at restarts"] = found["dg"][:, find_restarts(pieces)].abs().max().item() if pieces[-1] else 0.0
+    return errors
+
+
+LONG = (("programs", 1), ("span", 2))
+# Segments of two chunks of 32 tokens, states for dg at the ends of each.
+SHORT = (("programs", 264), ("span", 2), ("chunk", 32))
+DOCUMENTS = (0, 70, 128, 129, 200, 270)
+SMALL = {
+    "one token": ScalarCase((1, 1, 1, 1, 16, 16)),
+    "groups of two heads": ScalarCase((1, 140, 2, 4, 8, 24), rate=1.0, changes=SHORT),
+    "documents": ScalarCase((1, 270, 1, 2, 16, 16), documents=DOCUMENTS, changes=SHORT),
+    "fixed": ScalarCase((1, 140, 1, 2, 16, 16), fixed=True, changes=SHORT),
+    "batches": ScalarCase((2, 100, 2, 2, 16, 8), changes=SHORT),
+    "one segment": ScalarCase((1, 270, 1, 1, 16, 16), changes=LONG),
+    "tiles of K and V": ScalarCase((1, 140, 1, 2, 40, 72), changes=SHORT),
+    "strong decays": ScalarCase((1, 140, 1, 1, 16, 16), rate=50.0),
+    "no decay": ScalarCase((1, 140, 1, 1, 16, 16), rate=0.0),
+    "resets": ScalarCase((1, 140, 1, 1, 16, 16), reset=-3e38, changes=SHORT),
+    "a document starts the rank": ScalarCase((1, 140, 1, 1, 16, 16), documents=(0, 64, 140), before=0),
+    "one document, that continues": ScalarCase((1, 100, 1, 1, 16, 16), documents=(0, 100)),
+    "fixed, documents, groups": ScalarCase((1, 270, 1, 2, 16, 16), fixed=True, documents=DOCUMENTS, changes=SHORT),
+}
+QUICK = ["groups of two heads", "a document starts the rank", "fixed"]
+LARGE = {
+    **{name: dataclasses.replace(case, changes=LONG if case.changes == LONG else ()) for name, case in SMALL.items()},
+    "RetNet's heads": ScalarCase((1, 1000, 4, 4, 128, 256), fixed=True),
+    "wide keys": ScalarCase((1, 2000, 4, 4, 128, 128)),
+    "Mamba-2's heads": ScalarCase((1, 777, 1, 16, 128, 64)),
+    "64 channels": ScalarCase((2, 1000, 3, 3, 64, 64), documents=None),
+    "the widest heads": ScalarCase((1, 700, 2, 2, 256, 256)),
+    "no power of two": ScalarCase((1, 1000, 2, 4, 96, 160), documents=(0, 70, 128, 700, 1000)),
+    "weak decays": ScalarCase((1, 2000, 2, 2, 128, 128), rate=0.005),
+    "strong decays everywhere": ScalarCase((1, 1000, 1, 1, 64, 128), rate=50.0),
+}
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+
+
+def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    return {name: scalar_errors(SMALL[name], torch.float32, torch.device("cpu")) for name in names}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([name for name in SMALL if name not in QUICK], marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_scalar_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter is chosen when Triton is imported, so the kernels run in a separate process.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, errors in run_distributed(_interpreted, 1, names, fresh=True)[0].items():
+        assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
+        assert errors.get("dg at restarts", 0.0) == 0.0, name
+        assert len(errors) >= 7
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    from zeco_train.ops.scalar_decay import cuda
+
+    messages = []
+    x = ScalarCase((1, 70, 2, 4, 8, 8)).tensors(torch.float32, torch.device("cpu"))
+    for changed in (
+        {"q": x["q"][:, :, :1].repeat(1, 1, 3, 1)},
+        {"k": x["k"].bfloat16()},
+        {"g": x["g"][..., :3]},
+        {"v": x["v"][0]},
+    ):
+        with pytest.raises(ValueError, match=r"expected|divide") as caught:
+            cuda.CUDA_SCALAR.forward([{**x, **changed}[name] for name in "qkvg"], 1.0, None)
+        messages.append(str(caught.value).split(":")[0])
+    return messages
+
+
+def test_wrong_operands_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_refused, 1, fresh=True) == [["q", "k", "decays", "v"]]
+
+
+# Limit of shared memory per program in bytes, by architecture.
+SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
+COMPILED = {
+    "sm_90, wide keys": (90, torch.bfloat16, ScalarCase((1, 512, 2, 2, 128, 128))),
+    "sm_90, the widest heads": (90, torch.bfloat16, ScalarCase((1, 512, 1, 2, 256, 256), fixed=True)),
+    "sm_90, fp32": (90, torch.float32, ScalarCase((1, 512, 2, 2, 128, 128), fixed=True, documents=(0, 70, 512))),
+    "sm_80": (80, torch.bfloat16, ScalarCase((1, 512, 2, 2, 128, 128), documents=(0, 70, 512))),
+}
+
+
+def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
+    """Shared memory of each kernel by case, compiled for GPUs that this machine need not have."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import JITFunction, driver
+
+    from zeco_train.kernels.scalar_decay import tuning
+    from zeco_train.ops.scalar_decay import cuda
+
+    cpu, found = torch.device("cpu"), {}
+    for name, (capability, dtype, case) in COMPILED.items():
+        shared: dict[str, int] = {}
+
+        def compiled(kernel: Any, grid: Any, shared: dict[str, int] = shared) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                made = kernel.warmup(*arguments, grid=grid, **constants)
+                shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
+
+            return launch
+
+        target, kept = (
+            GPUTarget("cuda", capability, 32),
+            tuning.find(divmod(capability, 10), dtype, max(case.shape[4:])),
+        )
+        driver.set_active(
+            SimpleNamespace(
+                get_current_target=lambda target=target: target,
+                get_current_device=lambda: 0,
+                get_current_stream=lambda device: 0,
+            )
+        )
+        with (
+            mock.patch.object(JITFunction, "__getitem__", compiled),
+            mock.patch.object(cuda, "options_for", lambda k, v, kept=kept: kept),
+        ):
+            _found(case, case.tensors(dtype, cpu), 1.0, case.pieces(cpu))
+        found[name] = shared
+    return found
+
+
+@pytest.mark.slow
+def test_scalar_kernels_compile_within_shared_memory() -> None:
+    """The GPU compiler runs without a GPU and refuses code that the interpreter accepts."""
+    found = run_distributed(_compiled, 1, fresh=True)[0]
+    assert set(found) == set(COMPILED)
+    for name, (capability, _, case) in COMPILED.items():
+        assert len(found[name]) == (4 if case.fixed else 5)
+        assert max(found[name].values()) <= SHARED_MEMORY[capability], found[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LARGE)
+def test_scalar_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
+    errors = scalar_errors(LARGE[name], dtype, torch.device("cuda"))
+    print(name, dtype, {tensor: f"{error:.1e}" for tensor, error in errors.items()})
+    assert all(error <= LIMITS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_scalar_kernels_do_not_synchronise_and_are_deterministic() -> None:
+    """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
+    case = ScalarCase((1, 1000, 1, 4, 128, 64), documents=(0, 300, 1000))
+    device = torch.device("cuda")
+    tensors, pieces = case.tensors(torch.bfloat16, device), case.pieces(device)
+    first = _found(case, tensors, 0.125, pieces)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = _found(case, tensors, 0.125, pieces)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name

@@ -1,0 +1,214 @@
+"""Launches of these kernels: shapes, grids and outputs, for one shape and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zeco_train.kernels.gla.launch import MOST_HEADS
+from zeco_train.kernels.gla.states import correct_starts_kernel, join_segments_kernel
+from zeco_train.kernels.scalar_decay.decays import decay_sums_kernel
+from zeco_train.kernels.scalar_decay.summaries import summaries_kernel
+from zeco_train.kernels.scalar_decay.tuning import NARROWEST, Options, Tuning
+from zeco_train.kernels.scalar_decay.walk import walk_kernel
+
+_HEADS_OF_SUMS = 16
+# A chunk's decay that dg neglects: an eighth of the rounding of bf16 operands. fp32 has digits to spare.
+_NEGLIGIBLE = {torch.bfloat16: 2.0**-12, torch.float32: 0.0}
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """The segments of a rank, joined.
+
+    Attributes:
+        starts: [J, B, H, K, V] fp32, states at segment starts (in reverse: gradients at their ends) from a zero start
+            of the rank, until `Launcher.correct` replaces them by the true ones.
+        start_decays: [J, B, H, K] fp32, log-decay from the rank's start to each segment's.
+        state: [B, H, K, V] fp32, S_loc, or D_loc. log_decay: [B, H, K] fp32, G_tot.
+    """
+
+    starts: Tensor
+    start_decays: Tensor
+    state: Tensor
+    log_decay: Tensor
+
+
+@dataclass(frozen=True)
+class DecayTerms:
+    """What the walk of dq leaves for dg, see `zeco_train.kernels.scalar_decay.walk`.
+
+    Attributes:
+        borders: [N / span, B, H, V, K] in the dtype of the tokens.
+        terms: [tiles, B, H, T] fp32.
+    """
+
+    borders: Tensor
+    terms: Tensor
+
+
+class Launcher:
+    """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
+
+    Args:
+        k: [B, T, G, K]. v: [B, T, H, V].
+        decays: [B, H, T] fp32, of `decay_sums`; or [H] fp32, the log-decays, if they are `fixed`.
+        pieces: [T] int32, restarts through each token; None without documents.
+        scale: factor of the outputs.
+        tuning: tiles and launch options.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        decays: Tensor,
+        pieces: Tensor | None,
+        scale: float,
+        tuning: Tuning,
+        *,
+        fixed: bool,
+    ) -> None:
+        self.B, self.T, self.G, self.K = k.shape
+        self.H, self.V = v.shape[2:]
+        self.BH = self.B * self.H
+        if self.BH > MOST_HEADS:
+            raise ValueError(f"v: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
+        self.device, self.dtype, self.scale = k.device, k.dtype, scale
+        self.decays, self.pieces, self.tuning, self.fixed = decays, pieces, tuning, fixed
+        self.flags: dict[str, Any] = {
+            "C": tuning.chunk, "FIXED": fixed, "DOCUMENTS": pieces is not None, "PRECISION": "tf32x3"
+        }  # fmt: skip
+        self.num_chunks = triton.cdiv(self.T, tuning.chunk)
+        # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
+        _, columns = self._tile(tuning.outputs, self.K, self.V)
+        segments = max(1, tuning.programs // (triton.cdiv(self.V, columns) * self.BH))
+        spans = triton.cdiv(self.num_chunks, tuning.span)
+        self.segment_chunks = triton.cdiv(spans, min(segments, spans)) * tuning.span
+        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+
+    def _tile(self, options: Options, depth: int, width: int) -> tuple[int, int]:
+        return options.tile(depth, width, NARROWEST[self.dtype])
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    @property
+    def starts_shape(self) -> tuple[int, ...]:
+        """(J, B, H, K, V)."""
+        return self.num_segments, self.B, self.H, self.K, self.V
+
+    def summaries(self, keys: Tensor, values: Tensor, *, reverse: bool) -> Summaries:
+        """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do."""
+        heads = self.B, self.H
+        found = Summaries(
+            starts=self._new(*self.starts_shape),
+            start_decays=self._new(self.num_segments, *heads, self.K),
+            state=self._new(*heads, self.K, self.V),
+            log_decay=self._new(*heads, self.K),
+        )
+        segment_decays, options = torch.empty_like(found.start_decays), self.tuning.summaries
+        BK, BV = self._tile(options, self.K, self.V)
+        summaries_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
+            keys, values, self.decays, self.pieces, found.starts, segment_decays, self.scale,
+            self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, REVERSE=reverse, **self.flags, **options.launch,
+        )  # fmt: skip
+        tiles, BK, BV = self._join_tiles()
+        join_segments_kernel[(tiles, self.BH)](
+            found.starts, segment_decays, found.start_decays, found.state, found.log_decay,
+            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, **self.tuning.join.launch,
+        )  # fmt: skip
+        return found
+
+    def correct(self, found: Summaries, incoming: Tensor) -> None:
+        """Update the states at segment starts to the true ones, given the rank's incoming state, or D_in."""
+        tiles, BK, BV = self._join_tiles()
+        correct_starts_kernel[(tiles, self.BH, self.num_segments)](
+            found.starts, found.start_decays, incoming.contiguous(), self.K, self.V, self.BH, BK=BK, BV=BV,
+            **self.tuning.join.launch,
+        )  # fmt: skip
+
+    def _join_tiles(self) -> tuple[int, int, int]:
+        widest = self.tuning.join.columns
+        BK, BV = (min(widest, triton.next_power_of_2(dim)) for dim in (self.K, self.V))
+        return triton.cdiv(self.K, BK) * triton.cdiv(self.V, BV), BK, BV
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        """o, [B, T, H, V], from the true states that segments start from."""
+        return self._walk(self.tuning.outputs, q, k, v, starts, reverse=False)
+
+    def value_grads(self, q: Tensor, k: Tensor, do: Tensor, grads: Tensor) -> Tensor:
+        """dv, [B, T, H, V], from the true gradients at the segments' ends."""
+        return self._walk(self.tuning.value_grads, k, q, do, grads, reverse=True)
+
+    def query_grads(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, starts: Tensor
+    ) -> tuple[Tensor, DecayTerms | None]:
+        """dq, [B, T, G, K]; unless decays are fixed also the terms of dg that it yields."""
+        terms = None
+        if not self.fixed:
+            spans = triton.cdiv(self.num_chunks, self.tuning.span)
+            terms = DecayTerms(
+                self._new(spans, self.B, self.H, self.V, self.K, dtype=self.dtype),
+                self._new(self._parts(self.tuning.query_grads), self.B, self.H, self.T),
+            )
+        dq = self._walk(self.tuning.query_grads, do, v, k, starts, reverse=False, extra=q, terms=terms)
+        return self._sum_heads(dq), terms
+
+    def key_grads(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, grads: Tensor, terms: DecayTerms | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
+        dg = None
+        if terms is not None:
+            dg = self._new(self._parts(self.tuning.key_grads), self.B, self.T, self.H)
+        dk = self._walk(self.tuning.key_grads, v, do, q, grads, reverse=True, extra=k, terms=terms, dg=dg)
+        # one part needs no sum
+        return self._sum_heads(dk), dg if dg is None else dg.squeeze(0) if dg.shape[0] == 1 else dg.sum(0)
+
+    def _parts(self, options: Options) -> int:
+        return triton.cdiv(self.K, self._tile(options, self.V, self.K)[1])
+
+    def _sum_heads(self, grads: Tensor) -> Tensor:
+        """[B, T, H, K] → [B, T, G, K], over the heads of each group; sums are fp32 inside."""
+        return grads if self.G == self.H else grads.view(self.B, self.T, self.G, -1, self.K).sum(3)
+
+    def _walk(
+        self,
+        options: Options,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        *,
+        reverse: bool,
+        extra: Tensor | None = None,
+        terms: DecayTerms | None = None,
+        dg: Tensor | None = None,
+    ) -> Tensor:
+        (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
+        outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
+        BD, BW = self._tile(options, depth, width)
+        borders, sums = (None, None) if terms is None else (terms.borders, terms.terms)
+        walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
+            queries, keys, values, extra if terms else None, self.decays, self.pieces, starts, outputs, borders, sums,
+            dg, self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH,
+            self.num_chunks, self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span,
+            NEGLIGIBLE=_NEGLIGIBLE[self.dtype], TURNED=extra is not None, REVERSE=reverse, TERMS=terms is not None,
+            **self.flags, **options.launch,
+        )  # fmt: skip
+        return outputs
+
+
+def decay_sums(g: Tensor, chunk: int) -> Tensor:
+    """[B, H, T] fp32: sums of g [B, T, H], contiguous, inside chunks."""
+    B, T, H = g.shape
+    sums = torch.empty((B, H, T), dtype=torch.float32, device=g.device)
+    heads = min(_HEADS_OF_SUMS, triton.next_power_of_2(H))
+    decay_sums_kernel[(triton.cdiv(T, chunk), B, triton.cdiv(H, heads))](g, sums, T, H, C=chunk, HEADS=heads)
+    return sums

@@ -1,0 +1,142 @@
+"""Linear attention with one decay per head on CUDA: one rank's phases on Triton kernels, for bf16 and fp32 tokens.
+
+Forward                                                        Backward
+  states after segments → S_loc, G_tot                           gradients of segments → D_loc
+  | scan over ranks                                              | scan over ranks ‖ dq, and with it terms of dg
+  true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
+
+Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Of the
+forward pass the states at segments' starts are saved, and the decays' sums inside chunks in place of g.
+
+The kernels also run on a CPU under Triton's interpreter, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.kernels.scalar_decay.launch import Launcher, decay_sums
+from zeco_train.kernels.scalar_decay.tuning import Tuning, options_for
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.passes import Passes
+
+
+def _launcher(
+    k: Tensor, v: Tensor, decays: Tensor, pieces: Tensor | None, scale: float, tuning: Tuning, fixed: bool
+) -> Launcher:
+    return Launcher(k, v, decays, pieces, scale, tuning, fixed=fixed)
+
+
+class CudaForward:
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`."""
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
+        q, k, v, decays = operands
+        _check(pieces, fixed, q=q, k=k, v=v, decays=decays)
+        self._q, self._k, self._v = (x.contiguous() for x in (q, k, v))
+        tuning, self._fixed = options_for(k, v), fixed
+        self._decays = decays.contiguous() if fixed else decay_sums(decays.contiguous(), tuning.chunk)
+        self._launcher = _launcher(k, v, self._decays, pieces, scale, tuning, fixed)
+        self._summaries = self._launcher.summaries(self._k, self._v, reverse=False)
+        self.state, self.transition = self._summaries.state, self._summaries.log_decay
+
+    def overlap(self) -> None:
+        """Nothing: the walk that computes the outputs computes its scores too."""
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute o [B, T, H, V], given R [B, H, K, V]."""
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        self._launcher.correct(self._summaries, incoming_state)
+        return self._launcher.outputs(self._q, self._k, self._v, self._summaries.starts)
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """The decays' sums, in place of g, unless fixed; the true states at segment starts, in place of R."""
+        return (self._summaries.starts,) if self._fixed else (self._decays.transpose(1, 2), self._summaries.starts)
+
+
+class CudaBackward:
+    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+        *,
+        fixed: bool,
+    ) -> None:
+        # Without `fixed` the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
+        q, k, v, self._log_decays = operands
+        _check(pieces, fixed, q=q, k=k, v=v, decays=self._log_decays, do=do)
+        self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
+        (self._starts,) = saved
+        decays = self._log_decays if fixed else self._log_decays.transpose(1, 2)
+        self._launcher = _launcher(k, v, decays.contiguous(), pieces, scale, options_for(k, v), fixed)
+        self._summaries = self._launcher.summaries(self._q, self._do, reverse=True)
+        self.state_grad = self._summaries.state
+
+    def overlap(self) -> None:
+        """Compute dq, which needs no gradients of states, and the terms of dg that come with it."""
+        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, self._starts)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute dq, dk, dv and the gradient of the decays (0 if they are fixed), given D_in [B, H, K, V]."""
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        self._launcher.correct(self._summaries, incoming_grad)
+        grads = self._summaries.starts
+        dk, dg = self._launcher.key_grads(self._q, self._k, self._v, self._do, grads, self._terms)
+        dv = self._launcher.value_grads(self._q, self._k, self._do, grads)
+        return self._dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
+
+
+def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...]:
+    _, k, v, decays = operands
+    # For the shapes only, which do not depend on documents or the scale.
+    starts = decays.new_empty(_launcher(k, v, decays, None, 1.0, options_for(k, v), fixed).starts_shape)
+    return (starts,) if fixed else (decays.new_empty(decays.mT.shape).mT, starts)
+
+
+def _check(pieces: Tensor | None, fixed: bool, **tensors: Tensor) -> None:
+    """Check the operands, and do, against each other.
+
+    Raises:
+        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
+    """
+    q, v = tensors["q"], tensors["v"]
+    for name, x in (("q", q), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name}: expected four dimensions, none of them 0; got shape {list(x.shape)}")
+    B, T, H, V = v.shape
+    groups, key_dim = q.shape[2:]
+    if H % groups:
+        raise ValueError(f"q: its {groups} heads must divide the {H} of v")
+    keys = [B, T, groups, key_dim]
+    expected = {"q": keys, "k": keys, "v": [B, T, H, V], "do": [B, T, H, V], "decays": [H] if fixed else [B, T, H]}
+    for name, x in tensors.items():
+        dtype = torch.float32 if name == "decays" else q.dtype
+        if list(x.shape) != expected[name] or x.dtype != dtype:
+            raise ValueError(f"{name}: expected {expected[name]} of {dtype}, got {list(x.shape)} of {x.dtype}")
+    if pieces is not None and (B != 1 or pieces.numel() != T):
+        raise ValueError(f"cu_seqlens: describes {pieces.numel()} tokens of one sequence, got {B} of {T}")
+
+
+def _passes(fixed: bool) -> Passes:
+    return Passes(
+        partial(CudaForward, fixed=fixed),
+        partial(CudaBackward, fixed=fixed),
+        partial(_saved_like, fixed=fixed),
+        replaced=() if fixed else (3,),
+        needs_incoming=False,
+    )
+
+
+CUDA_SCALAR = _passes(fixed=False)
+CUDA_FIXED = _passes(fixed=True)
