@@ -166,6 +166,9 @@ LARGE = {
     "strong decays everywhere": ScalarCase((1, 1000, 1, 1, 64, 128), rate=50.0),
 }
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+# dg is a number per token and head, with few of them and weak decays little more than <S, dS> at a few borders: as
+# inexact as one product of two sums of bf16 products may be.
+LIMIT_OF_DG = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, float]]:
@@ -274,6 +277,7 @@ def test_scalar_kernels_compile_within_shared_memory() -> None:
 def test_scalar_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
     errors = scalar_errors(LARGE[name], dtype, torch.device("cuda"))
     print(name, dtype, {tensor: f"{error:.1e}" for tensor, error in errors.items()})
+    assert errors.pop("dg") <= LIMIT_OF_DG[dtype], errors
     assert all(error <= LIMITS[dtype] for error in errors.values()), errors
 
 
