@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from zeco_train.errors import ConfigError
 
@@ -17,18 +17,21 @@ class LanguageModelConfig:
     Attributes:
         mixer: name of the token mixer (`models.registry`). Each mixer has its own class, which sets the default and
             takes no other value.
+        mlp_optional: whether `intermediate_size` may be 0, for blocks without an MLP; of the class.
         name: shown in logs.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width D of the residual stream.
         num_layers: blocks, each of a mixer and an MLP.
         num_heads: H, heads of a mixer.
-        intermediate_size: width of the SwiGLU MLP.
+        intermediate_size: width of the SwiGLU MLP; 0, with some mixers: no MLP.
         norm_eps: added to the mean square in every norm.
         tie_word_embeddings: the head uses the embedding's weight.
         causal: a token reads the tokens before it only; false: it reads the whole sequence, for task=mlm. Needs mixers
             without decays (`Mixer.can_be_unmasked`).
         initializer_range: standard deviation of the initial matrices.
     """
+
+    mlp_optional: ClassVar[bool] = False
 
     mixer: str = ""
     name: str = "gla_tiny"
@@ -49,8 +52,15 @@ class LanguageModelConfig:
         """Raise `ConfigError` for a value out of range."""
         if self.mixer != (own := type(self).mixer):
             raise ConfigError("model.mixer", self.mixer, f"must be {own} in a {type(self).__name__}")
-        self._require_positive("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
+        self._require_positive("vocab_size", "hidden_size", "num_layers", "num_heads")
+        if not (self.mlp_optional and self.intermediate_size == 0):
+            self._require_positive("intermediate_size")
         self._require_finite("norm_eps", "initializer_range")
+
+    @property
+    def has_wide_residual(self) -> bool:
+        """Whether the residual stream is fp32 even if the model computes in bf16."""
+        return False
 
     def mixer_of(self, layer: int) -> str:
         """Name of the mixer of a layer, counted from 0."""

@@ -1,4 +1,7 @@
-"""The flash-linear-attention (fla) 0.6.0 format of a mixer's models, for `zeco_train.hf` to read and write."""
+"""The Hugging Face format of a mixer's models, for `zeco_train.hf` to read and write.
+
+Most are formats of flash-linear-attention (fla) 0.6.0; some models have a class in transformers itself.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FlaFormat:
-    """fla's class for a language model with this mixer, and the mixer-specific keys of its config.json.
+    """The class for a language model with this mixer, and the mixer-specific keys of its config.json.
 
     Keys have the same names as the fields of our configuration, except those in `keys`.
 
     Attributes:
         model_type, architecture: as in config.json.
         title: description of the model in the model card.
-        numbers: numeric keys, with fla's defaults for missing ones.
+        library: that has the class, "fla" or "transformers".
+        defaults: of keys that all models have, for missing ones, where they differ from fla's GLA.
+        keys: fields with another name in config.json: ours → the file's.
+        numbers: numeric keys, with the library's defaults for missing ones.
+        pairs: keys that are a list of two numbers, with the library's defaults.
         optional: numeric keys that may be null, with their type.
-        switches: boolean keys, with fla's defaults.
+        switches: boolean keys, with the library's defaults.
         choices: keys that are null or the name of an Enum member.
         choice_defaults: fla's defaults of `choices`, where that is not null; null is refused then.
         aliases: alternative names for values of `choices`.
-        fixed: fields that fla's layer hard-codes and its configuration cannot change, with their value.
+        fixed: fields that the library's model hard-codes and its configuration cannot change, with their value.
         refused: keys with the only value that our model supports, and the meaning of any other value.
         written: keys that are written to the file but not read.
-        keys: names of fields whose keys have other names, ours → fla's.
+        copies: keys that are written once more under a second name, for another library that reads the file.
         plain_norm: parameter name parts, ours → those of a file with `fuse_norm` false.
+        parts: parameter name parts, ours → the file's, replaced one after the other.
     """
 
     model_type: str
     architecture: str
     title: str
+    library: str = "fla"
+    defaults: Mapping[str, int | float] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, int | float] = field(default_factory=dict)
+    pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     optional: Mapping[str, type] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     choices: Mapping[str, type[Enum]] = field(default_factory=dict)
@@ -42,10 +54,16 @@ class FlaFormat:
     fixed: Mapping[str, int | float] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     plain_norm: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> str:
+        """The library in the possessive, for messages."""
+        return f"{self.library}'" if self.library.endswith("s") else f"{self.library}'s"
 
     @property
     def name(self) -> str:
-        """Name of the model in fla's documentation."""
+        """Name of the model in the library's documentation."""
         return self.architecture.removesuffix("ForCausalLM")

@@ -63,7 +63,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h)).
+    """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h)). Without an MLP y = h.
 
     Args:
         config: of the model.
@@ -73,6 +73,8 @@ class Block(nn.Module):
     Attributes:
         recompute: what the backward pass recomputes.
         num_states: states that it exchanges with other ranks.
+        wide_residual: whether x, h and y are fp32 even if the block computes in bf16.
+        has_mlp: whether it has an MLP.
     """
 
     def __init__(self, config: LanguageModelConfig, mixer: type[Mixer], layer: int) -> None:
@@ -81,8 +83,11 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = mixer(config, layer)
         self.num_states = len(self.attn.state_shapes)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.wide_residual = config.has_wide_residual
+        self.has_mlp = config.intermediate_size > 0
+        if self.has_mlp:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp = MLP(config)
 
     def compile_compute(self, **options: Any) -> None:
         """Compile the block's compute; hooks and recomputation stay outside of the compiled region."""
@@ -105,43 +110,47 @@ class Block(nn.Module):
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
-        y, crossings = self.attn(self.attn_norm(x), place, boundaries, shared)
+        y, crossings = self.attn(self._normed(self.attn_norm, x), place, boundaries, shared)
         x = x + y
         states = [tensor for crossing in crossings for tensor in crossing]
-        if self.recompute is Recompute.selective and torch.is_grad_enabled():
+        if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
             # The output is read here: `is_read` is False only where a whole block is recomputed.
             return checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False), *states
         return self._mlp(x, is_read), *states
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""
-        return self._mlp(x + self.attn.step(self.attn_norm(x), states, positions, shared))
+        return self._mlp(x + self.attn.step(self._normed(self.attn_norm, x), states, positions, shared))
 
     def activations(self) -> Mapping[Part, Activations]:
         """Activations by part; norms and residual sums belong to the block itself."""
-        width = self.attn_norm.weight.shape[0]
+        width, wide = self.attn_norm.weight.shape[0], self.wide_residual
+        around_mixer = Activations(
+            (TokenTensor("1 / rms of x", 1, wide=True), TokenTensor("x normed", width)),
+            traffic=(Traffic("residual sum and norm before the mixer", width, 4, 5, wide=wide),),
+        )
+        middle = Activations(
+            (TokenTensor("x in the middle", width, wide=wide),),
+            (TokenTensor("gradient in the middle", width, wide=wide),),
+        )
+        around_mlp = Activations(
+            (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor("x in the middle, normed", width)),
+            traffic=(Traffic("residual sum and norm before the mlp", width, 4, 5, wide=wide),),
+        )
+        output = Activations((), (TokenTensor("gradient of the block's output", width, wide=wide),))
+        of_mixer = around_mixer + self.attn.activations()
         return {
-            Part.input: Activations((TokenTensor("x, the block's input", width),)),
-            Part.mixer: Activations(
-                (
-                    TokenTensor("1 / rms of x", 1, wide=True),
-                    TokenTensor("x normed", width),
-                    TokenTensor("x in the middle", width),
-                ),
-                (TokenTensor("gradient in the middle", width),),
-                (Traffic("residual sum and norm before the mixer", width, 4, 5),),
-            )
-            + self.attn.activations(),
-            Part.mlp: Activations(
-                (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor("x in the middle, normed", width)),
-                (TokenTensor("gradient of the block's output", width),),
-                (Traffic("residual sum and norm before the mlp", width, 4, 5),),
-            )
-            + self.mlp.activations(),
+            Part.input: Activations((TokenTensor("x, the block's input", width, wide=wide),)),
+            Part.mixer: of_mixer + middle if self.has_mlp else of_mixer,
+            Part.mlp: around_mlp + output + self.mlp.activations() if self.has_mlp else output,
         }
 
     def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
-        return x + self.mlp(self.mlp_norm(x), is_read)
+        return x + self.mlp(self._normed(self.mlp_norm, x), is_read) if self.has_mlp else x
+
+    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The norm of the residual stream, in the compute dtype."""
+        return norm(x, norm.weight.dtype if self.wide_residual else None)
 
 
 class Backbone(nn.Module):
@@ -152,6 +161,7 @@ class Backbone(nn.Module):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, mixer, layer) for layer, mixer in enumerate(mixers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.wide_residual = config.has_wide_residual
         self._shared: dict[str, Shared] = {}
         for mixer in mixers:
             if (shared := mixer.shared) is not None and shared.name not in self._shared:
@@ -166,7 +176,7 @@ class Backbone(nn.Module):
         """See `LanguageModel.forward`."""
         with_positions = any(layer.attn.reads_positions for layer in self.blocks())
         place = shard.place(input_ids.shape[1], input_ids.device, with_positions=with_positions)
-        x, first = self.embeddings(input_ids), 0
+        x, first = self._embedded(input_ids), 0
         for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
             boundaries = () if states is None else states.boundaries(first, layer.num_states)
             x, *crossings = layer(x, place, boundaries, part)
@@ -174,28 +184,40 @@ class Backbone(nn.Module):
                 for received, carry_out in zip(crossings[::2], crossings[1::2], strict=True):
                     states.keep(Crossing(received, carry_out))
             first += layer.num_states
-        return self.norm(x)
+        return self._normed(x)
 
     def step(self, input_ids: Tensor, states: Sequence[Tensor], positions: Tensor) -> Tensor:
         """The next token of each sequence: input_ids [B] → hidden [B, D]; see `LanguageModel.step`."""
-        x, remaining = self.embeddings(input_ids[:, None]), iter(states)
+        x, remaining = self._embedded(input_ids[:, None]), iter(states)
         for layer, part in zip(self.blocks(), self.shared_parts(), strict=True):
             x = layer.step(x, list(itertools.islice(remaining, layer.num_states)), positions, part)
-        return self.norm(x).squeeze(1)
+        return self._normed(x).squeeze(1)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        x = self.embeddings(input_ids)
+        return x.to(accumulation_dtype(x.dtype)) if self.wide_residual else x
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.norm.weight.dtype if self.wide_residual else None)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """See `models.parameters`."""
         return {name: shared.rule for name, shared in self._shared.items()}
 
     def shared_parts(self) -> list[Tensor | None]:
-        """Each layer's part of the shared parameter that its mixer reads."""
+        """Each layer's part of the shared parameter that its mixer reads, or its own wide parameters."""
         parts = {
             name: shared.parts(parameter.to(accumulation_dtype(parameter.dtype)))
             for name, shared in self._shared.items()
             for parameter in (self.get_parameter(name),)
         }
-        of_layers = (layer.attn.shared for layer in self.blocks())
-        return [None if shared is None else parts[shared.name][index] for index, shared in enumerate(of_layers)]
+        found: list[Tensor | None] = []
+        for index, mixer in enumerate(layer.attn for layer in self.blocks()):
+            own = mixer.wide_parameters
+            assert own is None or mixer.shared is None, "a layer gets one tensor"
+            shared = None if mixer.shared is None else parts[mixer.shared.name][index]
+            found.append(shared if own is None else own())
+        return found
 
 
 class LMHead(nn.Linear):
@@ -294,15 +316,16 @@ class LanguageModel(nn.Module):
         shapes = [shape for layer in self.model.blocks() for shape in layer.attn.state_shapes]
         return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in shapes]
 
-    def sharding_units(self) -> list[nn.Module]:
+    def sharding_units(self) -> list[nn.Module | list[nn.Module]]:
         """Modules to shard as separate FSDP2 units, in forward order; shard the model itself last.
 
-        The root unit then holds the rest: the final norm and, if tied, the embedding with the head, since a parameter
-        can belong to one unit only.
+        The layers' wide parameters are one unit, a list. The root unit holds the rest: the final norm and, if tied, the
+        embedding with the head, since a parameter can belong to one unit only.
         """
-        if self.config.tie_word_embeddings:
-            return [*self.model.layers]
-        return [self.model.embeddings, *self.model.layers, self.lm_head]
+        wide = [module for layer in self.model.blocks() if (module := layer.attn.wide_parameters) is not None]
+        units: list[nn.Module | list[nn.Module]] = [wide] if wide else []
+        units += self.model.layers
+        return units if self.config.tie_word_embeddings else [self.model.embeddings, *units, self.lm_head]
 
     def set_recompute(self, recompute: Recompute) -> None:
         """Set the recompute mode of every block."""

@@ -1,4 +1,4 @@
-"""Elementwise building blocks: RMS norms and the SwiGLU product, with backward passes written out.
+"""Building blocks: RMS norms and the SwiGLU product, with backward passes written out, and holders of parameters.
 
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
@@ -8,7 +8,7 @@ does the same, with more fusion, so under `torch.compile` the plain operations a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.parameters import SCALE, ParameterRule
+from models.parameters import PROJECTION, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 
 
@@ -41,11 +41,12 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., size] → [..., size], in the dtype of x."""
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Map x [..., size] → [..., size], in `dtype`, or in that of x."""
+        dtype = dtype or x.dtype
         if torch.compiler.is_compiling():
-            return _normalise(x, self.eps)[0].mul(self.weight).to(x.dtype)
-        return _RMSNormFunction.apply(x, self.weight, self.eps)
+            return _normalise(x, self.eps)[0].mul(self.weight).to(dtype)
+        return _RMSNormFunction.apply(x, self.weight, self.eps, dtype)
 
 
 class GateFunction(Enum):
@@ -79,6 +80,78 @@ class GatedRMSNorm(_Norm):
         return _GatedRMSNormFunction.apply(x, gate, self.weight, self.eps, self.gate_function)
 
 
+class RMSNormOfGated(_Norm):
+    """RMS norm of a gated x, by groups: u = x ⊙ swish(gate), y = w ⊙ u / sqrt(mean(u²) + eps).
+
+    The Mamba-2 layer's output norm (Dao & Gu, 2024, arXiv 2405.21060, section 7.1); the mean is over each group.
+
+    Args:
+        size: length of the last dimension.
+        groups: number of equal parts of it.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map x, gate [..., size] → [..., size], in the dtype of x."""
+        x, gate = (tensor.unflatten(-1, (self.groups, -1)) for tensor in (x, gate))
+        weight = self.weight.unflatten(0, (self.groups, -1))
+        if torch.compiler.is_compiling():
+            y = (_normalise(x * _swish(gate), self.eps)[0] * weight).to(x.dtype)
+        else:
+            y = _RMSNormOfGatedFunction.apply(x, gate, weight, self.eps)
+        return y.flatten(-2)
+
+
+class StackedLinear(nn.Linear):
+    """Several linear layers of one input without biases, with one weight.
+
+    Args:
+        in_features: width of the input.
+        rows: width of each output, in the order of the weight's rows.
+    """
+
+    def __init__(self, in_features: int, rows: Sequence[int]) -> None:
+        super().__init__(in_features, sum(rows), bias=False)
+        self.rows = tuple(rows)
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {"weight": PROJECTION._replace(rows=self.rows)}
+
+
+class ShortConvolution(nn.Module):
+    """The parameters of a causal convolution of each channel with its own weights: weight [C, 1, w], bias [C].
+
+    Args:
+        channels: C.
+        width: w.
+        bias: whether there is a bias.
+    """
+
+    def __init__(self, channels: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self._range = width**-0.5
+        self.weight = nn.Parameter(torch.empty(channels, 1, width).uniform_(-self._range, self._range))
+        self.bias = nn.Parameter(torch.empty(channels).uniform_(-self._range, self._range)) if bias else None
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the operator `short_conv`; without a bias, zeros."""
+        return self.weight, self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`. Initial values as of `torch.nn.Conv1d`."""
+        weight = ParameterRule(self._init, decays=True)
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": weight._replace(decays=False)}
+
+    def _init(self, parameter: Tensor, _: float, generator: torch.Generator) -> None:
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(values.uniform_(-self._range, self._range, generator=generator))
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
     if torch.compiler.is_compiling():
@@ -97,18 +170,18 @@ class _RMSNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         normed, rstd = _normalise(x, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return normed.mul_(weight).to(x.dtype)
+        return normed.mul_(weight).to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
         dx, dweight = _norm_grads(normed, dy.to(rstd.dtype), weight, rstd)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None
 
 
 class _GatedRMSNormFunction(torch.autograd.Function):
@@ -146,6 +219,34 @@ class _GatedRMSNormFunction(torch.autograd.Function):
         return dx.to(x.dtype), dgate, dweight.to(weight.dtype), None, None
 
 
+class _RMSNormOfGatedFunction(torch.autograd.Function):
+    """RMS norm of a gated x, x, g [..., G, V], w [G, V] → y [..., G, V].
+
+    With u = x ⊙ swish(g), and û, r of it as in `_RMSNormFunction`:
+
+    y  = w ⊙ û
+    du = r (h − û mean(h ⊙ û)),  h = w ⊙ dy
+    dx = du ⊙ swish(g)
+    dg = du ⊙ x ⊙ swish'(g)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed, rstd = _normalise(_swish(gate).mul_(x), eps)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        return normed.mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, gate, weight, rstd = ctx.saved_tensors
+        swish, slope = _swish_and_slope(gate.to(rstd.dtype))
+        du, dweight = _norm_grads(x * swish * rstd, dy.to(rstd.dtype), weight, rstd)
+        # `slope` and `swish` are fresh, so the gradients overwrite them.
+        dgate = slope.mul_(du).mul_(x).to(gate.dtype)
+        return swish.mul_(du).to(x.dtype), dgate, dweight.to(weight.dtype), None
+
+
 class _SwiGLUFunction(torch.autograd.Function):
     """g, u [...] → y = swish(g) ⊙ u;  dg = dy ⊙ u ⊙ swish'(g),  du = dy ⊙ swish(g)."""
 
@@ -171,9 +272,8 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients dx [..., D] and dw [D] of `_RMSNormFunction`, in the accumulation dtype."""
-    size = normed.shape[-1]
-    dweight = (dy * normed).reshape(-1, size).sum(dim=0)
+    """Gradients dx [..., D] and dw [D] of `_RMSNormFunction`, in the accumulation dtype; w may be [G, D] as well."""
+    dweight = (dy * normed).reshape(-1, *weight.shape).sum(dim=0)
     dnormed = dy * weight
     projection = (dnormed * normed).mean(dim=-1, keepdim=True)
     return dnormed.sub_(normed * projection).mul_(rstd), dweight

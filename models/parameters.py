@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeco_train.ops import accumulation_dtype
+
 
 class ParameterRule(NamedTuple):
     """Initialisation and optimizer settings of one parameter.
@@ -67,6 +69,12 @@ def parameter_rules(model: nn.Module) -> Iterator[tuple[str, Parameter, Paramete
     for name, parameter in model.named_parameters():
         prefix, own = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
         yield name, parameter, _rules(owners[prefix])[own]
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters in place; wide ones (`ParameterRule`) of a bf16 model are fp32."""
+    for _, parameter, rule in parameter_rules(model):
+        parameter.data = parameter.data.to(accumulation_dtype(dtype) if rule.wide else dtype)
 
 
 def _rules(module: nn.Module) -> Mapping[str, ParameterRule]:

@@ -12,6 +12,7 @@ from models.mixers.gla import GatedLinearAttention
 from models.mixers.hgrn2 import HGRN2
 from models.mixers.lightning import LightningAttention
 from models.mixers.linear import LinearAttention
+from models.mixers.mamba2 import Mamba2
 from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
 from zeco_train.errors import ConfigError
@@ -25,6 +26,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "based": Based,
     "rebased": Rebased,
     "cosformer": Cosformer,
+    "mamba2": Mamba2,
 }
 
 # Of the default mixer, which is also that of files and stored configurations that name none.

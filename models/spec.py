@@ -137,12 +137,19 @@ class ModelSpec:
         return {name: parameter.shape for name, parameter in self._whole.named_parameters()}
 
     @cached_property
+    def wide(self) -> frozenset[str]:
+        """Names of the parameters that stay fp32 (`ParameterRule.wide`)."""
+        return frozenset(name for name, _, rule in parameter_rules(self._whole) if rule.wide)
+
+    @cached_property
     def units(self) -> Sequence[Sequence[ParameterSpec]]:
         """The parameters by FSDP unit: those of `LanguageModel.sharding_units` in forward order, then the root's."""
         rules = {parameter: rule for _, parameter, rule in parameter_rules(self._whole)}
         units, taken = [], set()
-        for module in (*self._whole.sharding_units(), self._whole):
-            parameters = [parameter for parameter in module.parameters() if parameter not in taken]
+        for unit in (*self._whole.sharding_units(), self._whole):
+            modules = unit if isinstance(unit, list) else [unit]
+            of_unit = (parameter for module in modules for parameter in module.parameters())
+            parameters = [parameter for parameter in of_unit if parameter not in taken]
             taken.update(parameters)
             units.append([ParameterSpec(tuple(p.shape), rules[p]) for p in parameters])
         return units
@@ -273,7 +280,8 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         # No name: on the meta device the op computes shapes only, and looks up no scan.
         block.attn(x, place, (Boundary(),) * block.num_states, part)
     with _ProductsSeen() as in_mlp:
-        block.mlp(x)
+        if block.has_mlp:
+            block.mlp(x)
     return BlockSpec(
         count,
         [tuple(parameter.shape) for parameter in block.parameters()],

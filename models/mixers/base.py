@@ -79,7 +79,7 @@ class Mixer(nn.Module, ABC):
             x: [B, T, D].
             place: of the tokens.
             boundaries: of each state, in the order of `state_shapes`.
-            shared: this layer's part of `Mixer.shared`; None without one.
+            shared: this layer's part of `Mixer.shared`, or the result of `wide_parameters`; None without either.
 
         Returns:
             [B, T, D], and each state as exchanged with other ranks.
@@ -103,6 +103,15 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
         """H, K, V of each state [B, H, K, V]; the last one is the operator's."""
+
+    @property
+    def wide_parameters(self) -> nn.Module | None:
+        """The submodule whose parameters stay in fp32 (`ParameterRule.wide`), or None.
+
+        The model calls it, without arguments, and passes the result to the layer as `shared`, a new tensor. So FSDP2
+        gathers those of all layers at once, in fp32, and a recomputed or compiled block contains no gathering.
+        """
+        return None
 
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors that the configuration determines, such as decays by head: name of the attribute → value in fp64."""

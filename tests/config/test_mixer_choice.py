@@ -62,6 +62,8 @@ class ToyBox(Toy):
     config_class = ToyBoxConfig
 
 
+# Of the registry with the mixers of this file.
+NAMES = ", ".join([*MIXERS, "toy", "toy_box"])
 FILES = {
     "toy_tiny": "mixer: toy\nname: toy_tiny\nvocab_size: 259\nkey_width: 1.0\n",
     "toy_1b": "mixer: toy\nname: toy_1b\nhidden_size: 1024\nnum_heads: 8\nslots: 64\n",
@@ -149,12 +151,12 @@ def test_experiments_choose_mixer_and_size(toys: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.mixer=lstm"], "model.mixer=lstm: must be one of gla, toy, toy_box"),
-        (["train.stepz=1", "model=nope", "model.mixer=lstm"], "model.mixer=lstm: must be one of gla, toy, toy_box"),
-        (["model={mixer:lstm}"], "model.mixer=lstm: must be one of gla, toy, toy_box"),
-        (["model.mixer=null"], "model.mixer=null: must be one of gla, toy, toy_box"),
-        (["model.mixer=3"], "model.mixer=3: must be one of gla, toy, toy_box"),
-        (["model.mixer=[gla]"], "model.mixer=['gla']: must be one of gla, toy, toy_box"),
+        (["model.mixer=lstm"], f"model.mixer=lstm: must be one of {NAMES}"),
+        (["train.stepz=1", "model=nope", "model.mixer=lstm"], f"model.mixer=lstm: must be one of {NAMES}"),
+        (["model={mixer:lstm}"], f"model.mixer=lstm: must be one of {NAMES}"),
+        (["model.mixer=null"], f"model.mixer=null: must be one of {NAMES}"),
+        (["model.mixer=3"], f"model.mixer=3: must be one of {NAMES}"),
+        (["model.mixer=[gla]"], f"model.mixer=['gla']: must be one of {NAMES}"),
         (["model.mixer=gla,toy"], "model.mixer=gla,toy: takes one value"),
         (["~model.mixer"], "argument=~model.mixer: nothing can be deleted"),
         (["+model.mixer=toy"], "+model.mixer=toy: the key exists; write model.mixer=toy"),
@@ -175,7 +177,7 @@ def test_mistakes_name_field_value_and_allowed(overrides: list[str], line: str, 
 
 def test_files_with_an_unknown_mixer_or_key_are_refused(toys: Path) -> None:
     (toys / "model" / "odd_tiny.yaml").write_text("mixer: odd\n")
-    assert _refusal("model=odd_tiny") == "model.mixer=odd: must be one of gla, toy, toy_box"
+    assert _refusal("model=odd_tiny") == f"model.mixer=odd: must be one of {NAMES}"
     (toys / "model" / "odd_tiny.yaml").write_text("mixer: toy\nexpand_k: 1.0\n")
     assert re.fullmatch(
         r"model=odd_tiny: .*model/odd_tiny.yaml: .*'expand_k' not in 'ToyConfig'.*", _refusal("model=odd_tiny")
@@ -213,7 +215,7 @@ def test_stored_configurations_name_their_mixer(toys: Path, tmp_path: Path) -> N
     assert read_config(stored) == load_config([])
     for mixer in ("lstm", ["gla"], {"gla": 1}, None):
         stored.write_text(yaml.safe_dump({**plain, "model": {**plain["model"], "mixer": mixer}}))
-        with pytest.raises(ConfigError, match=r"model.mixer=.*: must be one of gla, toy, toy_box\)$") as caught:
+        with pytest.raises(ConfigError, match=rf"model.mixer=.*: must be one of {NAMES}\)$") as caught:
             read_config(stored)
         assert "\n" not in str(caught.value)
     stored.write_text(yaml.safe_dump({**plain, "model": {**plain["model"], "expand_k": 1.0}}))
@@ -260,7 +262,9 @@ def test_older_run_without_the_key_resumes_and_its_export_is_read(tmp_path: Path
     assert config.model.mixer == "gla"
     record["config"]["model"]["mixer"] = "lstm"
     origin.write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match=r"cannot be read: model.mixer=lstm: must be one of gla$"):
+    with pytest.raises(
+        CheckpointError, match=rf"cannot be read: model.mixer=lstm: must be one of {', '.join(MIXERS)}$"
+    ):
         find_trained(str(tmp_path / "export"))
     # Training on from an export needs the same mixer, and the refusal lists the overrides.
     with pytest.raises(ConfigError, match=r"^model.mixer=toy: .* it takes: model.mixer=gla .*model.expand_k=0.5"):
@@ -277,7 +281,7 @@ def test_commands_take_a_mixer_with_training_overrides(
     assert sweep([*folder, "--", "model.mixer=toy"]) == 0
     assert "model.mixer=toy" in capsys.readouterr().out
     assert sweep([*folder, "--", "model.mixer=lstm"]) == ConfigError.exit_code
-    assert "model.mixer=lstm: must be one of gla, toy, toy_box" in capsys.readouterr().err
+    assert f"model.mixer=lstm: must be one of {NAMES}" in capsys.readouterr().err
     assert DecodeConfig.load(["model.mixer=toy"]).run_config().model.name == "toy_1b"
     measured = ModelConfig.load(["model.mixer=toy", "model.slots=2"])
     # Not the heads of GLA's file.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.config import LanguageModelConfig
 from models.language_model import Block
+from models.parameters import cast
 from models.registry import mixer_of
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recompute import Recompute
@@ -58,12 +59,14 @@ def saved_bytes(
     config: LanguageModelConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int
 ) -> int:
     """What autograd keeps of a block, its parameters aside."""
-    block = Block(config, mixer_of(config), 0).to(dtype)
+    block = Block(config, mixer_of(config), 0)
+    cast(block, dtype)
     block.recompute = recompute
     if compiled:
         # What the compiler keeps is decided before it makes code.
         block.compile_compute(backend="aot_eager_decomp_partition")
-    x = torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    of_residual = accumulation_dtype(dtype) if config.has_wide_residual else dtype
+    x = torch.randn(1, tokens, config.hidden_size, dtype=of_residual, requires_grad=True)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept: dict[int, int] = {}
 
@@ -73,7 +76,8 @@ def saved_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    shard, shared, part = SequenceShard(LocalScan(), 0, tokens), block.attn.shared, None
+    shard, shared, own = SequenceShard(LocalScan(), 0, tokens), block.attn.shared, block.attn.wide_parameters
+    part = None if own is None else own()
     if shared is not None:
         parameter = torch.zeros(shared.shape(config), dtype=accumulation_dtype(dtype), requires_grad=True)
         part = shared.parts(parameter)[0]

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from models.parameters import cast
 from models.spec import ModelSpec, spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.check import check_results
@@ -105,7 +106,8 @@ class _Measurement:
         self._config, self._session, self._report, self._variants = config, session, report, variants
         self._run = config.run_config()
         with torch.device("meta"):
-            self._model = ModelSpec(self._run.model).build().to(self._run.train.dtype.compute)
+            self._model = ModelSpec(self._run.model).build()
+            cast(self._model, self._run.train.dtype.compute)
         self._model.to_empty(device=session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)

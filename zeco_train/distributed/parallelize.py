@@ -55,25 +55,41 @@ class ParallelConfig:
 
 
 def parallelize(
-    model: nn.Module, units: Sequence[nn.Module], strategy: Strategy, compute_dtype: torch.dtype, mesh: ProcessMesh
+    model: nn.Module,
+    units: Sequence[nn.Module | list[nn.Module]],
+    strategy: Strategy,
+    compute_dtype: torch.dtype,
+    mesh: ProcessMesh,
 ) -> None:
     """Shard an initialised model in place; each of `units` (its blocks) is an FSDP unit of its own.
+
+    A list of modules is one unit as well, whose parameters are gathered in their own dtype: those that stay fp32. The
+    model calls all modules of the list, one after the other, in each forward pass.
 
     Gradients are *summed* over all ranks: the loss is already divided by the tokens of the global batch, and each
     rank holds different tokens. With bf16 compute, they are reduced in fp32.
     """
     # Activations have the compute dtype from the embedding on; recurrent states must stay in fp32.
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    policy = as_stored = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard_mesh = _shard_mesh(strategy, mesh)
     # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
-        fully_shard(module, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=strategy == Strategy.zero3)
+        # Wide parameters are few: not worth a second gathering in the backward pass.
+        is_wide = isinstance(module, list)
+        fully_shard(
+            module,
+            mesh=shard_mesh,
+            mp_policy=as_stored if is_wide else policy,
+            reshard_after_forward=strategy is Strategy.zero3 and not is_wide,
+        )
     # By default FSDP2 starts a unit's all-gather at its own forward; prefetch the next one explicitly. The head, if a
     # unit of its own, is not prefetched: a states-only pass does not use it.
     head = getattr(model, "lm_head", None)
-    for unit, after in itertools.pairwise(unit for unit in units if unit is not head):
+    # The modules of a list share one state.
+    firsts = [unit[0] if isinstance(unit, list) else unit for unit in units]
+    for unit, after in itertools.pairwise(unit for unit in firsts if unit is not head):
         assert isinstance(unit, FSDPModule)
         assert isinstance(after, FSDPModule)
         unit.set_modules_to_forward_prefetch([after])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind
+from models.fla import FlaFormat
 from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
@@ -14,9 +15,9 @@ from zeco_train.config.schema import Config
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
+_IMPORT_FLA = "import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a {name} model is\n"
 _USE = """```python
-import fla  # pip install flash-linear-attention==0.6.0; it tells transformers what a {name} model is
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto").cuda()
@@ -60,9 +61,13 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
         f"A language model with {fla.title}, trained with ZeCO-Train "
         f"{origin['version']}. Its memory is a state of one size: it knows no longest sequence, but it was trained on "
         f"{data.seq_len:,} tokens at once.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_USE.format(name=fla.name)}\n\n"
+        f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(fla)}\n\n"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
+
+
+def _use(fla: FlaFormat) -> str:
+    return _USE.format(imports=_IMPORT_FLA.format(name=fla.name) if fla.library == "fla" else "")
 
 
 def last_losses(run_dir: Path, step: int) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """Conversion between the configurations of fla's models (`fla.models`, 0.6.0) and this package's, in both directions.
 
-Settings that the other side does not support are rejected by name. fla's switches for fused kernels do not change the
-model; its `use_gk` and `use_gv` are not read by any of its code.
+Also of models of transformers itself (`FlaFormat.library`). Settings that the other side does not support are rejected
+by name. fla's switches for fused kernels do not change the model; its `use_gk` and `use_gv` are not read by any of its
+code.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ _RANGE = f"from −{_LARGEST:,} to {_LARGEST:,}"
 _KINDS = {int: f"a whole number {_RANGE}", float: f"a number {_RANGE}", bool: "true or false"}
 # Keys with the same name in fla and here.
 _SAME = ("hidden_size", "initializer_range", "intermediate_size", "norm_eps", "tie_word_embeddings", "vocab_size")
+# As transformers writes a float that JSON has not.
+_INFINITY = {"__float__": "Infinity"}
 # Keys with the only supported value, and the meaning of other values.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "attn": (None, "layers of softmax attention"),
@@ -60,9 +64,14 @@ class FlaModel:
 
     def name_of(self, parameter: str) -> str:
         """The name in the file of one of this package's parameters."""
-        for own, theirs in self.renamed.items():
-            parameter = parameter.replace(own, theirs)
-        return parameter
+        return renamed(parameter, self.renamed)
+
+
+def renamed(parameter: str, parts: Mapping[str, str]) -> str:
+    """A parameter's name with parts of it replaced, one after the other."""
+    for own, theirs in parts.items():
+        parameter = parameter.replace(own, theirs)
+    return parameter
 
 
 def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
@@ -80,25 +89,13 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     names = record.get("architectures") or [fla.architecture]
     if not (isinstance(names, list | str) and fla.architecture in names):
         raise _refusal(file, "architectures", names, f"only {fla.architecture} can be read")
-    fixed = {name: (value, "another one than fla's layer has") for name, value in fla.fixed.items()}
-    for key, (supported, meaning) in {**fla.refused, **_REFUSED, **fixed}.items():
+    fixed = {name: (value, f"another one than {fla.owner} layer has") for name, value in fla.fixed.items()}
+    for key, (supported, meaning) in {**_REFUSED, **fla.refused, **fixed}.items():
         value = record.get(key, supported)
         if value != supported:
             raise _refusal(file, key, value, f"{meaning}: not supported, only {supported}")
-    values: dict[str, Any] = dict(fla.fixed)
-    for key, default in {**_DEFAULTS, **fla.numbers, **fla.switches}.items():
-        theirs = fla.keys.get(key, key)
-        values[key] = _checked(file, theirs, record.get(theirs, default), type(default))
-    for key, kind in {**_OPTIONAL, **fla.optional}.items():
-        values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
-    for key, entries in fla.choices.items():
-        known = {entry.value: entry for entry in entries} | dict(fla.aliases)
-        # Not `in known`, which raises for lists and objects.
-        name, nullable = record.get(key, fla.choice_defaults.get(key)), key not in fla.choice_defaults
-        if not (name is None and nullable) and name not in list(known):
-            raise _refusal(file, key, name, f"not supported, only {', '.join(known)}")
-        values[key] = known.get(name)
-    inner, ratio, is_fused = (values.pop(key) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
+    values = dict(fla.fixed) | _values(file, _own_names(file, record, fla), fla)
+    inner, ratio, is_fused = (values.pop(key, None) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
     try:
         model = mixer.config_class(
             name=str(path.resolve().name),
@@ -109,7 +106,41 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     except ConfigError as error:
         raise ConfigError("config", file, f"is of no model that can be built: {error}") from error
     # Unfused norms have other parameter names in fla.
-    return FlaModel(model.canonical(), {} if is_fused else fla.plain_norm)
+    return FlaModel(model.canonical(), {**({} if is_fused else fla.plain_norm), **fla.parts})
+
+
+def _own_names(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, Any]:
+    """The contents of config.json with the keys of `FlaFormat.keys` and `FlaFormat.copies` under our names."""
+    renamed = dict(record)
+    for own in {**fla.keys, **fla.copies}:
+        names = [name for name in (fla.keys.get(own, own), fla.copies.get(own)) if name is not None]
+        found = [record[name] for name in names if name in record]
+        if any(value != found[0] for value in found):
+            raise _refusal(file, names[1], found[1], f"differs from {names[0]}={found[0]!s:.80}, which means the same")
+        renamed.pop(own, None)
+        if found:
+            renamed[own] = found[0]
+    return renamed
+
+
+def _values(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, Any]:
+    """The checked values of all keys that describe the model, by our names."""
+    values: dict[str, Any] = {}
+    for key, default in {**_DEFAULTS, **fla.defaults, **fla.numbers, **fla.switches}.items():
+        values[key] = _checked(file, fla.keys.get(key, key), record.get(key, default), type(default))
+    for key, pair in fla.pairs.items():
+        values[key] = _checked_pair(file, key, record.get(key, pair))
+    for key, kind in {**_OPTIONAL, **fla.optional}.items():
+        if key not in fla.fixed:
+            values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
+    for key, entries in fla.choices.items():
+        known = {entry.value: entry for entry in entries} | dict(fla.aliases)
+        # Not `in known`, which raises for lists and objects.
+        name, nullable = record.get(key, fla.choice_defaults.get(key)), key not in fla.choice_defaults
+        if not (name is None and nullable) and name not in list(known):
+            raise _refusal(file, key, name, f"not supported, only {', '.join(known)}")
+        values[key] = known.get(name)
+    return values
 
 
 def to_fla(
@@ -134,31 +165,46 @@ def to_fla(
         raise ConfigError("model.causal", "false", f"fla's {fla.name} is causal, so this model cannot be exported")
     for name, value in fla.fixed.items():
         if (own := getattr(model, name)) != value:
-            allowed = f"fla's {fla.name} knows {value} only, so this model cannot be exported"
+            allowed = f"{fla.owner} {fla.name} knows {value} only, so this model cannot be exported"
             raise ConfigError(f"model.{name}", own, allowed)
+    own_keys = (*_SAME, *fla.numbers, *fla.pairs, *fla.optional, *fla.switches)
+    fields = {key: getattr(model, key) for key in own_keys if key not in fla.fixed}
+    fields |= {key: [_written(value) for value in fields[key]] for key in fla.pairs}
     choices = {key: getattr(model, key) for key in fla.choices}
     record = {
+        **(_written_of_fla(seq_len) if fla.library == "fla" else {}),
         "architectures": [fla.architecture],
-        "attn": None,
         "bos_token_id": None,
         "dtype": dtype,
-        "elementwise_affine": True,
         "eos_token_id": tokenizer.eos_id,
+        "model_type": fla.model_type,
+        "num_hidden_layers": model.num_layers,
+        "pad_token_id": pad_id,
+        "use_cache": True,
+        **{fla.keys.get(key, key): value for key, value in fields.items()},
+        **{copy: fields[key] for key, copy in fla.copies.items()},
+        **{key: None if choice is None else choice.value for key, choice in choices.items()},
+        **fla.written,
+    }
+    return dict(sorted(record.items()))
+
+
+def _written_of_fla(seq_len: int) -> dict[str, Any]:
+    """Keys that are the same in all models of fla."""
+    return {
+        "attn": None,
+        "elementwise_affine": True,
         "fuse_cross_entropy": True,
         "fuse_norm": True,
         "fuse_swiglu": True,
         "hidden_act": "swish",
         "hidden_ratio": None,
         "max_position_embeddings": seq_len,
-        "model_type": fla.model_type,
-        "num_hidden_layers": model.num_layers,
-        "pad_token_id": pad_id,
-        "use_cache": True,
-        **{fla.keys.get(key, key): getattr(model, key) for key in (*_SAME, *fla.numbers, *fla.optional, *fla.switches)},
-        **{key: None if choice is None else choice.value for key, choice in choices.items()},
-        **fla.written,
     }
-    return dict(sorted(record.items()))
+
+
+def _written(value: float) -> Any:
+    return _INFINITY if value == math.inf else value
 
 
 def _known(file: Path, model_type: Any) -> tuple[type[Mixer], FlaFormat]:
@@ -184,6 +230,15 @@ def _checked(file: Path, key: str, value: Any, kind: type) -> Any:
     if not is_kind or not -_LARGEST <= value <= _LARGEST:
         raise _refusal(file, key, value, f"must be {_KINDS[kind]}")
     return kind(value)
+
+
+def _checked_pair(file: Path, key: str, value: Any) -> tuple[float, float]:
+    """Check a list of two numbers, of which the second may be infinite."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise _refusal(file, key, value, "must be a list of two numbers")
+    # Python's JSON reads Infinity as a float; transformers writes an object.
+    is_infinite = value[1] == _INFINITY or value[1] == math.inf
+    return _checked(file, key, value[0], float), math.inf if is_infinite else _checked(file, key, value[1], float)
 
 
 def _refusal(file: Path, key: str, value: Any, problem: str) -> ConfigError:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.registry import mixer_of
 from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.overrides import describe_settings, load_settings
 from zeco_train.config.schema import Dtype
@@ -101,8 +102,12 @@ def compare(
     Yields:
         The comparison in each dtype.
     """
-    import fla  # noqa: F401 - registers its models with transformers
     from transformers import AutoModelForCausalLM
+
+    fla_format = mixer_of(trained.model).fla
+    assert fla_format is not None, "an export has a format"
+    if fla_format.library == "fla":
+        import fla  # noqa: F401 - registers its models with transformers
 
     draw = torch.Generator().manual_seed(settings.seed)
     # Skip the lowest ids, special tokens in most vocabularies.

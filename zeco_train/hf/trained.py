@@ -14,6 +14,7 @@ from data.config import locate_stores
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_name
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
+from models.parameters import cast
 from models.spec import spec_of
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.schema import Config, Dtype, config_of, load_config, read_config
@@ -136,7 +137,8 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
     """
     # On meta: initial values would be overwritten by the stored ones.
     with torch.device("meta"):
-        model = spec_of(trained.model).build().to(dtype.compute)
+        model = spec_of(trained.model).build()
+        cast(model, dtype.compute)
     model.to_empty(device=mesh.device)
     # `to_empty` replaces each module's parameters separately, which unties them.
     model.tie_weights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.config import LanguageModelConfig
+from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError, system_errors
+from zeco_train.hf.fla_config import renamed
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
+from zeco_train.ops import accumulation_dtype
 from zeco_train.system.files import sync_file, write_durably
 
 # Key of the weights in a checkpoint (`Checkpointer`).
@@ -56,7 +59,9 @@ def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
 def write_weights(
     checkpoint: Path, model: LanguageModelConfig, folder: Path, dtype: torch.dtype, file_bytes: int
 ) -> Written:
-    """Write the weights, converted to `dtype`, and verify each file by reading it back.
+    """Write the weights, converted to `dtype`, under the names of the format; verify each file by reading it back.
+
+    Wide parameters (`ParameterRule`) are written in fp32 if `dtype` is narrower.
 
     Args:
         checkpoint: the folder to read from.
@@ -69,23 +74,30 @@ def write_weights(
         CheckpointError: a weight cannot be read.
         OSError: a file cannot be written, or differs when read back.
     """
-    parts = list(_parts(spec_of(model).parameter_shapes, dtype.itemsize, file_bytes))
+    spec, fla = spec_of(model), mixer_of(model).fla
+    assert fla is not None, "what has no format is not exported"
+    parts = list(_parts(spec.parameter_shapes, dtype.itemsize, file_bytes))
     names = _file_names(len(parts))
     table: dict[str, str] = {}
     total = 0
     for file, shapes in zip(names, parts, strict=True):
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        read_state({_MODEL: tensors}, checkpoint, None)
+        own = {name: torch.empty(shape, dtype=_dtype(name, dtype, spec.wide)) for name, shape in shapes.items()}
+        read_state({_MODEL: own}, checkpoint, None)
+        tensors = {renamed(name, fla.parts): tensor for name, tensor in own.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         _check_file(folder / file, tensors)
         table |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
         # Free them before allocating the next file's tensors.
-        del tensors
+        del own, tensors
     if len(names) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
         write_durably(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     return Written(names, total)
+
+
+def _dtype(name: str, dtype: torch.dtype, wide: Collection[str]) -> torch.dtype:
+    return accumulation_dtype(dtype) if name in wide else dtype
 
 
 def _parts(shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int) -> Iterator[dict[str, torch.Size]]:

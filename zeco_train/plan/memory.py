@@ -231,7 +231,10 @@ def _buffer_bytes(case: Case) -> float:
 
 
 def unit_bytes(case: Case, itemsize: int) -> list[float]:
-    """Unsharded parameters of each FSDP unit, in the order of `ModelSpec.units`, padded to divide evenly."""
+    """Unsharded parameters of each FSDP unit, in the order of `ModelSpec.units`, padded to divide evenly.
+
+    Wide parameters are counted with `itemsize` as well: they are too few to matter.
+    """
     return [
         float(itemsize * case.shards * sum(_local(shape, case.shards) for shape, _ in unit)) for unit in case.spec.units
     ]

@@ -1,0 +1,350 @@
+"""Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060): the layer, its configuration, FLOPs and activations.
+
+Names and shapes of its parameters equal those of transformers' `Mamba2ForCausalLM`, up to regular renames, so a
+checkpoint maps one to one, in both directions (`zeco_train.hf`). A block has no MLP unless `intermediate_size` is set.
+
+There is no positional embedding: order enters through the convolution and the decays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.activations import Activations, TokenTensor, Traffic
+from models.config import LanguageModelConfig
+from models.fla import FlaFormat
+from models.mixers.base import Mixer, OperatorFLOPs
+from models.modules import RMSNormOfGated, ShortConvolution, StackedLinear
+from models.parameters import ParameterRule
+from models.projections import parallel_linear
+from zeco_train.errors import ConfigError
+from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Crossing, Place
+
+# Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
+_A_RANGE = (1.0, 16.0)
+
+
+@dataclass
+class Mamba2Config(LanguageModelConfig):
+    """Shape of a Mamba-2 model. The defaults are those of `mamba2_tiny`.
+
+    Attributes:
+        num_heads: H; head_dim · num_heads must equal expand · hidden_size.
+        head_dim: V, values per head.
+        state_size: K, size of a group's keys and queries (B and C in the paper).
+        n_groups: G; each group of keys and queries serves num_heads / n_groups heads.
+        expand: inner width as a multiple of hidden_size.
+        conv_kernel: width of the convolution over values, keys and queries.
+        use_conv_bias: whether it has a bias.
+        time_step_min, time_step_max, time_step_floor: range of the initial time steps, and their lower bound.
+        time_step_limit: range to which time steps are clamped.
+        residual_in_fp32: whether the residual stream is fp32 even if the model computes in bf16.
+    """
+
+    mlp_optional: ClassVar[bool] = True
+
+    mixer: str = "mamba2"
+    name: str = "mamba2_tiny"
+    num_heads: int = 8
+    intermediate_size: int = 0
+    norm_eps: float = 1e-5
+    head_dim: int = 32
+    state_size: int = 32
+    n_groups: int = 1
+    expand: int = 2
+    conv_kernel: int = 4
+    use_conv_bias: bool = True
+    time_step_min: float = 0.001
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    residual_in_fp32: bool = True
+
+    def __post_init__(self) -> None:
+        # A list where it was read from a file.
+        self.time_step_limit = cast(tuple[float, float], tuple(map(float, self.time_step_limit)))
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, or heads that do not fill the inner width."""
+        super().validate()
+        self._require_positive("head_dim", "state_size", "n_groups", "expand")
+        self._require_finite("time_step_min", "time_step_max", "time_step_floor")
+        if self.num_heads * self.head_dim != self.inner_dim:
+            allowed = f"times num_heads={self.num_heads} must equal expand · hidden_size = {self.inner_dim}"
+            raise ConfigError("model.head_dim", self.head_dim, allowed)
+        if self.num_heads % self.n_groups:
+            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            allowed = f"must divide num_heads={self.num_heads}: {', '.join(divisors)}"
+            raise ConfigError("model.n_groups", self.n_groups, allowed)
+        if self.conv_kernel < 2:
+            raise ConfigError("model.conv_kernel", self.conv_kernel, "must be a whole number ≥ 2")
+        if self.time_step_min > self.time_step_max:
+            raise ConfigError(
+                "model.time_step_min", self.time_step_min, f"must be ≤ time_step_max={self.time_step_max}"
+            )
+        limit = self.time_step_limit
+        # The comparison is also false for NaN.
+        if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
+            raise ConfigError("model.time_step_limit", list(limit), "must be [least, most] with 0 ≤ least < most")
+
+    @property
+    def inner_dim(self) -> int:
+        """H·V, total width of the values."""
+        return self.expand * self.hidden_size
+
+    @property
+    def group_dim(self) -> int:
+        """G·K, total width of the keys, and of the queries."""
+        return self.n_groups * self.state_size
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: values, keys, queries."""
+        return self.inner_dim + 2 * self.group_dim
+
+    @property
+    def clamps_time_steps(self) -> bool:
+        """Whether `time_step_limit` excludes any positive number."""
+        return tuple(self.time_step_limit) != (0.0, math.inf)
+
+    @property
+    def has_wide_residual(self) -> bool:
+        """See `LanguageModelConfig`."""
+        return self.residual_in_fp32
+
+    def describe(self) -> Mapping[str, str]:
+        """See `LanguageModelConfig`."""
+        variants = []
+        if self.n_groups > 1:
+            variants.append(f"{self.n_groups} groups of keys and queries")
+        if self.clamps_time_steps:
+            low, high = self.time_step_limit
+            variants.append(f"time steps from {low:g} to {high:g}")
+        if not self.use_conv_bias:
+            variants.append("convolutions without bias")
+        if self.tie_word_embeddings:
+            variants.append("tied embeddings")
+        heads = f"{self.num_heads} of K {self.state_size} and V {self.head_dim}"
+        return {"heads": heads, "variants": "; ".join(variants) or "none"}
+
+
+class Mamba2Decay(nn.Module):
+    """The parameters of a layer that stay in fp32: they act on log-decays that are summed over the whole sequence.
+
+    They lie in a module of their own, so that FSDP2 keeps those of all layers in one fp32 unit
+    (`LanguageModel.sharding_units`). The model calls it before the first layer and passes the result to the layer.
+    """
+
+    def __init__(self, config: Mamba2Config) -> None:
+        super().__init__()
+        self._steps = config.time_step_min, config.time_step_max, config.time_step_floor
+        self.dt_bias = nn.Parameter(torch.zeros(config.num_heads))
+        self.A_log = nn.Parameter(torch.zeros(config.num_heads))
+        self.D = nn.Parameter(torch.ones(config.num_heads))
+
+    def forward(self) -> Tensor:
+        """[3, H]: dt_bias, A_log, D."""
+        return torch.stack((self.dt_bias, self.A_log, self.D))
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`. Initial values as in the paper's code."""
+        return {
+            "dt_bias": ParameterRule(self._init_dt_bias, decays=False, wide=True),
+            "A_log": ParameterRule(_init_a_log, decays=False, wide=True),
+            "D": ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, wide=True),
+        }
+
+    def _init_dt_bias(self, parameter: Tensor, _: float, generator: torch.Generator) -> None:
+        """The inverse of softplus at time steps whose logarithms are uniform."""
+        low, high, floor = self._steps
+        logs = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        steps = logs.uniform_(math.log(low), math.log(high), generator=generator).exp_().clamp_min_(floor)
+        parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
+def _init_a_log(parameter: Tensor, _: float, generator: torch.Generator) -> None:
+    values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    parameter.copy_(values.uniform_(*_A_RANGE, generator=generator).log_())
+
+
+class Mamba2(Mixer):
+    """One Mamba-2 layer: x [B, T, D] → [B, T, D].
+
+    z, u, dt  = x Win, split
+    x', B, C  = silu(conv(u)), split: values, keys, queries
+    dt        = softplus(dt + dt_bias), clamped
+    g         = −exp(A_log) dt                                    the log-decay of a head, ≤ 0
+    o         = ScalarDecay(C, B, dt x', g) + D x'                over the whole sequence, all shards
+    y         = RMSNorm by group of (o ⊙ silu(z)) Wout
+    """
+
+    config_class = Mamba2Config
+    needs_halo = True
+    fla = FlaFormat(
+        model_type="mamba2",
+        architecture="Mamba2ForCausalLM",
+        title="Mamba-2 (Dao & Gu, 2024, arXiv 2405.21060)",
+        library="transformers",
+        defaults={
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "norm_eps": 1e-5,
+            "initializer_range": 0.1,
+        },
+        keys={"norm_eps": "layer_norm_epsilon"},
+        numbers={
+            "num_heads": 128,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 8,
+            "expand": 2,
+            "conv_kernel": 4,
+            "time_step_min": 0.001,
+            "time_step_max": 0.1,
+            "time_step_floor": 1e-4,
+        },
+        pairs={"time_step_limit": (0.0, math.inf)},
+        switches={"use_conv_bias": True, "residual_in_fp32": True},
+        refused={
+            "use_bias": (False, "biases of the projections"),
+            "hidden_act": ("silu", "another activation"),
+            # Of fla's model of the same name.
+            "D_has_hdim": (False, "a skip connection by channel"),
+            "norm_before_gate": (False, "a norm before the gate"),
+            "rmsnorm": (True, "layers without a norm"),
+        },
+        fixed={"intermediate_size": 0},
+        # fla's model of the same name reads these.
+        copies={"norm_eps": "norm_eps", "time_step_limit": "dt_limit"},
+        written={"chunk_size": 256, "hidden_act": "silu", "rescale_prenorm_residual": False, "use_bias": False},
+        parts={
+            "model.norm.": "backbone.norm_f.",
+            "model.": "backbone.",
+            ".attn_norm.": ".norm.",
+            ".attn.decay.": ".mixer.",
+            ".attn.": ".mixer.",
+        },
+    )
+
+    def __init__(self, config: Mamba2Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.config = config
+        inner, groups = config.inner_dim, config.group_dim
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.decay = Mamba2Decay(config)
+        self.conv1d = ShortConvolution(config.conv_dim, config.conv_kernel, bias=config.use_conv_bias)
+        self.in_proj = StackedLinear(config.hidden_size, (inner, inner, groups, groups, config.num_heads))
+        self.norm = RMSNormOfGated(inner, config.n_groups, config.norm_eps)
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    @property
+    def wide_parameters(self) -> nn.Module:
+        """See `Mixer`."""
+        return self.decay
+
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """See `Mixer.forward`."""
+        z, u, dt = self._projections(x)
+        u, tail = mix_at("short_conv", (u, *self.conv1d.operands()), 1.0, place, boundaries[0])
+        operands, values = self._operands(u, dt, shared)
+        o, state = mix_at("scalar_decay", operands, 1.0, place, boundaries[1])
+        return self._output(o, values, z, shared), (tail, state)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
+        tail, state = states
+        z, u, dt = self._projections(x)
+        u = OPERATORS["short_conv"].step(u, *self.conv1d.operands(), tail, 1.0)
+        operands, values = self._operands(u, dt, shared)
+        return self._output(OPERATORS["scalar_decay"].step(*operands, state, 1.0), values, z, shared)
+
+    def _projections(self, x: Tensor) -> list[Tensor]:
+        """The gate z [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H]."""
+        config = self.config
+        return parallel_linear(x, *self.in_proj.weight.split((config.inner_dim, config.conv_dim, config.num_heads)))
+
+    def _operands(self, u: Tensor, dt: Tensor, shared: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The operator's operands, from the convolution's output and the logits; and the values, [B, T, H, V]."""
+        assert shared is not None
+        config, (dt_bias, a_log, _) = self.config, shared
+        values, keys, queries = F.silu(u).split((config.inner_dim, config.group_dim, config.group_dim), dim=-1)
+        values = values.unflatten(-1, (config.num_heads, config.head_dim))
+        keys, queries = (x.unflatten(-1, (config.n_groups, config.state_size)) for x in (keys, queries))
+        # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
+        dt = F.softplus(dt.to(accumulation_dtype(dt.dtype)) + dt_bias)
+        if config.clamps_time_steps:
+            dt = dt.clamp(*config.time_step_limit)
+        scaled = (values * dt.unsqueeze(-1)).to(values.dtype)
+        return (queries, keys, scaled, -a_log.exp() * dt), values
+
+    def _output(self, o: Tensor, values: Tensor, z: Tensor, shared: Tensor | None) -> Tensor:
+        assert shared is not None
+        o = (o + values * shared[2].unsqueeze(-1)).to(o.dtype)
+        return self.out_proj(self.norm(o.flatten(-2), z))
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """The last inputs of the convolution, and the operator's state."""
+        config = self.config
+        return (1, config.conv_kernel - 1, config.conv_dim), (config.num_heads, config.state_size, config.head_dim)
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """FLOPs of both operators; independent of the sequence length."""
+        pairs = zip((OPERATORS["short_conv"], OPERATORS["scalar_decay"]), self.state_shapes, strict=True)
+        both = [(one.forward_flops(*shape), one.recomputed_flops(*shape)) for one, shape in pairs]
+        return OperatorFLOPs(*map(sum, zip(*both, strict=True)))
+
+    def activations(self) -> Activations:
+        """Activations that autograd and the compiler's partitioner save; a clamp of the time steps is not counted."""
+        config = self.config
+        inner, channels, heads = config.inner_dim, config.conv_dim, config.num_heads
+        keys, states = config.group_dim, inner * config.state_size // CHUNK
+        kept = (
+            TokenTensor("z", inner),
+            TokenTensor("input of the convolution", channels),
+            TokenTensor("output of the convolution", channels),
+            TokenTensor("values, keys, queries", channels),
+            TokenTensor("logits of the time steps", heads, wide=True, compiled=False),
+            TokenTensor("logits of the time steps", heads, eager=False),
+            TokenTensor("time steps", heads, wide=True, compiled=False),
+            TokenTensor("log-decays", heads, wide=True),
+            TokenTensor("values times time steps", inner),
+            TokenTensor("o", inner),
+            TokenTensor("1 / rms of o", config.n_groups, wide=True),
+            TokenTensor("o gated and normed", inner),
+        )
+        gradients = (
+            TokenTensor("gradient of o", inner),
+            TokenTensor("gradient of z", inner),
+            TokenTensor("gradient of the values times time steps", inner),
+            TokenTensor("gradient of the values", inner),
+            TokenTensor("gradients of keys and queries", 2 * keys),
+            TokenTensor("gradient of the log-decays", heads, wide=True),
+            TokenTensor("states", states),
+            TokenTensor("gradients of states", states),
+            # The PyTorch operator makes fp32 copies of all its tensors.
+            TokenTensor("chunks of values and their gradients", 2 * inner, wide=True, gpu=False),
+            TokenTensor("chunks of keys and queries", 2 * keys, wide=True, gpu=False),
+            TokenTensor("decays and scores in chunks, and their gradients", 3 * heads * CHUNK, wide=True, gpu=False),
+        )
+        traffic = (
+            Traffic("convolution", channels, 2, 5),
+            Traffic("silu of the convolution", channels, 2, 3),
+            Traffic("values times time steps", inner, 2, 4),
+            Traffic("skip connection and gated norm of o", inner, 5, 8),
+        )
+        return Activations(kept, gradients, traffic)
