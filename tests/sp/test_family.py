@@ -24,7 +24,10 @@ pytestmark = pytest.mark.numeric
 TOLERANCE = 1e-9
 STEPS = 3
 # What a mixer needs besides the widths of `TINY`, which are its own configuration's where it has these fields.
-OWN: dict[str, dict[str, Any]] = {}
+OWN: dict[str, dict[str, Any]] = {
+    # Two heads share keys and queries.
+    "mamba2": {"num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5, "intermediate_size": 0},
+}
 # Whole cells of the matrix, each with and without documents.
 PLAIN = ("lasp1", "lasp2", "chain/3", "two_shot", "doubling")
 # (scan, documents, segments, recompute, strategy): each value meets several of the others.
