@@ -321,4 +321,5 @@ def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     finish_axes(axes)
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

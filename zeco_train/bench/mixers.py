@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
+from zeco_train.bench.variants import PRODUCTS
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain
 from zeco_train.system.files import write_result
@@ -74,7 +75,8 @@ def draw_mixers(models: dict[str, list[Row]], machine: str) -> Figure:
             row, y = max(own, key=lambda each: (each["tokens"], each.get("gpus", 1))), place + index * height
             label = plain(variant) if variant not in left.get_legend_handles_labels()[1] else None
             left.barh(y, row["tokens_per_second_per_gpu"], height, color=colour, label=label)
-            if row.get("ratio") and variant != "dp":
+            # The upper bound's ratio would push those of the scans together.
+            if row.get("ratio") and variant not in ("dp", PRODUCTS):
                 right.plot([row["ratio"]], [y], "o", color=colour, markersize=6)
                 right.annotate(
                     f"{row['ratio']:.3f}", (row["ratio"], y), (8, 0), textcoords="offset points", va="center"
@@ -86,7 +88,7 @@ def draw_mixers(models: dict[str, list[Row]], machine: str) -> Figure:
     right.set_xlabel("tokens/s over that of dp")
     finish_axes(left, "x")
     finish_axes(right, "x")
-    left.legend(frameon=False, fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     return figure
 
 
