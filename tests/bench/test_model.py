@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -45,6 +46,11 @@ pytestmark = pytest.mark.numeric
         (["model.layers=3"], "model.layers=3: unknown key of mixer gla; did you mean model.num_layers?"),
         (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
         (["model.name=a/b"], "model.name=a/b: names the figures; must be a plain name without /"),
+        (["mixers=[gla,ring]"], "model.mixer=ring: must be one of gla, linear, "),
+        (["mixers=[gla,gla]"], "mixers=[gla, gla]: must be a list of different ones"),
+        (["mixers=[retnet]", "model.mixer=gla"], "model.mixer=gla: is one of mixers=[…] already; leave it out"),
+        (["mixers=[gla,retnet]", "model.gate_low_rank_dim=8"], "unknown key of mixer retnet"),
+        (["model=gla_125m", "mixers=[retnet]"], "model.mixer=retnet: no configs/model/retnet_125m.yaml"),
         (["heads=[3]"], "model.num_heads=3: must divide hidden_size"),
         (["heads=[]"], "heads=[]: must be a list of numbers ≥ 1"),
         (["segments=3"], "tokens=16384: must divide by segments=3"),
@@ -118,11 +124,13 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     state = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=generator)
     log_decay = -torch.rand(1, 2, 3, dtype=torch.float64, generator=generator)
+    matrices = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator)
     carry_in = torch.randn(1, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    for reverse in (False, True):
+    # A view, as of an adjoint: its strides are not those of a new tensor.
+    for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
         results = []
         for scan in (GatheredScan(), session.scan("lasp1", 24)):
-            pending = scan.launch(ScanRequest(state, log_decay, reverse, carry_in, want_carry=True))
+            pending = scan.launch(ScanRequest(state, transition, reverse, carry_in, want_carry=True))
             received = pending.wait()
             pending.finish()
             results.append((received, pending.carry_out()))

@@ -153,6 +153,9 @@ class OperatorConfig(RunsConfig):
     """Settings of case `operator`.
 
     Attributes:
+        operator: gla, scalar_decay or fixed_decay.
+        groups: of scalar_decay and fixed_decay: heads of q and k, each for as many heads of v; null: as many as those.
+        decay: of fixed_decay: `retention` (the default), RetNet's decays, or `none`, plain linear attention.
         heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
         dtype: of q, k, v; decays are fp32 (fp64 with fp64).
         passes: `forward`, `forward_backward`.
@@ -161,7 +164,10 @@ class OperatorConfig(RunsConfig):
         trace: also profile one forward + backward of each variant, and report the overlap of communication and compute.
     """
 
-    variants: list[str] = field(default_factory=lambda: list(known.GLA_VARIANTS))
+    variants: list[str] = field(default_factory=lambda: list(known.OPERATOR_VARIANTS))
+    operator: str = "gla"
+    groups: int | None = None
+    decay: str | None = None
     heads: list[int] = field(default_factory=lambda: [16, 32])
     dims: list[list[int]] = field(default_factory=lambda: [[64, 128], [128, 128]])
     tokens: list[int] = field(default_factory=lambda: [8192, 16384, 32768, 65536])
@@ -173,14 +179,30 @@ class OperatorConfig(RunsConfig):
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
         super().validate()
-        known.check_variants(self.variants, "dp", "copy", *SHARING, "fla")
+        known.check_variants(self.variants, *known.OPERATOR_VARIANTS)
         self._check_lists(heads=1, tokens=1)
+        self._check_operator()
         if not self.dims or any(len(pair) != 2 or min(pair) < 1 for pair in self.dims):
             raise ConfigError("dims", self.dims, "must be a list of pairs [K, V] of numbers ≥ 1")
         if not self.passes or any(name not in PASSES for name in self.passes):
             raise ConfigError("passes", self.passes, f"must be a list of {', '.join(PASSES)}")
         if self.check_tokens < 1 and self.check_tokens != -1:
             raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 1, or -1 for the device's default")
+
+    def _check_operator(self) -> None:
+        if self.operator not in known.OPERATORS:
+            raise ConfigError("operator", self.operator, f"must be one of {', '.join(known.OPERATORS)}")
+        if self.groups is not None:
+            if self.operator == "gla":
+                raise ConfigError("groups", self.groups, "gla has none; take operator=scalar_decay or fixed_decay")
+            if self.groups < 1 or any(heads % self.groups for heads in self.heads):
+                raise ConfigError("groups", self.groups, f"must be ≥ 1 and divide heads={self.heads}")
+        if self.operator == "fixed_decay":
+            self.decay = known.DECAYS[0] if self.decay is None else self.decay
+            if self.decay not in known.DECAYS:
+                raise ConfigError("decay", self.decay, f"must be one of {', '.join(known.DECAYS)}")
+        elif self.decay is not None:
+            raise ConfigError("decay", self.decay, f"{self.operator} draws its decays; take operator=fixed_decay")
 
 
 @dataclass
@@ -269,6 +291,7 @@ class ModelConfig(OfModelConfig):
             upper bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
         budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
             more tokens per rank are not started, and fewer steps are timed, if that would not be left.
+        mixers: to measure one after the other, each with its file of the size of `model`; empty: the model's own.
         heads, tokens: H (null: that of the model's file), and tokens per rank and step; all combinations are measured,
             tokens innermost.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
@@ -281,6 +304,7 @@ class ModelConfig(OfModelConfig):
     """
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
+    mixers: list[str] = field(default_factory=list)
     heads: list[int] | None = None
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
@@ -302,24 +326,40 @@ class ModelConfig(OfModelConfig):
                 raise ConfigError(name, tokens, f"must divide by segments={self.segments}")
         if self.strategy is Strategy.hsdp:
             raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
-        for heads in self.head_counts:
-            self.run_config(heads)
+        if len(set(self.mixers)) < len(self.mixers):
+            raise ConfigError("mixers", self.mixers, "must be a list of different ones")
+        for mixer in self.mixer_names:
+            for heads in self.head_counts:
+                self.run_config(heads, mixer)
+
+    @property
+    def mixer_names(self) -> Sequence[str | None]:
+        """The mixers to measure; None is that of the model's file."""
+        return self.mixers or [None]
 
     @property
     def head_counts(self) -> Sequence[int | None]:
         """The values of H to measure; None is that of the model's file."""
         return [None] if self.heads is None else self.heads
 
-    def run_config(self, heads: int | None) -> Config:
-        """The configuration of a training run of this model with this many heads (None: those of its file).
+    def run_config(self, heads: int | None, mixer: str | None = None) -> Config:
+        """The configuration of a training run of this model.
+
+        Args:
+            heads: H; None: that of the model's file.
+            mixer: the model's, of which the file with the same size is taken; None: that of the model's file.
 
         Raises:
             ConfigError: an unknown or invalid model.
         """
         for text in self.overrides:
-            if text.partition("=")[0].lstrip("+") == "model.num_heads":
-                raise ConfigError("model.num_heads", text.partition("=")[2], "write heads=[…] here")
+            key, _, value = text.lstrip("+").partition("=")
+            if key == "model.num_heads":
+                raise ConfigError(key, value, "write heads=[…] here")
+            if key == "model.mixer" and mixer is not None:
+                raise ConfigError(key, value, "is one of mixers=[…] already; leave it out")
         return self._load_run(
+            *([] if mixer is None else [f"model.mixer={mixer}"]),
             *([] if heads is None else [f"model.num_heads={heads}"]),
             f"train.compile={self.compile.name}",
             f"train.recompute={self.recompute.name}",

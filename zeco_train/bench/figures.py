@@ -2,9 +2,10 @@
 
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
     operator.png         time of forward + backward by GPUs, as Figure 4, top; below it relative to `dp`
-    operator_tokens.png  time by tokens a GPU
+    operator_tokens.png  time by tokens a GPU; operator_fixed_decay_none.png … for operators other than gla
     decode.png           tokens per second and memory by context length, for each number of concurrent sequences
     gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
+    mixers.png           training throughput per GPU by mixer, if there are several, relative to `dp` beside it
 
 The paper's GPUs are a cluster of H100s, ours are named in results.json: compare the scaling of the two series, not
 their absolute speed.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeco_train.bench.mixers import draw_mixers, mixer_rows
 from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.registry import ALL_SCANS
@@ -90,11 +92,17 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         return [save_figure(_decode(rows, machine), folder / "decode.png")]
     if results[0]["case"] == "model":
         models = sorted({(row["model"], row["heads"]) for row in rows})
-        return [save_figure(_model(rows, *model, machine), folder / "{}_h{}.png".format(*model)) for model in models]
+        figures = {"{}_h{}".format(*model): _model(rows, *model, machine) for model in models}
+        if len(mixers := mixer_rows(rows)) > 1:
+            figures["mixers"] = draw_mixers(mixers, machine)
+        return [save_figure(figure, folder / f"{name}.png") for name, figure in figures.items()]
     if results[0]["case"] != "operator":
         return []
-    figures = {"operator.png": _operator(rows, machine), "operator_tokens.png": _operator_tokens(rows, machine)}
-    return [save_figure(figure, folder / name) for name, figure in figures.items() if figure is not None]
+    found: dict[str, Figure | None] = {}
+    for operator in dict.fromkeys(map(_operator_of, rows)):
+        own, name = [row for row in rows if _operator_of(row) == operator], "_".join(("operator", *operator))
+        found |= {name: _operator(own, machine), f"{name}_tokens": _operator_tokens(own, machine)}
+    return [save_figure(figure, folder / f"{name}.png") for name, figure in found.items() if figure is not None]
 
 
 def reference(name: str) -> list[dict[str, float]]:
@@ -126,13 +134,14 @@ def _operator(rows: list[Row], machine: str) -> Figure | None:
     tokens = tokens or sorted({row["tokens"] for row in rows})[:2]
     if not tokens:
         return None
-    figure, axes = _figure(f"Operator, forward + backward, {shape} ({machine})", 2, len(tokens), 8.5)
+    figure, axes = _figure(f"{_titled(rows[0])}, {shape} ({machine})", 2, len(tokens), 8.5)
     for count, upper, lower in zip(tokens, *axes, strict=True):
         here = [row for row in rows if row["tokens"] == count]
         for variant in _variants(here):
             _draw(upper, _points(here, variant, "gpus"), variant)
         papers = [row for row in reference("zeco_operator_ms") if row["seq_len_per_gpu"] == count]
-        for variant in _PAPER_BACKENDS if papers else ():
+        # The paper measures gla only.
+        for variant in _PAPER_BACKENDS if papers and not _operator_of(rows[0]) else ():
             _draw_paper(upper, [(row["gpus"], row[variant]) for row in papers if variant in row], variant, variant)
         _label(upper, f"{count:,} tokens a GPU", "GPUs", "ms")
         _draw_ratios(lower, here)
@@ -172,7 +181,7 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
     most = max(row["gpus"] for row in rows)
     rows = [row for row in rows if row["gpus"] == most]
     shapes = sorted({_shape(row) for row in rows})
-    title = f"Operator, forward + backward, {most} GPUs ({machine})"
+    title = f"{_titled(rows[0])}, {most} GPUs ({machine})"
     columns = min(2, len(shapes))
     lines = -(-len(shapes) // columns)
     figure, axes = _figure(title, lines, columns, 4.6 * lines)
@@ -196,7 +205,7 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
             if ratios and variant != "dp":
                 _draw(lower, ratios, variant)
         papers = [row for row in reference("zeco_model_tokens_per_second_per_gpu") if row["seq_len_per_gpu"] == count]
-        for variant in _PAPER_BACKENDS if papers else ():
+        for variant in _PAPER_BACKENDS if papers and here[0].get("mixer", "gla") == "gla" else ():
             points = [(row["gpus"], row[variant], row[variant] / row["dp"]) for row in papers if variant in row]
             _draw_paper(upper, [(gpus, rate) for gpus, rate, _ in points], variant, f"{variant}, H 32")
             if variant != "dp":
@@ -225,6 +234,18 @@ def _decode(rows: list[Row], machine: str) -> Figure:
             heights = (float(y) for line in axis.lines for y in line.get_ydata())
             axis.set_ylim(top=1.15 * max(filter(math.isfinite, heights), default=1.0))
     return figure
+
+
+def _operator_of(row: Row) -> tuple[str, ...]:
+    """Parts of the names of an operator's figures; none of gla's, which is that of rows without an operator."""
+    if row.get("operator", "gla") == "gla":
+        return ()
+    groups, decay = row.get("groups"), row.get("decay")
+    return row["operator"], *([] if decay is None else [decay]), *([] if groups is None else [f"g{groups}"])
+
+
+def _titled(row: Row) -> str:
+    return f"Operator {' '.join(_operator_of(row))}".rstrip() + ", forward + backward"
 
 
 def _forward_backward(rows: list[Row]) -> list[Row]:
@@ -300,4 +321,5 @@ def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     finish_axes(axes)
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

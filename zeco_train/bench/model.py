@@ -14,11 +14,15 @@ Checks before timing, on untrained weights:
 - the whole gradient of each backend on a short sequence, against that with a plain scan in float64;
 - the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends;
 - the peer's logits against ours, with the same weights.
+
+With `mixers` the models of several mixers are measured one after the other, each built after the last is freed; a table
+and a figure set them beside each other (`zeco_train.bench.mixers`).
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -32,6 +36,7 @@ from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.mixers import mixer_rows, write_mixers
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
 from zeco_train.bench.products import product_flops, products_contender
 from zeco_train.bench.report import Report, time_columns
@@ -55,6 +60,7 @@ GUESS_TOLERANCE = 0.1
 PEER_TOLERANCE = 0.4
 PAPER_STEPS = 100
 COLUMNS = {
+    "mixer": ("mixer", "<10"),
     "heads": ("H", ">3"),
     "tokens": ("tokens", ">7"),
     "variant": ("variant", "<18"),
@@ -87,27 +93,37 @@ def run(config: ModelConfig, session: Session) -> Report:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
     if PRODUCTS in names and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
-    for heads in config.head_counts:
-        measurement = _Measurement(config.run_config(heads), config, session, report)
-        measurement.measure([name for name in names if not is_peer(name)], [name for name in names if is_peer(name)])
+    for mixer, heads in itertools.product(config.mixer_names, config.head_counts):
+        measurement = _Measurement(config.run_config(heads, mixer), config, session, report)
+        own = names[mixer]
+        measurement.measure([name for name in own if not is_peer(name)], [name for name in own if is_peer(name)])
+    if len(rows := mixer_rows(report.rows)) > 1:
+        write_mixers(rows, report.folder, session)
     return report
 
 
-def _available(config: ModelConfig, session: Session, report: Report) -> list[str]:
-    """The variants that this machine supports; the others are noted."""
-    names, problem = [], None
-    run = config.run_config(config.head_counts[0])
-    for name in config.variants:
-        try:
-            if is_peer(name):
-                session.agree(partial(check_peer, run, session))
-            elif not _is_alone(name):
-                session.agree(partial(session.scan, name, state_elements(run)))
-            names.append(name)
-        except ConfigError as error:
-            problem = error
-            report.note(f"{name} is not measured: {error}")
-    if problem is not None and not names:
+def _available(config: ModelConfig, session: Session, report: Report) -> dict[str | None, list[str]]:
+    """The variants that this machine supports, by mixer; the others are noted.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names: dict[str | None, list[str]] = {}
+    problem = None
+    for mixer in config.mixer_names:
+        run, names[mixer] = config.run_config(config.head_counts[0], mixer), []
+        for name in config.variants:
+            try:
+                if is_peer(name):
+                    session.agree(partial(check_peer, run, session))
+                elif not _is_alone(name):
+                    session.agree(partial(session.scan, name, state_elements(run)))
+                names[mixer].append(name)
+            except ConfigError as error:
+                problem = error
+                text = f"{name} is not measured: {error}"
+                report.note(text if mixer is None else f"{mixer}: {text}")
+    if problem is not None and not any(names.values()):
         raise problem
     return names
 
@@ -244,7 +260,7 @@ class _Measurement:
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
         """A contender's row; `held_gb` is the memory held by the buffers of `products` at the same time."""
         model, train = self._run.model, self._run.train
-        row: Row = {"model": model.name, "heads": model.num_heads, "tokens": count}
+        row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= contender.as_row(self._session)
         spec, seq_len = spec_of(model), count * (1 if contender.name == "dp" else self._session.world_size)
         flops = spec.flops_per_token(seq_len)

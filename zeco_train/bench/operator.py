@@ -1,7 +1,7 @@
-"""Case `operator`: one forward, and one forward + backward, of gated linear attention by backend.
+"""Case `operator`: one forward, and one forward + backward, of an operator (`zeco_train.bench.operands`) by backend.
 
 Every rank has `tokens` tokens. With a backend they are its shard of one sequence over all ranks; with `dp`, and with
-`fla`, its own sequence. A step is the public operator and autograd, `mix("gla", (q, k, v, g), shard)`, then
+`fla`, its own sequence. A step is the public operator and autograd, such as `mix("gla", (q, k, v, g), shard)`, then
 `o.backward(do)` with a given `do` and no gradients to add to; `forward` is without autograd. Exposed communication is
 the step with a scan less the step in which the scan is a local copy (`variants.LocalCopyScan`), medians of the same
 run.
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from zeco_train.bench import trace
 from zeco_train.bench.check import check_results
 from zeco_train.bench.config import OperatorConfig
+from zeco_train.bench.operands import Attention, Inputs, Shape, peer_attention, peer_results
 from zeco_train.bench.report import Report, time_columns
 from zeco_train.bench.runner import Runner, Subject, capture_all
 from zeco_train.bench.samples import Row
@@ -34,15 +32,12 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Rounding of the inputs' dtype, with fp32 accumulation; products of fp32 inputs may be in tf32 parts.
 TOLERANCE = {Dtype.bf16: 1e-2, Dtype.fp32: 1e-3, Dtype.fp64: 1e-11}
 # The tolerance must allow for fla's own rounding; a wrong computation is far beyond it.
 PEER_TOLERANCE = 5e-2
-RESULTS = ("o", "dq", "dk", "dv", "dg")
-# fla's gates: logsigmoid / 16.
-_GATE_NORMALIZER = 16.0
 COLUMNS = {
+    "operator": ("operator", "<12"),
     "heads": ("H", ">3"),
     "key_dim": ("K", ">3"),
     "value_dim": ("V", ">3"),
@@ -60,81 +55,6 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """H, K, V and tokens per rank."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens a rank, H {self.heads}, K {self.key_dim}, V {self.value_dim}"
-
-
-@dataclass
-class Inputs:
-    """q, k, g [1, T, H, K] and v, do [1, T, H, V] of one rank or of a whole sequence; all but `do` are leaves."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    do: Tensor
-
-    @classmethod
-    def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
-        """Normal q, k, v, do, and decays as fla's gates give them."""
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(dim: int, kind: torch.dtype) -> Tensor:
-            size = (1, shape.tokens, shape.heads, dim)
-            return torch.randn(size, device=device, dtype=kind, generator=generator)
-
-        q, k = (normal(shape.key_dim, dtype.compute) for _ in range(2))
-        v, do = (normal(shape.value_dim, dtype.compute) for _ in range(2))
-        g = logsigmoid(normal(shape.key_dim, dtype.master)) / _GATE_NORMALIZER
-        return cls.of(q, k, v, g, do)
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor) -> Inputs:
-        """Inputs as new leaves that share memory."""
-        return cls(*(x.detach().requires_grad_(x is not do) for x in (q, k, v, g, do)))
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, g: the operands, whose gradients are measured."""
-        return self.q, self.k, self.v, self.g
-
-    def gathered(self, session: Session) -> Inputs:
-        """The whole sequence, all-gathered. Collective."""
-        wholes = []
-        for tensor in (*self.leaves, self.do):
-            parts = [torch.empty_like(tensor) for _ in range(session.world_size)]
-            dist.all_gather(parts, tensor.detach())
-            wholes.append(torch.cat(parts, dim=1))
-        return Inputs.of(*wholes)
-
-    def double(self) -> Inputs:
-        """The same inputs in fp64, as new leaves."""
-        return Inputs.of(*(x.double() for x in (*self.leaves, self.do)))
-
-    def forget_grads(self) -> None:
-        """Drop the gradients: a step must not add to those of the step before."""
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def results(self, attention: Attention) -> dict[str, Tensor]:
-        """Compute o and all gradients, by the names of `RESULTS`."""
-        self.forget_grads()
-        o = attention(*self.leaves)
-        o.backward(self.do)
-        found = [o.detach(), *(leaf.grad for leaf in self.leaves if leaf.grad is not None)]
-        self.forget_grads()
-        return dict(zip(RESULTS, found, strict=True))
-
-
 def run(config: OperatorConfig, session: Session) -> Report:
     """Measure all combinations; results are in the report's folder.
 
@@ -147,17 +67,17 @@ def run(config: OperatorConfig, session: Session) -> Report:
         report.note("no CUDA graphs on a CPU: eager only")
     if config.trace and not session.on_cuda:
         report.note("no trace on a CPU: it is of what runs under what on a GPU")
-    checked: dict[tuple[int, int, int], dict[str, Row]] = {}
+    checked: dict[Shape, dict[str, Row]] = {}
     for heads, (key_dim, value_dim), tokens in itertools.product(config.heads, config.dims, config.tokens):
-        shape = Shape(heads, key_dim, value_dim, tokens)
+        shape = Shape(heads, key_dim, value_dim, tokens, config.operator, config.groups, config.decay)
         if not session.within_budget():
             report.note(f"{shape} and what follows is not measured: budget_seconds={config.budget_seconds:g}")
             break
         session.enter(str(shape))
         started = time.monotonic()
-        dims = (heads, key_dim, value_dim)
+        dims = replace(shape, tokens=_check_tokens(config, session))
         if dims not in checked:
-            checked[dims] = _check(shape, config, session, report)
+            checked[dims] = _check(dims, config, session, report)
         _measure_shape(shape, config, session, runner, report, checked[dims])
         session.spent(time.monotonic() - started)
     return report
@@ -170,8 +90,7 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
         ConfigError: this machine does not support it.
     """
     if variant == "fla":
-        chunk_gla = session.import_fla("fla.ops.gla").chunk_gla
-        return lambda *operands: chunk_gla(*operands)[0]
+        return peer_attention(shape, session)
     if variant == "dp":
         scan: StateScan = LocalScan()
     elif variant == "copy":
@@ -181,25 +100,27 @@ def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eag
     alone = variant == "dp"
     offset = 0 if alone else session.rank * shape.tokens
     shard = SequenceShard(scan, offset, shape.tokens if alone else session.world_size * shape.tokens)
-    return lambda *operands: mix("gla", operands, shard)[0]
+    return lambda *operands: mix(shape.operator, operands, shard)[0]
 
 
-def _check(shape: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
+def _check_tokens(config: OperatorConfig, session: Session) -> int:
+    return config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
+
+
+def _check(short: Shape, config: OperatorConfig, session: Session, report: Report) -> dict[str, Row]:
     """Fields of each variant's rows: its largest error, and the choice of `auto`.
 
-    Errors are taken at a small length, relative to the whole sequence on one device in float64. Unsupported
-    variants are noted, and have no error. `copy` is wrong by design.
+    Errors are taken at the small length of `short`, relative to the whole sequence on one device in float64. Variants
+    that are not supported here, by fla itself too, are noted, and have no error. `copy` is wrong by design.
 
     Raises:
         WrongResultError: on all ranks, if a variant is wrong on one of them.
     """
-    tokens = config.check_tokens if config.check_tokens > 0 else 4096 if session.on_cuda else 256
-    short = Shape(shape.heads, shape.key_dim, shape.value_dim, tokens)
     own = Inputs.random(short, config.dtype, config.seed + 1 + session.rank, session.device)
     whole = own.gathered(session)
-    local = SequenceShard(LocalScan(), 0, whole.q.shape[1])
+    local = SequenceShard(LocalScan(), 0, whole.tokens)
     # float64 selects the PyTorch implementation on any device, which shares no code with the kernels.
-    expected = whole.double().results(lambda *operands: mix("gla", operands, local)[0])
+    expected = whole.double().results(lambda *operands: mix(short.operator, operands, local)[0])
     begin = session.rank * short.tokens
     checked: dict[str, Row] = {}
     for name in config.variants:
@@ -207,16 +128,19 @@ def _check(shape: Shape, config: OperatorConfig, session: Session, report: Repor
             continue
         # dp and fla do not communicate: each rank takes the whole sequence.
         alone = name in ("dp", "fla")
-        length = Shape(short.heads, short.key_dim, short.value_dim, whole.q.shape[1]) if alone else short
+        length = replace(short, tokens=whole.tokens) if alone else short
         line = len(session.log)
         try:
             attention = session.agree(partial(_attention, name, length, session))
+            if name == "fla":
+                found = session.agree(partial(peer_results, whole, attention, config.passes != ["forward"]))
         except ConfigError as error:
             report.note(f"{name} is not measured: {error}")
             continue
-        found = (whole if alone else own).results(attention)
+        if name != "fla":
+            found = (whole if alone else own).results(attention)
         part = {n: x if alone else x[:, begin : begin + short.tokens] for n, x in expected.items()}
-        pairs = {n: (found[n], part[n]) for n in RESULTS}
+        pairs = {n: (found[n], part[n]) for n in found}
         tolerance = PEER_TOLERANCE if name == "fla" else TOLERANCE[config.dtype]
         own_errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
         largest = max(max(of_rank.values()) for of_rank in session.gather(own_errors))
@@ -249,7 +173,7 @@ def _measure_shape(
         rows += [{**vars(shape), "pass": kind, **row} for row in found + failed]
     report.add(rows)
     for name, attention in attentions.items() if config.trace and session.on_cuda else ():
-        size = f"h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
+        size = f"{shape.operator}_h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
         path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
         overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
         if overlap is not None and name not in ("dp", "copy", "fla"):
@@ -259,11 +183,12 @@ def _measure_shape(
 def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
     def forward() -> Tensor:
         with torch.no_grad():
-            return attention(*inputs.leaves)
+            return attention(*inputs.operands.values())
 
     def forward_backward() -> Tensor | None:
-        attention(*inputs.leaves).backward(inputs.do)
-        return inputs.g.grad
+        attention(*inputs.operands.values()).backward(inputs.do)
+        # That of the decays, the last to be computed; of v if they are constants.
+        return [*inputs.leaves.values()][-1].grad
 
     return Subject(name, forward if kind == "forward" else forward_backward, inputs.forget_grads)
 

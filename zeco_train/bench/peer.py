@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models.config import LanguageModelConfig
+from models.fla import FlaFormat
 from models.parameters import ParameterRule, parameter_rules
 from models.registry import mixer_of
 from models.spec import spec_of
@@ -29,9 +30,10 @@ from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
+from zeco_train.hf.fla_config import renamed
 from zeco_train.training.optim.registry import build_optimizer
 
-# Keys with the same name and meaning in both configurations, as are the numbers of the mixer's `FlaFormat`.
+# Keys with the same name and meaning in both configurations.
 _SAME = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps")
 
 
@@ -61,8 +63,8 @@ def check_peer(run: Config, session: Session) -> None:
     if run.train.dtype is not Dtype.bf16:
         raise ConfigError("variants", "fla", "is trained in bf16; take dtype=bf16")
     fla_format = mixer_of(run.model).fla
-    if fla_format is None:
-        raise ConfigError("variants", "fla", f"has no model with {run.model.mixer}")
+    if fla_format is None or fla_format.library != "fla":
+        raise ConfigError("variants", "fla", f"has no model with {run.model.mixer} here")
     for name, value in fla_format.fixed.items():
         if getattr(run.model, name) != value:
             raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")
@@ -118,7 +120,7 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
 
     fla_format = mixer_of(config).fla
     assert fla_format is not None
-    same, peer_model = (*_SAME, *fla_format.numbers), getattr(fla.models, fla_format.architecture)
+    peer_model = getattr(fla.models, fla_format.architecture)
     with torch.device("meta"), warnings.catch_warnings():
         # Silence the warning that the fused loss rounds differently: fla's users train with the fused loss.
         warnings.simplefilter("ignore", UserWarning)
@@ -128,26 +130,54 @@ def _build(config: LanguageModelConfig, parameters: dict[str, Tensor], device: t
                 tie_word_embeddings=config.tie_word_embeddings,
                 fuse_cross_entropy=False,
                 fuse_linear_cross_entropy=True,
-                **{name: getattr(config, name) for name in same},
+                **{name: getattr(config, name) for name in _SAME},
+                **_own_keys(config, fla_format),
             )
         )
     model.to_empty(device=device)
     if config.tie_word_embeddings:
         # `to_empty` replaces each module's parameters separately.
         model.lm_head.weight = model.model.embeddings.weight
-    assert not dict(model.named_buffers()), "to_empty would leave them unset"
+    _set_buffers(model)
     own = dict(model.named_parameters())
-    assert own.keys() == parameters.keys(), own.keys() ^ parameters.keys()
+    ours = {renamed(name, fla_format.parts): value for name, value in parameters.items()}
+    assert own.keys() == ours.keys(), own.keys() ^ ours.keys()
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(parameters[name])
+            parameter.copy_(ours[name])
     return model
+
+
+def _own_keys(config: LanguageModelConfig, fla_format: FlaFormat) -> dict[str, Any]:
+    """The mixer's own keys of fla's configuration."""
+    names = (*fla_format.numbers, *fla_format.pairs, *fla_format.optional, *fla_format.switches)
+    values = {name: getattr(config, name) for name in names if name not in fla_format.fixed}
+    choices = {name: getattr(config, name) for name in fla_format.choices}
+    return {
+        **{fla_format.keys.get(name, name): value for name, value in values.items()},
+        **{name: None if choice is None else choice.value for name, choice in choices.items()},
+        **fla_format.written,
+    }
+
+
+def _set_buffers(model: nn.Module) -> None:
+    """Set the buffers, such as a rotary embedding's frequencies, which `to_empty` leaves without values."""
+    for name, module in model.named_modules():
+        if own := dict(module.named_buffers(recurse=False)):
+            reset: Any = getattr(module, "reset_parameters", None)
+            assert reset is not None, (name, [*own])
+            # Of a module with parameters it would set these, too.
+            assert not dict(module.named_parameters()), name
+            reset()
 
 
 def _rules(model: nn.Module, run: Config) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
     """The parameters of fla's model with the rules of our model's parameters of the same names."""
+    fla_format = mixer_of(run.model).fla
+    assert fla_format is not None
     with torch.device("meta"):
-        ours = {name: rule for name, _, rule in parameter_rules(spec_of(run.model).build())}
+        rules = parameter_rules(spec_of(run.model).build())
+        ours = {renamed(name, fla_format.parts): rule for name, _, rule in rules}
     for name, parameter in model.named_parameters():
         # A compiled block adds a prefix to parameter names.
         name = name.replace("_orig_mod.", "")

@@ -7,7 +7,7 @@ zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_s
 dp                              each rank its own sequence, nothing crosses ranks
 copy                            the step of the scans, with the scan replaced by a copy of this rank's own state
 products                        only the matrix products of the model's step: the upper bound, on this GPU
-fla                             flash-linear-attention on one rank's tokens, the peer: its `chunk_gla`, or its model
+fla                             flash-linear-attention on one rank's tokens, the peer: its function, or its model
 fla[:no_optimizer][:compile]    of its model: forward and backward alone, with bf16 weights; its blocks compiled
 """
 
@@ -44,7 +44,10 @@ SCAN_VARIANTS = (
     *_in_one_kernel(),
     *(name for name in SHARING if BACKENDS[name].section),
 )
-GLA_VARIANTS = ("dp", "copy", *SHARING, "fla")
+# Of case `operator`, with the decays that its fixed_decay knows.
+OPERATORS = ("gla", "scalar_decay", "fixed_decay")
+DECAYS = ("retention", "none")
+OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
 PRODUCTS = "products"
 MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", "fla:no_optimizer")
 PEER_SETTINGS = ("no_optimizer", "compile")
@@ -113,15 +116,19 @@ class GatheredScan(ScanBackend):
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""
         ranks = range(dist.get_world_size())
-        states, log_decays = ([torch.empty_like(own) for _ in ranks] for own in (request.state, request.transition))
-        dist.all_gather(states, request.state)
-        dist.all_gather(log_decays, request.transition)
+        # In reverse the transition is a view, whose strides a collective cannot take.
+        own = request.state, request.transition.contiguous()
+        states, transitions = ([torch.empty_like(tensor) for _ in ranks] for tensor in own)
+        dist.all_gather(states, own[0])
+        dist.all_gather(transitions, own[1])
         scan, dtype = PendingScan(request.want_carry), request.state.dtype
         running = request.first_incoming().double()
         for rank in reversed(ranks) if request.reverse else ranks:
             if rank == dist.get_rank():
                 scan.incoming.deliver(running.to(dtype))
-            running = log_decays[rank].double().exp().unsqueeze(-1) * running + states[rank].double()
+            transition = transitions[rank].double()
+            kept = transition @ running if transition.ndim == 4 else transition.exp().unsqueeze(-1) * running
+            running = kept + states[rank].double()
         if scan.carry is not None:
             scan.carry.deliver(running.to(dtype))
         return scan

@@ -185,7 +185,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], x: str = "step") -> None:
         width = 1.4 + min(0.9, 3.6 / len(runs)) * (len(runs) - 1 - index)
         drawn = [pair for pair in zip(run.column(x), run.column("loss"), strict=True) if not math.isnan(sum(pair))]
         losses, _ = smoothed([loss for _, loss in drawn])
-        axes.plot([place for place, _ in drawn], losses, label=plain(run.name), linewidth=width, **_look(index))
+        axes.plot([place for place, _ in drawn], losses, label=plain(run.name), linewidth=width, **look(index))
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False)
 
@@ -198,7 +198,7 @@ def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
         gaps = [_gap(run.rows[step].get("loss"), first.rows[step].get("loss")) for step in steps]
         differ |= any(0 < gap < math.inf for gap in gaps)
         # Zeros cannot be drawn on a logarithmic axis.
-        axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **_look(index))
+        axes.plot(steps, [gap or math.nan for gap in gaps], label=plain(run.name), linewidth=1.6, **look(index))
     if differ:
         axes.set_yscale("log")
     elif len(runs) > 1:
@@ -207,5 +207,6 @@ def draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_ylabel(f"|loss − that of {plain(first.name)}|")
 
 
-def _look(index: int) -> dict[str, Any]:
+def look(index: int) -> dict[str, Any]:
+    """Colour and style of a run's curves, by its place."""
     return {"color": CURVES[index % len(CURVES)], "linestyle": _STYLES[index % len(_STYLES)]}

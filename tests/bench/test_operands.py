@@ -1,0 +1,174 @@
+"""Case `operator` with each operator: operands, the reference, results on two ranks, and the peer's refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
+from zeco_train.bench.check import WrongResultError
+from zeco_train.bench.config import OperatorConfig
+from zeco_train.bench.operands import Inputs, Shape, peer_attention
+from zeco_train.bench.session import Session
+from zeco_train.bench.variants import LocalCopyScan
+from zeco_train.config.schema import Dtype
+from zeco_train.distributed.mesh import Launch
+from zeco_train.errors import ConfigError
+from zeco_train.ops.mix import mix
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import SequenceShard
+from zeco_train.sp.dp import LocalScan
+from zeco_train.system.numbers import relative_error
+
+pytestmark = pytest.mark.numeric
+
+CPU = torch.device("cpu")
+SHAPES = [
+    Shape(4, 8, 16, 70),
+    Shape(4, 8, 16, 70, "scalar_decay", 2),
+    Shape(4, 8, 16, 70, "scalar_decay"),
+    Shape(4, 8, 16, 70, "fixed_decay", 1, "retention"),
+    Shape(4, 8, 16, 70, "fixed_decay", None, "none"),
+]
+SETTINGS = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=60", "dtype=fp64"]
+SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=70"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
+    inputs = Inputs.random(shape, Dtype.fp64, 3, CPU)
+    shard = SequenceShard(LocalScan(), 0, shape.tokens)
+    found = inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0])
+    expected = inputs.results(lambda *operands: OPERATORS[shape.operator].naive(*operands)[0])
+    last = {"gla": ["dg"], "scalar_decay": ["dg"], "fixed_decay": []}[shape.operator]
+    assert [*found] == [*expected] == ["o", "dq", "dk", "dv", *last]
+    for name, result in found.items():
+        assert relative_error(result, expected[name]) < 1e-12, name
+    assert [*inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0], backward=False)] == ["o"]
+
+
+def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
+    sizes = {str(shape): [list(x.shape) for x in Inputs.random(shape, Dtype.fp32, 0, CPU).operands.values()]
+             for shape in SHAPES}  # fmt: skip
+    whole, grouped, heads, one, plain = sizes.values()
+    assert whole == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8]]
+    assert grouped == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4]]
+    assert heads == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
+    assert one == [[1, 70, 1, 8], [1, 70, 1, 8], [1, 70, 4, 16], [4]]
+    assert plain == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [4]]
+    decays = [Inputs.random(shape, Dtype.fp64, 0, CPU).operands["log_decay"] for shape in SHAPES[3:]]
+    # As `chunk_retention` of fla 0.6.0 has them.
+    assert torch.allclose(decays[0], (1 - 2.0 ** (-5.0 - torch.arange(4).double())).log(), rtol=1e-12)
+    assert not decays[1].any()
+
+
+def _case(folder: str, *arguments: str) -> tuple[OperatorConfig, list[str]]:
+    return OperatorConfig.load([*SMALL, f"out={folder}", *arguments]), [*arguments]
+
+
+def _both_operators(rank: int, world_size: int, folder: str) -> list[str]:
+    """Run the case with both operators, then with a wrong scan; returns the error messages."""
+    for name, more in (("scalar_decay", ["groups=2"]), ("fixed_decay", ["decay=none"])):
+        variants = "variants=[dp,copy,zeco:chain,lasp2,fla]"
+        config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
+        session = Session.open(config, Launch(rank, world_size, rank, world_size))
+        command.run_case(config, session)
+        session.drain()
+    config, _ = _case(f"{folder}/wrong", "operator=scalar_decay", "variants=[dp,lasp2]")
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    with mock.patch.object(session, "scan", return_value=LocalCopyScan()):
+        try:
+            command.run_case(config, session)
+        except WrongResultError as error:
+            return [str(error)]
+    return []
+
+
+def test_decays_of_heads_are_measured_on_two_ranks(tmp_path: Path) -> None:
+    for errors in run_distributed(_both_operators, 2, str(tmp_path)):
+        assert len(errors) == 1
+        assert "lasp2 is wrong, nothing is timed: o on rank 0" in errors[0]
+    assert not (tmp_path / "wrong").exists()
+    for name, figure in (("scalar_decay", "scalar_decay_g2"), ("fixed_decay", "fixed_decay_none")):
+        results = json.loads((tmp_path / name / "results.json").read_text())
+        rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
+        assert len(rows) == len(results["rows"]) == 8
+        assert {row["operator"] for row in rows.values()} == {name}
+        for backend in ("zeco:chain", "lasp2"):
+            assert 0 < rows["forward_backward", backend]["relative_error"] < 1e-12
+        assert any(note.startswith("fla is not measured: variants=fla: ") for note in results["notes"])
+        files = {f"operator_{figure}.png", f"operator_{figure}_tokens.png"}
+        assert files <= {path.name for path in (tmp_path / name).iterdir()}
+
+
+class _Refused(torch.autograd.Function):
+    """A function whose gradient is refused, as by fla for gates on some GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        raise RuntimeError("Triton < 3.7.1 on Hopper\nproduces incorrect results")
+
+
+def _peer(operator: str, change: Callable[[Tensor], Tensor]) -> Any:
+    def function(q: Tensor, k: Tensor, v: Tensor, decays: Tensor | None = None, normalize: bool = True) -> Any:
+        decays = torch.zeros(v.shape[2], dtype=v.dtype) if decays is None else decays
+        o, state = OPERATORS[operator].naive(q, k, v, decays)
+        assert operator == "scalar_decay" or not normalize
+        return change(o), state
+
+    return SimpleNamespace(chunk_simple_gla=function, chunk_linear_attn=function)
+
+
+def _run_with_peer(tmp_path: Path, operator: str, change: Callable[[Tensor], Tensor], *more: str) -> dict[str, Any]:
+    arguments = [f"operator={operator}", "variants=[dp,fla]", f"out={tmp_path}", *more]
+    imported = mock.patch.object(Session, "import_fla", return_value=_peer(operator, change))
+    # A command ends its process at an error.
+    with imported, mock.patch("os._exit", side_effect=SystemExit):
+        try:
+            code = command.main(["operator", *SMALL, *arguments])
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    assert code == 0
+    results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
+    return results
+
+
+def test_peer_is_measured_where_it_is_right(tmp_path: Path) -> None:
+    results = _run_with_peer(tmp_path, "fixed_decay", lambda o: o, "decay=none")
+    rows = [row for row in results["rows"] if row["variant"] == "fla"]
+    assert [row["pass"] for row in rows] == ["forward", "forward_backward"]
+    assert all(row["relative_error"] < 1e-12 for row in rows)
+
+
+def test_refused_gradient_of_the_peer_is_noted_and_its_forward_pass_may_be_measured(tmp_path: Path) -> None:
+    results = _run_with_peer(tmp_path / "both", "scalar_decay", _Refused.apply)
+    assert {row["variant"] for row in results["rows"]} == {"dp"}
+    expected = "is refused by fla itself (Triton < 3.7.1 on Hopper produces incorrect results); passes=[forward] may be"
+    assert any(f"fla is not measured: variants=fla: {expected} measured" == note for note in results["notes"])
+    results = _run_with_peer(tmp_path / "forward", "scalar_decay", _Refused.apply, "passes=[forward]")
+    assert [row["variant"] for row in results["rows"]] == ["dp", "fla"]
+
+
+def test_wrong_peer_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _run_with_peer(tmp_path, "scalar_decay", lambda o: 1.2 * o)
+    assert "fla is wrong, nothing is timed: o on rank 0" in capsys.readouterr().err
+
+
+def test_peer_without_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not groups=2"):
+        peer_attention(SHAPES[1], mock.Mock(spec=Session))

@@ -1,0 +1,188 @@
+"""What case `operator` feeds each operator, and flash-linear-attention's (fla) function for the same operator.
+
+gla            decays of each token and channel, g [1, T, H, K]
+scalar_decay   decays of each token and head, g [1, T, H]
+fixed_decay    decays of each head, log_decay [H], a constant: `retention` are RetNet's, `none` is no decay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from models.mixers.retnet import log_decays
+from zeco_train.bench.session import Session
+from zeco_train.config.schema import Dtype
+from zeco_train.errors import ConfigError
+
+# (operands in the operator's order) → o.
+Attention = Callable[..., Tensor]
+# fla's gates: logsigmoid / 16.
+_GATE_NORMALIZER = 16.0
+# Operands that are neither cut by tokens nor differentiated.
+_CONSTANTS = ("log_decay",)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An operator's sizes.
+
+    Attributes:
+        heads, key_dim, value_dim: H, K, V.
+        tokens: per rank.
+        operator: one of `variants.OPERATORS`.
+        groups: G, heads of q and k.
+        decay: of fixed_decay, one of `variants.DECAYS`; None for the others.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    tokens: int
+    operator: str = "gla"
+    groups: int | None = None
+    decay: str | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """G; as many as heads unless set."""
+        return self.heads if self.groups is None else self.groups
+
+    @property
+    def name(self) -> str:
+        """The operator with its settings."""
+        of_decay = "" if self.decay is None else f" ({self.decay})"
+        return self.operator + of_decay
+
+    def __str__(self) -> str:
+        groups = "" if self.groups is None else f", G {self.groups}"
+        dims = f"H {self.heads}{groups}, K {self.key_dim}, V {self.value_dim}"
+        return f"{self.name}: {self.tokens:,} tokens a rank, {dims}"
+
+
+@dataclass
+class Inputs:
+    """An operator's operands, and the gradient of its outputs, of one rank or of a whole sequence.
+
+    Attributes:
+        operands: by name, in the operator's order; all but constants are leaves. q, k [1, T, G, K], v [1, T, H, V].
+        do: [1, T, H, V].
+    """
+
+    operands: Mapping[str, Tensor]
+    do: Tensor = field(repr=False)
+
+    @classmethod
+    def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
+        """Normal q, k, v, do, and decays as fla's gates give them; fixed ones by `Shape.decay`."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(kind: torch.dtype, *dims: int) -> Tensor:
+            return torch.randn((1, shape.tokens, *dims), device=device, dtype=kind, generator=generator)
+
+        q, k = (normal(dtype.compute, shape.num_groups, shape.key_dim) for _ in range(2))
+        v, do = (normal(dtype.compute, shape.heads, shape.value_dim) for _ in range(2))
+        if shape.operator == "fixed_decay":
+            decays = log_decays(shape.heads) if shape.decay == "retention" else torch.zeros(shape.heads)
+            return cls.of({"q": q, "k": k, "v": v, "log_decay": decays.to(device, dtype.master)}, do)
+        dims = (shape.heads, shape.key_dim) if shape.operator == "gla" else (shape.heads,)
+        g = logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER
+        return cls.of({"q": q, "k": k, "v": v, "g": g}, do)
+
+    @classmethod
+    def of(cls, operands: Mapping[str, Tensor], do: Tensor) -> Inputs:
+        """Inputs as new leaves that share memory."""
+        leaves = {name: x.detach().requires_grad_(name not in _CONSTANTS) for name, x in operands.items()}
+        return cls(leaves, do.detach())
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.do.shape[1]
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The operands whose gradients are measured."""
+        return {name: x for name, x in self.operands.items() if name not in _CONSTANTS}
+
+    def gathered(self, session: Session) -> Inputs:
+        """The whole sequence, all-gathered. Collective."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            parts = [torch.empty_like(tensor) for _ in range(session.world_size)]
+            dist.all_gather(parts, tensor.detach())
+            return torch.cat(parts, dim=1)
+
+        cut = {name: whole(x) for name, x in self.leaves.items()}
+        return Inputs.of({**self.operands, **cut}, whole(self.do))
+
+    def double(self) -> Inputs:
+        """The same inputs in fp64, as new leaves."""
+        return Inputs.of({name: x.double() for name, x in self.operands.items()}, self.do.double())
+
+    def forget_grads(self) -> None:
+        """Drop the gradients: a step must not add to those of the step before."""
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def results(self, attention: Attention, *, backward: bool = True) -> dict[str, Tensor]:
+        """Compute o and, with `backward`, all gradients: `o`, `dq`, and so on."""
+        self.forget_grads()
+        with torch.set_grad_enabled(backward):
+            o = attention(*self.operands.values())
+        found = {"o": o.detach()}
+        if backward:
+            o.backward(self.do)
+            for name, leaf in self.leaves.items():
+                assert leaf.grad is not None, name
+                found[f"d{name}"] = leaf.grad
+        self.forget_grads()
+        return found
+
+
+def peer_attention(shape: Shape, session: Session) -> Attention:
+    """The function of fla for the same operator, on a rank's tokens alone.
+
+    Raises:
+        ConfigError: fla, or a GPU, is missing; or fla's function does not take this shape.
+    """
+    if shape.num_groups != shape.heads:
+        raise ConfigError("variants", "fla", f"has as many heads of q and k as of v; not groups={shape.groups}")
+    if shape.operator == "gla":
+        return _first(session.import_fla("fla.ops.gla").chunk_gla)
+    if shape.operator == "scalar_decay":
+        return _first(session.import_fla("fla.ops.simple_gla").chunk_simple_gla)
+    if shape.decay == "retention":
+        chunk_retention = session.import_fla("fla.ops.retention").chunk_retention
+        # It has the same decays by itself.
+        return _first(lambda q, k, v, log_decay: chunk_retention(q, k, v))
+    chunk_linear_attn = session.import_fla("fla.ops.linear_attn").chunk_linear_attn
+    return _first(lambda q, k, v, log_decay: chunk_linear_attn(q, k, v, normalize=False))
+
+
+def peer_results(inputs: Inputs, attention: Attention, backward: bool) -> dict[str, Tensor]:
+    """`Inputs.results` by fla's function.
+
+    Raises:
+        ConfigError: fla refuses it, as it does some gradients for some GPUs and versions of Triton.
+    """
+    try:
+        return inputs.results(attention, backward=backward)
+    except RuntimeError as error:
+        # Lack of memory, and errors of the device, are subclasses: those end the benchmark.
+        if type(error) is not RuntimeError:
+            raise
+        text = " ".join(str(error).split())
+        forward = "; passes=[forward] may be measured" if backward else ""
+        raise ConfigError("variants", "fla", f"is refused by fla itself ({text}){forward}") from error
+
+
+def _first(function: Callable[..., tuple[Any, ...]]) -> Attention:
+    """Keep o of a function that returns the final state, too."""
+    return lambda *operands: function(*operands)[0]
