@@ -1,8 +1,14 @@
-"""The short convolution's kernels: a program computes a tile of BT tokens and BC channels.
+"""The short convolution's kernels.
 
-Tokens are counted from the shard's first one; the received inputs are tokens −(W − 1) … −1, of piece 0. A tile loads
-shifted tiles, W of them, all but the first from caches: memory sees one read of a tensor. Tensors over tokens [B, T, C]
-have strides, with channels side by side; states [B, 1, W − 1, C] are contiguous. Sums are fp32.
+Tokens are counted from the shard's first one; the received inputs are tokens −(W − 1) … −1, of piece 0.
+
+The two kernels over all tokens have programs of BC channels and a run of tokens, a few channels a thread. They walk the
+run in steps of ROWS tokens with the W − 1 rows around the step in registers. So each element is read once, except the
+W − 1 rows between two runs; the loads of a step are issued together, which keeps enough bytes on their way; and sums
+over a run's tokens need no other thread. The kernels of the few tokens at the shard's ends compute one tile.
+
+Tensors over tokens [B, T, C] have strides, with channels side by side; states [B, 1, W − 1, C] are contiguous. Sums
+are fp32.
 """
 
 from __future__ import annotations
@@ -12,10 +18,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _load(x, batch, tokens, channels, batch_stride, token_stride, mask):
-    """[BT, BC] in fp32, zeros where the mask is false."""
-    offsets = batch * batch_stride + tokens[:, None] * token_stride + channels[None, :]
-    return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+def _append(rows, row):
+    return rows + (row,)  # noqa: RUF005, Triton has no unpacking
 
 
 @triton.jit
@@ -28,38 +32,64 @@ def outputs_kernel(
     y,  # [B, T, C], contiguous, written
     x_batch,
     x_token,
+    run,  # tokens of a program, a multiple of ROWS
     last,  # tokens to compute
     T,
     C,
     W: tl.constexpr,
-    BT: tl.constexpr,
+    ROWS: tl.constexpr,
     BC: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     RECEIVED: tl.constexpr,
 ):
-    """Compute y of the first `last` tokens, from zeros or from the received inputs."""
+    """Compute y of the first `last` tokens, from zeros or, in a single run, from the received inputs."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
     batch = tl.program_id(2).to(tl.int64)
-    tokens = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    channels = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = tokens < last
-    columns = (channels < C)[None, :]
-    total = tl.zeros((BT, BC), tl.float32) + tl.load(bias + channels, mask=channels < C, other=0.0).to(tl.float32)
-    if DOCUMENTS:
-        piece = tl.load(pieces + tokens, mask=inside, other=0)
-    for lag in tl.static_range(W):
-        source = tokens - lag
-        seen = inside & (source >= 0)
-        before = inside & (source < 0)
-        if DOCUMENTS:
-            seen = seen & (tl.load(pieces + source, mask=seen, other=-1) == piece)
-            before = before & (piece == 0)
-        value = _load(x, batch, source, channels, x_batch, x_token, seen[:, None] & columns)
+    columns = channels < C
+    x_of, y_of = x + batch * x_batch + channels, y + batch * T * C + channels
+    shift = tl.load(bias + channels, mask=columns, other=0.0).to(tl.float32)
+    # The W - 1 inputs before a step and their pieces, oldest first; each step adds its own.
+    taps, inputs, marks = (), (), ()
+    for tap in tl.static_range(W):
+        taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
+    for row in tl.static_range(W - 1):
+        source = first + (row - (W - 1))
         if RECEIVED:
-            value += _load(incoming, batch, source + W - 1, channels, C * (W - 1), C, before[:, None] & columns)
-        tap = tl.load(weight + channels * W + (W - 1 - lag), mask=channels < C, other=0.0).to(tl.float32)
-        total += value * tap[None, :]
-    offsets = (batch * T + tokens)[:, None] * C + channels[None, :]
-    tl.store(y + offsets, total.to(y.dtype.element_ty), mask=inside[:, None] & columns)
+            before = tl.load(incoming + (batch * (W - 1) + row) * C + channels, mask=columns, other=0.0)
+        else:
+            before = tl.load(x_of + source * x_token, mask=columns & (source >= 0), other=0.0)
+        inputs = _append(inputs, before.to(tl.float32))
+        if DOCUMENTS:
+            marks = _append(marks, tl.load(pieces + source, mask=source >= 0, other=0))
+    for start in range(first, tl.minimum(first + run, last), ROWS):
+        for row in tl.static_range(ROWS):
+            token = start + row
+            value = tl.load(x_of + token * x_token, mask=columns & (token < last), other=0.0)
+            inputs = _append(inputs, value.to(tl.float32))
+            if DOCUMENTS:
+                marks = _append(marks, tl.load(pieces + token, mask=token < last, other=0))
+        for row in tl.static_range(ROWS):
+            total = shift
+            for tap in tl.static_range(W):
+                value = inputs[row + tap]
+                if DOCUMENTS and tap < W - 1:
+                    value = tl.where(marks[row + tap] == marks[row + W - 1], value, 0.0)
+                total += value * taps[tap]
+            token = start + row
+            tl.store(y_of + token * C, total.to(y.dtype.element_ty), mask=columns & (token < last))
+        inputs, marks = _next_rows(inputs, marks, W, ROWS, DOCUMENTS)
+
+
+@triton.jit
+def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The last W - 1 rows of a step, with which the next one begins, and their pieces."""
+    kept, kept_marks = (), ()
+    for row in tl.static_range(W - 1):
+        kept = _append(kept, rows[ROWS + row])
+        if DOCUMENTS:
+            kept_marks = _append(kept_marks, marks[ROWS + row])
+    return kept, kept_marks
 
 
 @triton.jit
@@ -67,61 +97,173 @@ def grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
     pieces,  # [T] int32, if DOCUMENTS
-    x,  # [B, T, C], if SUMS
-    incoming,  # [B, 1, W - 1, C] fp32, R, if SUMS
-    incoming_grad,  # [B, 1, W - 1, C] fp32, D_in, if SENT
-    dx,  # [B, rows, C], contiguous, written: row 0 is token `row_0`
-    sums,  # [B, blocks, W + 1, C] fp32, written if SUMS: dbias in row W
+    x,  # [B, T, C]
+    dx,  # [B, T, C], contiguous, written
+    sums,  # [B, runs, W + 1, C] fp32, written: parts of dweight[:, 0, j] in row j, of dbias in row W
     do_batch,
     do_token,
     x_batch,
     x_token,
-    first,  # tokens to compute, from -(W - 1) on
-    last,
-    row_0,
-    rows,
+    run,  # tokens of a program, a multiple of ROWS
     T,
     C,
     W: tl.constexpr,
-    BT: tl.constexpr,
+    ROWS: tl.constexpr,
     BC: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    SUMS: tl.constexpr,
-    SENT: tl.constexpr,
 ):
-    """Compute dx of the tokens [first, last), stored from `row_0` on; with SUMS also parts of dweight, and dbias."""
+    """Compute dx with zeros after the shard, and the run's part of dweight and dbias, without the received inputs."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
     batch = tl.program_id(2).to(tl.int64)
-    tokens = first + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    channels = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = tokens < last
-    here = inside & (tokens >= 0)
-    columns = (channels < C)[None, :]
-    if DOCUMENTS:
-        piece = tl.load(pieces + tokens, mask=here, other=0)
-    total = tl.zeros((BT, BC), tl.float32)
-    if SENT:
-        kept = here & (tokens >= T - (W - 1))
+    columns = channels < C
+    do_of, x_of, dx_of = do + batch * do_batch + channels, x + batch * x_batch + channels, dx + batch * T * C + channels
+    # do of a step's first W - 1 tokens and their pieces; each step adds as many as it has tokens.
+    taps, totals, grads, marks = (), (), (), ()
+    for tap in tl.static_range(W):
+        taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
+    for _ in tl.static_range(W + 1):
+        totals = _append(totals, tl.zeros((BC,), tl.float32))
+    for row in tl.static_range(W - 1):
+        token = first + row
+        grads = _append(grads, tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0).to(tl.float32))
         if DOCUMENTS:
-            kept = kept & (piece == tl.load(pieces + T - 1))
-        total += _load(incoming_grad, batch, tokens - T + W - 1, channels, C * (W - 1), C, kept[:, None] & columns)
-    if SUMS:
-        value = _load(x, batch, tokens, channels, x_batch, x_token, here[:, None] & columns)
-        before = inside & (tokens < 0)
-        value += _load(incoming, batch, tokens + W - 1, channels, C * (W - 1), C, before[:, None] & columns)
-        block = batch * tl.num_programs(0) + tl.program_id(0)
-        of_block = sums + block * (W + 1) * C + channels
+            marks = _append(marks, tl.load(pieces + token, mask=token < T, other=0))
+    for start in range(first, tl.minimum(first + run, T), ROWS):
+        values = ()
+        for row in tl.static_range(ROWS):
+            token = start + row
+            value = tl.load(x_of + token * x_token, mask=columns & (token < T), other=0.0)
+            values = _append(values, value.to(tl.float32))
+            token = start + (row + W - 1)
+            grad = tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0)
+            grads = _append(grads, grad.to(tl.float32))
+            if DOCUMENTS:
+                marks = _append(marks, tl.load(pieces + token, mask=token < T, other=0))
+        for row in tl.static_range(ROWS):
+            total = tl.zeros((BC,), tl.float32)
+            # Rows of tokens after the shard are zeros, and so are their parts of the sums.
+            parts = ()
+            for tap in tl.static_range(W):
+                grad = grads[row + W - 1 - tap]
+                if DOCUMENTS and tap < W - 1:
+                    grad = tl.where(marks[row + W - 1 - tap] == marks[row], grad, 0.0)
+                total += grad * taps[tap]
+                parts = _append(parts, totals[tap] + grad * values[row])
+            totals = _append(parts, totals[W] + grads[row])
+            token = start + row
+            tl.store(dx_of + token * C, total.to(dx.dtype.element_ty), mask=columns & (token < T))
+        grads, marks = _next_rows(grads, marks, W, ROWS, DOCUMENTS)
+    of_run = sums + (batch * tl.num_programs(1) + tl.program_id(1)) * (W + 1) * C + channels
+    for row in tl.static_range(W + 1):
+        tl.store(of_run + row * C, totals[row], mask=columns)
+
+
+@triton.jit
+def _grads_of(
+    do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """Gradients dx of a tile of tokens, in fp32, with zeros after the shard; tokens before the shard are of piece 0."""
+    columns = channels < C
+    total = tl.zeros((tokens.shape[0], channels.shape[0]), tl.float32)
+    if DOCUMENTS:
+        piece = tl.load(pieces + tokens, mask=(tokens >= 0) & (tokens < T), other=0)
     for lag in tl.static_range(W):
         target = tokens + lag
-        seen = inside & (target >= 0) & (target < T)
+        seen = (target >= 0) & (target < T)
         if DOCUMENTS:
             seen = seen & (tl.load(pieces + target, mask=seen, other=-1) == piece)
-        grad = _load(do, batch, target, channels, do_batch, do_token, seen[:, None] & columns)
-        tap = tl.load(weight + channels * W + (W - 1 - lag), mask=channels < C, other=0.0).to(tl.float32)
+        offsets = batch * do_batch + target[:, None] * do_token + channels[None, :]
+        grad = tl.load(do + offsets, mask=seen[:, None] & columns[None, :], other=0.0).to(tl.float32)
+        tap = tl.load(weight + channels * W + (W - 1 - lag), mask=columns, other=0.0).to(tl.float32)
         total += grad * tap[None, :]
-        if SUMS:
-            tl.store(of_block + (W - 1 - lag) * C, tl.sum(grad * value, axis=0), mask=channels < C)
-            if lag == 0:
-                tl.store(of_block + W * C, tl.sum(grad, axis=0), mask=channels < C)
-    offsets = (batch * rows + tokens - row_0)[:, None] * C + channels[None, :]
-    stored = inside & (tokens >= row_0)
-    tl.store(dx + offsets, total.to(dx.dtype.element_ty), mask=stored[:, None] & columns)
+    return total
+
+
+@triton.jit
+def received_grads_kernel(
+    do,  # [B, T, C]
+    weight,  # [C, 1, W]
+    pieces,  # [T] int32, if DOCUMENTS
+    grads,  # [B, 1, W - 1, C] fp32, D_loc, written
+    do_batch,
+    do_token,
+    T,
+    C,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of 2 from W - 1 on
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Compute D_loc, dx of the received inputs."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    batch = tl.program_id(1).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    tokens = rows.to(tl.int64) - (W - 1)
+    total = _grads_of(do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
+    offsets = (batch * (W - 1) + rows)[:, None] * C + channels[None, :]
+    tl.store(grads + offsets, total, mask=(rows < W - 1)[:, None] & (channels < C)[None, :])
+
+
+@triton.jit
+def last_grads_kernel(
+    do,  # [B, T, C]
+    weight,  # [C, 1, W]
+    pieces,  # [T] int32, if DOCUMENTS
+    incoming,  # [B, 1, W - 1, C] fp32, R
+    incoming_grad,  # [B, 1, W - 1, C] fp32, D_in
+    sums,  # [parts, W + 1, C] fp32, of grads_kernel
+    dx,  # [B, T, C], contiguous, the last W - 1 tokens are written
+    dweight,  # [C, 1, W], written
+    dbias,  # [C], written
+    do_batch,
+    do_token,
+    parts,
+    B,
+    T,
+    C,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of 2 from W - 1 on
+    PARTS: tl.constexpr,  # rows of `sums` in a tile
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Complete all gradients: W programs for dweight, one for dbias, then B for dx of the last tokens, by channels."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    columns = (channels < C)[None, :]
+    tap = tl.program_id(1)
+    if tap <= W:
+        total = tl.zeros((PARTS, BC), tl.float32)
+        for start in range(0, parts, PARTS):
+            part = start + tl.arange(0, PARTS)
+            offsets = (part.to(tl.int64) * (W + 1) + tap)[:, None] * C + channels[None, :]
+            total += tl.load(sums + offsets, mask=(part < parts)[:, None] & columns, other=0.0)
+        # The received inputs: row r of R is token r - (W - 1), seen by the token W - 1 - tap after it.
+        for start in range(0, B * (W - 1), PARTS):
+            row = (start + tl.arange(0, PARTS)).to(tl.int64)
+            target = row % (W - 1) - tap
+            seen = (row < B * (W - 1)) & (target >= 0) & (target < T)
+            if DOCUMENTS:
+                seen = seen & (tl.load(pieces + target, mask=seen, other=-1) == 0)
+            mask = seen[:, None] & columns
+            offsets = (row // (W - 1) * do_batch + target * do_token)[:, None] + channels[None, :]
+            value = tl.load(incoming + row[:, None] * C + channels[None, :], mask=mask, other=0.0)
+            total += value * tl.load(do + offsets, mask=mask, other=0.0).to(tl.float32)
+        result = tl.sum(total, axis=0)
+        if tap < W:
+            tl.store(dweight + channels * W + tap, result.to(dweight.dtype.element_ty), mask=channels < C)
+        else:
+            tl.store(dbias + channels, result.to(dbias.dtype.element_ty), mask=channels < C)
+    else:
+        batch = (tap - (W + 1)).to(tl.int64)
+        rows = tl.arange(0, ROWS)
+        tokens = rows.to(tl.int64) + (T - (W - 1))
+        inside = (rows < W - 1) & (tokens >= 0)
+        kept = inside
+        if DOCUMENTS:
+            kept = kept & (tl.load(pieces + tokens, mask=inside, other=-1) == tl.load(pieces + T - 1))
+        offsets = (batch * (W - 1) + rows)[:, None] * C + channels[None, :]
+        grads = tl.load(incoming_grad + offsets, mask=kept[:, None] & columns, other=0.0).to(tl.float32)
+        grads += _grads_of(do, weight, pieces, batch, tokens, channels, do_batch, do_token, T, C, W, DOCUMENTS)
+        offsets = (batch * T + tokens)[:, None] * C + channels[None, :]
+        tl.store(dx + offsets, grads.to(dx.dtype.element_ty), mask=inside[:, None] & columns)

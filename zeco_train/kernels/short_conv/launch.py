@@ -2,78 +2,132 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
-from zeco_train.kernels.short_conv.kernels import grads_kernel, outputs_kernel
+from zeco_train.kernels.short_conv.kernels import (
+    grads_kernel,
+    last_grads_kernel,
+    outputs_kernel,
+    received_grads_kernel,
+)
 
-# A tile: 64 bf16 channels are a cache line of 128 bytes; more tokens make fewer partial sums of dweight.
-_TOKENS = 128
-_CHANNELS = 64
-_WARPS = 8
+
+class Walk(NamedTuple):
+    """How a kernel over all tokens is divided.
+
+    Attributes:
+        warps: of a program. A thread has 4 channels: a load is 8 bytes in bf16, 16 in fp32.
+        rows: tokens whose loads are issued together.
+        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
+        shortest: tokens of a program, at least. Each reads w − 1 more.
+    """
+
+    warps: int
+    rows: int
+    programs: int
+    shortest: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of a program."""
+        return 128 * self.warps
+
+    def run(self, batch: int, tokens: int, channels: int) -> int:
+        """Tokens of a program, a multiple of `rows`."""
+        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
+        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
+        return triton.cdiv(tokens, self.rows) * self.rows
+
+
+OUTPUTS = Walk(warps=1, rows=8, programs=4096, shortest=64)
+GRADS = Walk(warps=1, rows=8, programs=2048, shortest=64)
+
+# The tiles of tokens at the ends of a shard, and of partial sums.
+_CHANNELS = 32
+_PARTS = 32
 
 
 def launch_outputs(
     x: Tensor, weight: Tensor, bias: Tensor, incoming: Tensor | None, pieces: Tensor | None, y: Tensor
 ) -> None:
     """Compute y [B, T, C] with zeros before the shard; or its first w − 1 tokens after the received inputs."""
-    x = _side_by_side(x)
+    x, walk = _side_by_side(x), OUTPUTS
     (B, T, C), W = x.shape, weight.shape[2]
     last = T if incoming is None else min(T, W - 1)
-    BT, warps = _tile(last)
-    outputs_kernel[(triton.cdiv(last, BT), triton.cdiv(C, _CHANNELS), B)](
+    # The received inputs precede the first run, so there is one.
+    run = walk.run(B, T, C) if incoming is None else triton.cdiv(last, walk.rows) * walk.rows
+    outputs_kernel[(triton.cdiv(C, walk.channels), triton.cdiv(last, run), B)](
         x, weight.contiguous(), bias.contiguous(), None if incoming is None else incoming.contiguous(), pieces, y,
-        x.stride(0), x.stride(1), last, T, C, W=W, BT=BT, BC=_CHANNELS, DOCUMENTS=pieces is not None,
-        RECEIVED=incoming is not None, num_warps=warps,
+        x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=walk.rows, BC=walk.channels,
+        DOCUMENTS=pieces is not None, RECEIVED=incoming is not None, num_warps=walk.warps,
     )  # fmt: skip
 
 
-def launch_grads(
+def launch_received_grads(do: Tensor, weight: Tensor, pieces: Tensor | None, grads: Tensor) -> None:
+    """Write D_loc, the gradients of the received inputs, [B, 1, w − 1, C], contiguous."""
+    do = _side_by_side(do)
+    (B, T, C), W = do.shape, weight.shape[2]
+    received_grads_kernel[(triton.cdiv(C, _CHANNELS), B)](
+        do, weight.contiguous(), pieces, grads, do.stride(0), do.stride(1), T, C, W=W,
+        ROWS=triton.next_power_of_2(W - 1), BC=_CHANNELS, DOCUMENTS=pieces is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_grads(x: Tensor, do: Tensor, weight: Tensor, pieces: Tensor | None, dx: Tensor) -> Tensor:
+    """Compute dx with zeros after the shard, and partial sums of dweight and dbias without the received inputs.
+
+    Args:
+        x: [B, T, C].
+        do: [B, T, C].
+        weight: [C, 1, w].
+        pieces: [T], see `zeco_train.ops.documents`.
+        dx: [B, T, C], contiguous, written.
+
+    Returns:
+        [parts, w + 1, C] fp32: parts of dweight[:, 0, j] in row j, of dbias in row w.
+    """
+    x, do, walk = _side_by_side(x), _side_by_side(do), GRADS
+    (B, T, C), W = x.shape, weight.shape[2]
+    run = walk.run(B, T, C)
+    runs = triton.cdiv(T, run)
+    sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
+    grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
+        do, weight.contiguous(), pieces, x, dx, sums, do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
+        W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=pieces is not None, num_warps=walk.warps,
+    )  # fmt: skip
+    return sums
+
+
+def launch_last_grads(
     do: Tensor,
     weight: Tensor,
     pieces: Tensor | None,
-    first: int,
-    last: int,
-    dx: Tensor,
-    *,
-    received: tuple[Tensor, Tensor] | None = None,
-    incoming_grad: Tensor | None = None,
-) -> Tensor | None:
-    """Write dx of the tokens [first, last); those before the shard are the received inputs.
+    states: tuple[Tensor, Tensor],
+    sums: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Complete all gradients: dx of the last w − 1 tokens, and the sums, always in the same order.
 
     Args:
         do: [B, T, C].
         weight: [C, 1, w].
         pieces: [T], see `zeco_train.ops.documents`.
-        first: the first of the tokens, at least −(w − 1).
-        last: the one after them.
-        dx: [B, T, C], or [B, 1, w − 1, C] for the received inputs, which then are all tokens; contiguous.
-        received: x [B, T, C] and R [B, 1, w − 1, C], for the sums.
-        incoming_grad: D_in [B, 1, w − 1, C].
-
-    Returns:
-        With `received`: [w + 1, C] fp32, dweight[:, 0, j] in row j, dbias in the last one. Always in the same order.
+        states: R and D_in, [B, 1, w − 1, C].
+        sums: [parts, w + 1, C], see `launch_grads`.
+        grads: dx [B, T, C], of which the last w − 1 tokens are written; dweight [C, 1, w] and dbias [C], written.
+            Contiguous.
     """
-    do = _side_by_side(do)
+    do, (incoming, incoming_grad) = _side_by_side(do), states
     (B, T, C), W = do.shape, weight.shape[2]
-    BT, warps = _tile(last - first)
-    blocks = triton.cdiv(last - first, BT)
-    x, incoming = (None, None) if received is None else (_side_by_side(received[0]), received[1].contiguous())
-    sums = None if x is None else torch.empty(B, blocks, W + 1, C, dtype=torch.float32, device=do.device)
-    grads_kernel[(blocks, triton.cdiv(C, _CHANNELS), B)](
-        do, weight.contiguous(), pieces, x, incoming, None if incoming_grad is None else incoming_grad.contiguous(),
-        dx, sums, do.stride(0), do.stride(1), 0 if x is None else x.stride(0), 0 if x is None else x.stride(1),
-        first, last, first if last == 0 else 0, W - 1 if last == 0 else T, T, C, W=W, BT=BT, BC=_CHANNELS,
-        DOCUMENTS=pieces is not None, SUMS=sums is not None, SENT=incoming_grad is not None, num_warps=warps,
+    last_grads_kernel[(triton.cdiv(C, _CHANNELS), W + 1 + B)](
+        do, weight.contiguous(), pieces, incoming.contiguous(), incoming_grad.contiguous(), sums, *grads,
+        do.stride(0), do.stride(1), sums.shape[0], B, T, C, W=W, ROWS=triton.next_power_of_2(W - 1), PARTS=_PARTS,
+        BC=_CHANNELS, DOCUMENTS=pieces is not None, num_warps=4,
     )  # fmt: skip
-    return None if sums is None else sums.sum((0, 1))
-
-
-def _tile(tokens: int) -> tuple[int, int]:
-    """Tokens of a tile, and warps: the few tokens at a border are one small tile."""
-    BT = min(_TOKENS, triton.next_power_of_2(tokens))
-    return BT, max(1, _WARPS * BT // _TOKENS)
 
 
 def _side_by_side(x: Tensor) -> Tensor:

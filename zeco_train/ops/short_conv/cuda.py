@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeco_train.kernels.short_conv.launch import launch_grads, launch_outputs
+from zeco_train.kernels.short_conv.launch import (
+    launch_grads,
+    launch_last_grads,
+    launch_outputs,
+    launch_received_grads,
+)
 from zeco_train.ops.passes import Passes
 from zeco_train.ops.short_conv.inputs import check_state
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
@@ -34,27 +39,24 @@ class CudaBackward(PlainBackward):
 
     def _received_grads(self) -> Tensor:
         grads = torch.empty_like(self._incoming, memory_format=torch.contiguous_format)
-        launch_grads(self._do, self._weight, self._pieces, -self._rows, 0, grads)
+        launch_received_grads(self._do, self._weight, self._pieces, grads)
         return grads
 
     def overlap(self) -> None:
-        """Compute dx with zeros after the shard, dweight, dbias."""
+        """Compute dx with zeros after the shard, and dweight and dbias in parts."""
         self._dx = torch.empty_like(self._x, memory_format=torch.contiguous_format)
-        # The received inputs' part of dweight is included: they are tokens before the shard.
-        tokens = -self._rows, self._x.shape[1]
-        received = self._x, self._incoming
-        sums = launch_grads(self._do, self._weight, self._pieces, *tokens, self._dx, received=received)
-        assert sums is not None
-        self._dweight = sums[:-1].mT[:, None].to(self._weight.dtype)
-        self._dbias = sums[-1].to(self._bias.dtype)
+        self._sums = launch_grads(self._x, self._do, self._weight, self._pieces, self._dx)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """Return dx, dweight, dbias, given D_in [B, 1, w − 1, C], the gradient of the last w − 1 inputs."""
         check_state(incoming_grad, "incoming_grad", self._x, self._weight)
-        tokens = self._x.shape[1]
-        first = max(0, tokens - self._rows)
-        launch_grads(self._do, self._weight, self._pieces, first, tokens, self._dx, incoming_grad=incoming_grad)
-        return self._dx, self._dweight, self._dbias
+        dweight, dbias = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._weight, self._bias)
+        )
+        # One launch for the last tokens and the sums: a launch costs the host more than the device.
+        states, grads = (self._incoming, incoming_grad), (self._dx, dweight, dbias)
+        launch_last_grads(self._do, self._weight, self._pieces, states, self._sums, grads)
+        return grads
 
 
 CUDA = Passes(CudaForward, CudaBackward)

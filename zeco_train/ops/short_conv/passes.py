@@ -64,11 +64,13 @@ def _seen(x: Tensor, pieces: Tensor | None, lag: int) -> Tensor:
 def last_inputs(x: Tensor, rows: int, pieces: Tensor | None) -> Tensor:
     """S_loc, [B, 1, rows, C]: the last inputs, zeros before the shard and for other pieces than the last one."""
     batch, tokens, channels = x.shape
-    state = x.new_zeros(batch, 1, rows, channels, dtype=accumulation_dtype(x.dtype))
-    count = min(tokens, rows)
+    count, dtype = min(tokens, rows), accumulation_dtype(x.dtype)
     last = x[:, tokens - count :]
     if pieces is not None:
         last = last.masked_fill((pieces[tokens - count :] != pieces[-1])[:, None], 0.0)
+    if count == rows:
+        return last.to(dtype, copy=True, memory_format=torch.contiguous_format)[:, None]
+    state = x.new_zeros(batch, 1, rows, channels, dtype=dtype)
     state[:, 0, rows - count :] = last
     return state
 
