@@ -23,7 +23,6 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
-from zeco_train.ops.documents import longest_document as longest_of_shard
 from zeco_train.ops.seam import Boundary, SequenceShard
 from zeco_train.sp.dp import LocalScan
 
@@ -270,17 +269,6 @@ def test_cosformer_refuses_longer_documents() -> None:
     with pytest.raises(ConfigError, match=r"^data.seq_len=101: .* at most 100 tokens \(model.max_document\)$"):
         check_document(config, "data.seq_len", 101)
     check_document(LINEAR, "data.seq_len", 1 << 40)
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "before", "longest"),
-    [(None, 30, 80), ([0, 50], 30, 80), ([0, 10, 50], 25, 40), ([0, 10, 50], 31, 41), ([0, 0, 20, 50], 0, 30)],
-)
-def test_longest_document_of_a_shard_includes_earlier_shards(
-    cu_seqlens: list[int] | None, before: int, longest: int
-) -> None:
-    borders = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-    assert longest_of_shard(borders, before, 50) == longest
 
 
 @pytest.mark.parametrize("change", [{"num_heads": 5}, {"feature_dim": 0}, {"feature_norm_eps": 0.0}])
