@@ -38,10 +38,10 @@ CASES: dict[str, LanguageModelConfig] = {
     **{f"linear {map_.value}": dataclasses.replace(LINEAR, feature_map=map_) for map_ in LinearFeatureMap},
     "linear normalised": dataclasses.replace(LINEAR, normaliser=True),
     "linear relu normalised": dataclasses.replace(LINEAR, feature_map=LinearFeatureMap.relu, normaliser=True),
-    "based": BasedConfig(**SHAPE, feature_dim=5),
-    "based symmetric": BasedConfig(**SHAPE, feature_dim=5, symmetric=True),
-    "rebased": RebasedConfig(**SHAPE, feature_dim=5),
-    "rebased symmetric": RebasedConfig(**SHAPE, feature_dim=5, symmetric=True),
+    "based": BasedConfig(**SHAPE, feature_dim=5, symmetric=False),
+    "based symmetric": BasedConfig(**SHAPE, feature_dim=5),
+    "rebased": RebasedConfig(**SHAPE, feature_dim=5, symmetric=False),
+    "rebased symmetric": RebasedConfig(**SHAPE, feature_dim=5),
     "cosformer": CosformerConfig(**SHAPE, max_document=TOKENS),
 }
 
@@ -247,10 +247,10 @@ def test_bf16_layer_stays_close_to_fp64(name: str) -> None:
 
 
 def test_symmetric_features_are_fewer_and_equal() -> None:
-    paper, symmetric = BasedConfig(), BasedConfig(symmetric=True)
-    assert (paper.head.features, paper.head.key) == (273, 288)
-    assert (symmetric.head.features, symmetric.head.key) == (153, 160)
-    assert (RebasedConfig().head.features, RebasedConfig(symmetric=True).head.features) == (256, 136)
+    """By default; and otherwise as the papers write them."""
+    widths = [(kind(symmetric=False).head, kind().head) for kind in (BasedConfig, RebasedConfig)]
+    assert [(paper.features, paper.key) for paper, _ in widths] == [(273, 288), (256, 256)]
+    assert [(fewer.features, fewer.key) for _, fewer in widths] == [(153, 160), (136, 144)]
     for name in ("based", "rebased"):
         assert_close(run(build(CASES[f"{name} symmetric"]), inputs())[0], run(build(CASES[name]), inputs())[0], name)
 
@@ -287,8 +287,8 @@ def test_rebased_scale_and_shift_start_at_one_and_zero_without_weight_decay() ->
 
 
 def test_flops_count_no_columns_of_zeros() -> None:
-    """273 features and 33 values: of the queries' and keys' and values' padding nothing counts."""
+    """153 features and 33 values: of the queries' and keys' and values' padding nothing counts."""
     config = BasedConfig()
     (block,) = spec_of(config).blocks.values()
-    assert block.state_shapes == ((4, 288, 40),)
-    assert block.operator_flops(100).forward == 4 * (4 * 273 * 33 + 65 * (273 + 33))
+    assert block.state_shapes == ((4, 160, 40),)
+    assert block.operator_flops(100).forward == 4 * (4 * 153 * 33 + 65 * (153 + 33))
