@@ -52,9 +52,7 @@ class HGRN2Config(LanguageModelConfig):
         """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         width, heads = self.hidden_size, self.num_heads
-        if width % heads:
-            nearest = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
-            raise ConfigError("model.num_heads", heads, f"must divide hidden_size = {width}; nearest: {nearest}")
+        self._require_heads_divide({"hidden_size": width})
         if self.expand_ratio is not None and self.expand_ratio != width // heads:
             allowed = f"must be hidden_size / num_heads = {width // heads}, or null"
             raise ConfigError("model.expand_ratio", self.expand_ratio, allowed)

@@ -107,11 +107,11 @@ class MultiScaleRetention(Mixer):
         self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
-        self.place_constants()
 
-    def constants(self) -> Mapping[str, Tensor]:
+    @classmethod
+    def constants(cls, config: RetNetConfig, layer: int) -> Mapping[str, Tensor]:
         """The heads' log-decays."""
-        return {"log_decay": log_decays(self.config.num_heads)}
+        return {"log_decay": log_decays(config.num_heads)}
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
