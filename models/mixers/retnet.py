@@ -75,6 +75,7 @@ class MultiScaleRetention(Mixer):
         architecture="RetNetForCausalLM",
         title="retention (Sun et al., 2023, arXiv 2307.08621)",
         numbers={"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0},
+        optional_defaults={"hidden_ratio": 2},
         fixed={"rope_theta": 10000.0},
         refused={
             "feature_map": (None, "a feature map of queries and keys"),
