@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data.config import DataConfig, DataKind, StorePaths, check_seq_len, locate_stores
 from data.documents import Documents
 from data.loader import Source
@@ -138,8 +136,8 @@ def _check_filter(documents: Documents) -> None:
     if documents.num_documents == 0:
         store = documents.store
         problem = f"leaves none of the {store.meta.num_documents} documents of {store.path}"
-        longest = int(np.diff(store.doc_offsets).max())
-        raise ConfigError("data.min_document_tokens", documents.min_tokens, f"{problem}; the longest has {longest}")
+        longest = f"the longest has {store.longest_document()}"
+        raise ConfigError("data.min_document_tokens", documents.min_tokens, f"{problem}; {longest}")
 
 
 def _check_same_ids(store: TokenStore, first: TokenStore) -> None:

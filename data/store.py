@@ -165,6 +165,11 @@ class TokenStore:
                 raise DataError(file, problem, _COPY_AGAIN)
         return cls(folder, meta, _load_offsets(folder / OFFSETS_FILE, meta), stats)
 
+    def longest_document(self) -> int:
+        """Tokens of the longest document. Reads all offsets, as `open` does."""
+        blocks = range(0, len(self.doc_offsets) - 1, _OFFSETS_BLOCK)
+        return max(int(np.diff(self.doc_offsets[start : start + _OFFSETS_BLOCK + 1]).max()) for start in blocks)
+
     def shard_range(self, index: int) -> tuple[int, int]:
         """The stream positions [start, stop) of shard `index`."""
         stop = int(self._shard_stops[index])

@@ -89,15 +89,6 @@ class LanguageModelConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"model.{field}", value, "must be finite and > 0")
 
-    def _require_whole_width(self, field: str) -> None:
-        """`field` is a multiple of hidden_size: their product must be a whole number."""
-        width = self.hidden_size * getattr(self, field)
-        # The factor is a float, so an exact product may still differ from a whole number in its last digits.
-        if round(width) < 1 or not math.isclose(width, round(width)):
-            nearest = max(1, round(width / self.num_heads)) * self.num_heads / self.hidden_size
-            allowed = f"hidden_size ({self.hidden_size}) times it must be a multiple of num_heads ({self.num_heads})"
-            raise ConfigError(f"model.{field}", getattr(self, field), f"{allowed}; nearest: {nearest}")
-
     def _require_heads_divide(self, widths: Mapping[str, int]) -> None:
         """`widths`: total widths of all heads, by their names in the message."""
         common = math.gcd(*widths.values())

@@ -5,7 +5,7 @@ Most are formats of flash-linear-attention (fla) 0.6.0; some models have a class
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -26,6 +26,9 @@ class FlaFormat:
         numbers: numeric keys, with the library's defaults for missing ones.
         pairs: keys that are a list of two numbers, with the library's defaults.
         optional: numeric keys that may be null, with their type.
+        optional_defaults: the library's defaults of `optional` and of hidden_ratio, where they differ from null and 4.
+        derived: `optional` keys that the library computes from the others where they are null: the values by our names
+            → the value, or None if they do not determine it.
         switches: boolean keys, with the library's defaults.
         choices: keys that are null or the name of an Enum member.
         choice_defaults: fla's defaults of `choices`, where that is not null; null is refused then.
@@ -47,6 +50,8 @@ class FlaFormat:
     numbers: Mapping[str, int | float] = field(default_factory=dict)
     pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     optional: Mapping[str, type] = field(default_factory=dict)
+    optional_defaults: Mapping[str, int] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Mapping[str, Any]], int | None]] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     choices: Mapping[str, type[Enum]] = field(default_factory=dict)
     choice_defaults: Mapping[str, str] = field(default_factory=dict)

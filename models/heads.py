@@ -27,13 +27,11 @@ class ExpandedHeadsConfig(LanguageModelConfig):
         self._require_finite("expand_k", "expand_v")
         for field in ("expand_k", "expand_v"):
             self._require_whole_width(field)
-        common = math.gcd(self.key_dim, self.value_dim)
-        if common % self.num_heads:
-            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - self.num_heads))
-            widths = f"hidden_size · expand_k = {self.key_dim} and hidden_size · expand_v = {self.value_dim}"
-            raise ConfigError("model.num_heads", self.num_heads, f"must divide {widths}; nearest: {nearest}")
+        widths = {"hidden_size · expand_k": self.key_dim, "hidden_size · expand_v": self.value_dim}
+        self._require_heads_divide(widths)
 
     def _require_whole_width(self, field: str) -> None:
+        """`field` is a multiple of hidden_size: their product must be a whole number."""
         width = self.hidden_size * getattr(self, field)
         # The factor is a float, so an exact product may still differ from a whole number in its last digits.
         if round(width) < 1 or not math.isclose(width, round(width)):

@@ -24,6 +24,7 @@ from models.mixers.base import OperatorFLOPs
 from models.parameters import ParameterRule, parameter_rules
 from models.registry import MIXERS
 from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place
 
 Shape = tuple[int, ...]
@@ -75,6 +76,7 @@ class BlockSpec:
         parameters: of one block.
         mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
         state_shapes: H, K, V of each of the mixer's states.
+        operators: name of the operator of each state.
         operator_flops: see `Mixer`.
         activations: by part.
     """
@@ -84,6 +86,7 @@ class BlockSpec:
     mixer_products: Sequence[Sequence[Product]]
     mlp_products: Sequence[Sequence[Product]]
     state_shapes: tuple[tuple[int, int, int], ...]
+    operators: Sequence[str]
     operator_flops: Callable[[int], OperatorFLOPs]
     activations: Mapping[Part, Activations]
 
@@ -91,6 +94,12 @@ class BlockSpec:
     def state_shape(self) -> tuple[int, int, int]:
         """H, K, V of the operator's state."""
         return self.state_shapes[-1]
+
+    @property
+    def halo_shapes(self) -> Sequence[tuple[int, int, int]]:
+        """H, K, V of the states that cross one border only."""
+        pairs = zip(self.operators, self.state_shapes, strict=True)
+        return [shape for operator, shape in pairs if OPERATORS[operator].neighbours]
 
     @property
     def products(self) -> Sequence[Sequence[Product]]:
@@ -256,14 +265,17 @@ def _flops(products: Sequence[Sequence[Product]]) -> int:
 
 
 class _ProductsSeen(TorchDispatchMode):
-    """Records the linear layers that run, grouped by shared input."""
+    """Records the linear layers that run, grouped by shared input, and the names of the operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[list[Product]] = []
+        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.zeco.parallel_linear.default:
+        if func is torch.ops.zeco.mix.default:
+            self.operators.append(args[1])
+        elif func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
         # The last argument is Wᵀ, [K, N].
         elif func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
@@ -288,6 +300,7 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         in_mixer.groups,
         in_mlp.groups,
         block.attn.state_shapes,
+        in_mixer.operators,
         block.attn.operator_flops,
         block.activations(),
     )

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from models.activations import Activations
@@ -68,6 +69,8 @@ class Mixer(nn.Module, ABC):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.reads_positions = False
+        self._made_of = config, layer
+        self._place_constants(torch.get_default_device())
 
     @abstractmethod
     def forward(
@@ -113,29 +116,30 @@ class Mixer(nn.Module, ABC):
         """
         return None
 
-    def constants(self) -> Mapping[str, Tensor]:
+    @classmethod
+    def constants(cls, config: Any, layer: int) -> Mapping[str, Tensor]:
         """Tensors that the configuration determines, such as decays by head: name of the attribute → value in fp64."""
+        del config, layer
         return {}
 
-    def place_constants(self) -> None:
-        """Set the attributes of `constants`, on the device of the parameters.
+    def _place_constants(self, device: torch.device) -> None:
+        """Set the attributes of `constants`.
 
         They are no buffers: `to_empty` would leave their values undefined, and casting a model would round them.
         """
-        device = next(self.parameters()).device
-        for name, value in self.constants().items():
+        for name, value in self.constants(*self._made_of).items():
             setattr(self, name, value.to(device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.place_constants()
+        self._place_constants(next(self.parameters()).device)
         return self
 
     @classmethod
     def longest_document(cls, config: Any) -> int | None:
         """Tokens of the longest document, or sequence without documents, that the mixer is defined for; None: any.
 
-        The caller checks lengths where it knows them on the host: `models.registry.check_document`.
+        Checked before anything runs: `zeco_train.config.document_rules`, `models.registry.check_document`.
         """
         del config
         return None

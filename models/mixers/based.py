@@ -2,7 +2,8 @@
 
     φ(q)ᵀφ(k) = 1 + s + s²/2,    s = qᵀk / √d
 
-Queries and keys are short, d = 16, and the state is large: K = 1 + d + d² = 273. The weights are at least 1/2.
+Queries and keys are short, d = 16, and the state is large: K = 1 + d + d² = 273 in the paper, 153 with each
+product of two channels once. The weights are at least 1/2.
 
 Names and shapes of the parameters equal those of fla's layer `BasedLinearAttention` 0.6.0; fla has no language model of
 it. fla adds 1e-6 to the normaliser (1e-10 in its chunked form), this layer adds nothing. The paper's models also have
@@ -23,7 +24,7 @@ from zeco_train.ops import accumulation_dtype
 class BasedConfig(QuadraticConfig):
     """Shape of a Based model, see `QuadraticConfig`. The defaults are those of `based_tiny`.
 
-    For d = 16 a head has K = 273, or 153 if `symmetric`, as in fla.
+    For d = 16 a head has K = 153, or 273 unless `symmetric`; with features of zeros 160 or 288.
     """
 
     mixer: str = "based"

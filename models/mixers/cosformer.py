@@ -4,7 +4,7 @@
 
 i is the position in the whole sequence, on whichever rank; with packed documents too, for only differences count. M is
 the length of the longest document that the model can read: in a longer one weights would become negative. So it is
-refused, where lengths are known: `Mixer.longest_document`.
+refused before anything runs: `Mixer.longest_document`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.activations import Activations, TokenTensor, Traffic
-from models.config import LanguageModelConfig
 from models.fla import FlaFormat
+from models.heads import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, RMSNorm
 from models.projections import parallel_linear
@@ -55,12 +55,10 @@ class FeatureMap(Enum):
 
 
 @dataclass
-class GLAConfig(LanguageModelConfig):
-    """Shape of a GLA model. The defaults are those of `gla_tiny`.
+class GLAConfig(ExpandedHeadsConfig):
+    """Shape of a GLA model, see `ExpandedHeadsConfig`. The defaults are those of `gla_tiny`.
 
     Attributes:
-        num_heads: H; it divides both hidden_size · expand_k = H·K and hidden_size · expand_v = H·V.
-        expand_k, expand_v: width of all keys and of all values, as multiples of hidden_size.
         gate_low_rank_dim: rank of the projection to the decays.
         gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
         num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. None: as
@@ -73,7 +71,6 @@ class GLAConfig(LanguageModelConfig):
     mixer: str = "gla"
 
     expand_k: float = 0.5
-    expand_v: float = 1.0
     gate_low_rank_dim: int = 16
     gate_logit_normalizer: int = 16
     num_kv_heads: int | None = None
@@ -85,37 +82,12 @@ class GLAConfig(LanguageModelConfig):
         """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         self._require_positive("gate_low_rank_dim", "gate_logit_normalizer")
-        self._require_finite("expand_k", "expand_v")
-        for field in ("expand_k", "expand_v"):
-            self._require_whole_width(field)
-        widths = {"hidden_size · expand_k": self.key_dim, "hidden_size · expand_v": self.value_dim}
-        self._require_heads_divide(widths)
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             allowed = f"must divide num_heads={self.num_heads}: {', '.join(divisors)}"
             raise ConfigError("model.num_kv_heads", self.num_kv_heads, allowed)
         if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
             raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")
-
-    @property
-    def key_dim(self) -> int:
-        """H·K, total width of the keys."""
-        return round(self.hidden_size * self.expand_k)
-
-    @property
-    def value_dim(self) -> int:
-        """H·V, total width of the values."""
-        return round(self.hidden_size * self.expand_v)
-
-    @property
-    def head_k_dim(self) -> int:
-        """K."""
-        return self.key_dim // self.num_heads
-
-    @property
-    def head_v_dim(self) -> int:
-        """V."""
-        return self.value_dim // self.num_heads
 
     @property
     def num_kv_groups(self) -> int:

@@ -52,9 +52,7 @@ class HGRN2Config(LanguageModelConfig):
         """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
         super().validate()
         width, heads = self.hidden_size, self.num_heads
-        if width % heads:
-            nearest = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
-            raise ConfigError("model.num_heads", heads, f"must divide hidden_size = {width}; nearest: {nearest}")
+        self._require_heads_divide({"hidden_size": width})
         if self.expand_ratio is not None and self.expand_ratio != width // heads:
             allowed = f"must be hidden_size / num_heads = {width // heads}, or null"
             raise ConfigError("model.expand_ratio", self.expand_ratio, allowed)
@@ -86,6 +84,11 @@ def lower_bounds(parameter: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(parameter[:1]), steps.cumsum(0).clamp(max=1)])
 
 
+def _num_heads(values: Mapping[str, Any]) -> int | None:
+    """Heads as fla's configuration derives them where it names none."""
+    return values["hidden_size"] // values["expand_ratio"] if values["expand_ratio"] else None
+
+
 class HGRN2(Mixer):
     """One HGRN2 layer: x [B, T, D] → [B, T, D].
 
@@ -100,8 +103,9 @@ class HGRN2(Mixer):
         model_type="hgrn2",
         architecture="HGRN2ForCausalLM",
         title="HGRN2 (Qin et al., 2024, arXiv 2404.07904)",
-        numbers={"num_heads": 16},
-        optional={"expand_ratio": int},
+        optional={"num_heads": int, "expand_ratio": int},
+        optional_defaults={"expand_ratio": 128},
+        derived={"num_heads": _num_heads},
         refused={
             "use_lower_bound": (True, "no lower bounds of the forget gates"),
             "use_short_conv": (False, "short convolutions before the operator"),

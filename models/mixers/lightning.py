@@ -84,7 +84,7 @@ class LightningAttention(Mixer):
 
     def __init__(self, config: LightningConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.config, self.layer, self.rope_theta = config, layer, config.rope_theta
+        self.config, self.rope_theta = config, config.rope_theta
         self.reads_positions = config.rope_theta is not None
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
         width, keys, values = config.hidden_size, config.key_dim, config.value_dim
@@ -95,11 +95,11 @@ class LightningAttention(Mixer):
         self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
         self.g_norm = GatedRMSNorm(values, config.norm_eps, GateFunction.sigmoid)
-        self.place_constants()
 
-    def constants(self) -> Mapping[str, Tensor]:
+    @classmethod
+    def constants(cls, config: LightningConfig, layer: int) -> Mapping[str, Tensor]:
         """The heads' log-decays."""
-        return {"log_decay": log_decays(self.config.num_heads, self.layer, self.config.num_layers)}
+        return {"log_decay": log_decays(config.num_heads, layer, config.num_layers)}
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None

@@ -73,11 +73,12 @@ class QuadraticConfig(LanguageModelConfig):
     Attributes:
         num_heads: H; it divides hidden_size = H·V.
         feature_dim: d, width of a head's queries and keys before the feature map.
-        symmetric: see `Polynomial`. The model is the same, with less than 60 % of the state and other rounding errors.
+        symmetric: see `Polynomial`. false: the features as the papers write them; the model is the same, with other
+            rounding errors and almost twice the state.
     """
 
     feature_dim: int = 16
-    symmetric: bool = False
+    symmetric: bool = True
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range, or heads that do not divide the width."""
@@ -99,7 +100,7 @@ class QuadraticConfig(LanguageModelConfig):
 
     def describe(self) -> Mapping[str, str]:
         """See `LanguageModelConfig`."""
-        variants = ["symmetric"] * self.symmetric + ["tied embeddings"] * self.tie_word_embeddings
+        variants = ["every product twice"] * (not self.symmetric) + ["tied embeddings"] * self.tie_word_embeddings
         return {
             "heads": f"{self.num_heads} of V {self.head.value}",
             "features": f"{self.head.features} of {self.feature_dim} channels",

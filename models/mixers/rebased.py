@@ -2,8 +2,8 @@
 
     q' = γ ⊙ layernorm(q) + β,    k' = γ ⊙ layernorm(k) + β,    φ(q)ᵀφ(k) = (q'ᵀk')² / d
 
-φ(x) = x'⊗x' / √d has K = d² features, 256 for d = 16. The weights are not negative; their sum may be 0, and then the
-output is.
+φ(x) = x'⊗x' / √d has K = d² features, 256 for d = 16; 136 with each product of two channels once. The weights are not
+negative; their sum may be 0, and then the output is.
 
 Names and shapes of the parameters equal those of fla's layer `ReBasedLinearAttention` 0.6.0; fla has no language model
 of it. There is one γ and one β for queries, keys and all heads; the paper has separate ones for queries and keys. fla
@@ -29,7 +29,7 @@ from zeco_train.ops import accumulation_dtype
 class RebasedConfig(QuadraticConfig):
     """Shape of a ReBased model, see `QuadraticConfig`. The defaults are those of `rebased_tiny`.
 
-    For d = 16 a head has K = 256, or 136 if `symmetric`, as in fla.
+    For d = 16 a head has K = 136, or 256 unless `symmetric`; with features of zeros 144 or 256.
 
     Attributes:
         feature_norm_eps: added to the variance in the norm of queries and keys; 1e-5 in fla.

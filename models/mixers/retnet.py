@@ -75,6 +75,7 @@ class MultiScaleRetention(Mixer):
         architecture="RetNetForCausalLM",
         title="retention (Sun et al., 2023, arXiv 2307.08621)",
         numbers={"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0},
+        optional_defaults={"hidden_ratio": 2},
         fixed={"rope_theta": 10000.0},
         refused={
             "feature_map": (None, "a feature map of queries and keys"),
@@ -107,11 +108,11 @@ class MultiScaleRetention(Mixer):
         self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
         self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
-        self.place_constants()
 
-    def constants(self) -> Mapping[str, Tensor]:
+    @classmethod
+    def constants(cls, config: RetNetConfig, layer: int) -> Mapping[str, Tensor]:
         """The heads' log-decays."""
-        return {"log_decay": log_decays(self.config.num_heads)}
+        return {"log_decay": log_decays(config.num_heads)}
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None

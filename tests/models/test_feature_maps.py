@@ -23,7 +23,6 @@ from models.parameters import parameter_rules
 from models.registry import MIXERS, check_document, longest_document
 from models.spec import spec_of
 from zeco_train.errors import ConfigError
-from zeco_train.ops.documents import longest_document as longest_of_shard
 from zeco_train.ops.seam import Boundary, SequenceShard
 from zeco_train.sp.dp import LocalScan
 
@@ -39,10 +38,10 @@ CASES: dict[str, LanguageModelConfig] = {
     **{f"linear {map_.value}": dataclasses.replace(LINEAR, feature_map=map_) for map_ in LinearFeatureMap},
     "linear normalised": dataclasses.replace(LINEAR, normaliser=True),
     "linear relu normalised": dataclasses.replace(LINEAR, feature_map=LinearFeatureMap.relu, normaliser=True),
-    "based": BasedConfig(**SHAPE, feature_dim=5),
-    "based symmetric": BasedConfig(**SHAPE, feature_dim=5, symmetric=True),
-    "rebased": RebasedConfig(**SHAPE, feature_dim=5),
-    "rebased symmetric": RebasedConfig(**SHAPE, feature_dim=5, symmetric=True),
+    "based": BasedConfig(**SHAPE, feature_dim=5, symmetric=False),
+    "based symmetric": BasedConfig(**SHAPE, feature_dim=5),
+    "rebased": RebasedConfig(**SHAPE, feature_dim=5, symmetric=False),
+    "rebased symmetric": RebasedConfig(**SHAPE, feature_dim=5),
     "cosformer": CosformerConfig(**SHAPE, max_document=TOKENS),
 }
 
@@ -248,10 +247,10 @@ def test_bf16_layer_stays_close_to_fp64(name: str) -> None:
 
 
 def test_symmetric_features_are_fewer_and_equal() -> None:
-    paper, symmetric = BasedConfig(), BasedConfig(symmetric=True)
-    assert (paper.head.features, paper.head.key) == (273, 288)
-    assert (symmetric.head.features, symmetric.head.key) == (153, 160)
-    assert (RebasedConfig().head.features, RebasedConfig(symmetric=True).head.features) == (256, 136)
+    """By default; and otherwise as the papers write them."""
+    widths = [(kind(symmetric=False).head, kind().head) for kind in (BasedConfig, RebasedConfig)]
+    assert [(paper.features, paper.key) for paper, _ in widths] == [(273, 288), (256, 256)]
+    assert [(fewer.features, fewer.key) for _, fewer in widths] == [(153, 160), (136, 144)]
     for name in ("based", "rebased"):
         assert_close(run(build(CASES[f"{name} symmetric"]), inputs())[0], run(build(CASES[name]), inputs())[0], name)
 
@@ -272,17 +271,6 @@ def test_cosformer_refuses_longer_documents() -> None:
     check_document(LINEAR, "data.seq_len", 1 << 40)
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "before", "longest"),
-    [(None, 30, 80), ([0, 50], 30, 80), ([0, 10, 50], 25, 40), ([0, 10, 50], 31, 41), ([0, 0, 20, 50], 0, 30)],
-)
-def test_longest_document_of_a_shard_includes_earlier_shards(
-    cu_seqlens: list[int] | None, before: int, longest: int
-) -> None:
-    borders = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-    assert longest_of_shard(borders, before, 50) == longest
-
-
 @pytest.mark.parametrize("change", [{"num_heads": 5}, {"feature_dim": 0}, {"feature_norm_eps": 0.0}])
 def test_impossible_shapes_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"model.{next(iter(change))}="):
@@ -299,8 +287,8 @@ def test_rebased_scale_and_shift_start_at_one_and_zero_without_weight_decay() ->
 
 
 def test_flops_count_no_columns_of_zeros() -> None:
-    """273 features and 33 values: of the queries' and keys' and values' padding nothing counts."""
+    """153 features and 33 values: of the queries' and keys' and values' padding nothing counts."""
     config = BasedConfig()
     (block,) = spec_of(config).blocks.values()
-    assert block.state_shapes == ((4, 288, 40),)
-    assert block.operator_flops(100).forward == 4 * (4 * 273 * 33 + 65 * (273 + 33))
+    assert block.state_shapes == ((4, 160, 40),)
+    assert block.operator_flops(100).forward == 4 * (4 * 153 * 33 + 65 * (153 + 33))

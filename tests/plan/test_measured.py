@@ -88,8 +88,7 @@ def test_exposed_scan_time_agrees_with_measurement(
     """4 H200s, one layer alone, at full clocks (bench/results/operator_4xh200.txt); All-Scan is hidden there."""
     monkeypatch.setattr(calibration, "IN_STEP", 1.0)
     # The kernels of that run took 1.427 ms for 16,384 tokens and 16 heads.
-    monkeypatch.setattr(calibration, "OPERATOR_SECONDS", 5.44e-9)
-    monkeypatch.setattr(calibration, "OPERATOR_FORWARD", 0.30)
+    monkeypatch.setitem(calibration.OPERATORS, "gla", calibration.OperatorTime(5.44e-9, 0.30, 64, 128))
     shape = ["model.num_layers=1", f"model.num_heads={heads}", f"model.hidden_size={128 * heads}"]
     case = make_case(*GLA_1B, *shape, "world_size=4", f"data.seq_len={4 * tokens}")
     assert exposed_scan_seconds(case, BACKENDS["lasp1"]) == pytest.approx(exposed_us * 1e-6, rel=0.1)

@@ -24,7 +24,7 @@ from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.config import PlanSettings, describe, parse
 from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
-from zeco_train.plan.report import as_json, as_text
+from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.wire import costs_of, parameter_traffic
 from zeco_train.sp.registry import BACKENDS
@@ -100,6 +100,35 @@ def test_step_time_by_kind_matches_formula() -> None:
     assert forward + backward == pytest.approx(1.051e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
+
+
+@pytest.mark.parametrize(
+    ("model", "operator", "milliseconds", "scaled"),
+    [
+        ("gla_1b", "gla", None, False),
+        ("mamba2_1b", "scalar_decay", 0.186 + 0.742, False),
+        ("retnet_1b", "fixed_decay", 0.167 + 0.380, False),
+        ("linear_1b", "fixed_decay", 0.167 + 0.380, False),
+        ("cosformer_1b model.causal=false task=mlm", "unmasked", 0.167 + 0.380, True),
+    ],
+)
+def test_operator_times_are_those_of_the_operator(
+    model: str, operator: str, milliseconds: float | None, scaled: bool
+) -> None:
+    """On an H200 alone, 16,384 tokens: of 16 heads of K = V = 128, scaled to those of the model."""
+    case = make_case(*f"model={model} train.dtype=bf16 data.global_batch=1 data.seq_len=16384".split())
+    block = case.block(0)
+    assert block.operators[-1] == operator
+    if milliseconds is not None:
+        heads, key_dim, value_dim = block.state_shape
+        expected = milliseconds * 1e-3 / calibration.IN_STEP * heads / 16 * (key_dim + value_dim) / 256
+        assert sum(operator_seconds(case, block)) == pytest.approx(expected, rel=0.01)
+    row = _assumptions(case)["operator"]
+    assert ("unmasked has no measurement, so fixed_decay's is taken, scaled by K + V" in row) is scaled
+    on_cpu = _assumptions(make_case(f"model={model.split()[0]}", "gpu=cpu"))["operator"]
+    assert (f"{operator if not scaled else 'fixed_decay'} has no measurement, so gla's" in on_cpu) is (
+        operator != "gla"
+    )
 
 
 def test_slow_links_bound_step_time() -> None:

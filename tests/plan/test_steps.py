@@ -17,26 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
+from models.mixers.mamba2 import Mamba2Config
 from models.parameters import parameter_rules
 from models.registry import MIXERS
+from models.spec import spec_of
 from tests.support.distributed import run_distributed
 from tests.support.planning import GLA_1B, SMALL, make_case, saved_bytes
 from tests.support.unmasked import UnmaskedMixer
 from zeco_train.collectives import Courier
 from zeco_train.collectives import wire as collectives_wire
+from zeco_train.collectives.cost_model import Link
 from zeco_train.collectives.registry import SCANS
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import loss
 from zeco_train.ops.recompute import Recompute
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.memory import kept_bytes_per_token, optimizer_bytes, parameter_bytes
 from zeco_train.plan.step_time import plan_step
-from zeco_train.plan.wire import count_scans, parameter_traffic, scan_bytes, step_bytes
-from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.plan.wire import Halos, count_scans, parameter_traffic, plan_halos, scan_bytes, step_bytes
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.registry import BACKENDS, SPConfig, build_scan
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
 from zeco_train.training.step import TrainingStep
@@ -176,6 +180,56 @@ def test_unmasked_models_carry_in_every_scan_and_have_no_segments(monkeypatch: p
     scans = count_scans(case)
     assert scans.with_carry == scans.total == 2 * case.config.model.num_layers * case.passes
     assert legal_segments(case) == [1]
+
+
+def test_halos_are_one_message_per_layer_pass_and_direction() -> None:
+    arguments = ["model=mamba2_1b", "train.dtype=bf16", "data.seq_len=65536", "train.segments=2"]
+    case = make_case(*arguments, "world_size=4", "sp.size=4", "data.global_batch=1")
+    model, costs = case.config.model, case.machine.scans[Link.nccl]
+    assert isinstance(model, Mamba2Config)
+    halos, size = plan_halos(case, BACKENDS["zeco"]), (model.conv_kernel - 1) * model.conv_dim * 4
+    assert halos.messages == 2 * 2 * model.num_layers
+    assert halos.sent == halos.messages * size
+    assert halos.seconds == pytest.approx(halos.messages * (costs.message + costs.byte * size))
+    assert plan_step(case).seconds["halos"] == halos.seconds
+    assert plan_step(case, BACKENDS["dp"]).seconds["halos"] == 0
+    alone = make_case(*arguments, "world_size=1", "sp.size=1", "data.global_batch=1")
+    assert plan_halos(alone, BACKENDS["zeco"]) == Halos(0, 0, 0)
+    assert "halos" not in plan_step(make_case(*GLA_1B, "world_size=4", "sp.size=4", "data.seq_len=65536")).seconds
+
+
+class _SentHalos:
+    """Counts the halos that a rank sends, and their bytes."""
+
+    def __init__(self, scan: Any) -> None:
+        self._scan, self.sizes = scan, list[int]()
+
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        self.sizes.append(request.state.numel() * request.state.element_size())
+        return self._scan.launch(request)
+
+
+def test_planned_halos_are_those_of_a_real_step() -> None:
+    """Of one rank of a sequence in one pass: the requests that the model makes of the scan of halos."""
+    config = Mamba2Config(num_layers=2)
+    model, scan = spec_of(config).build(), LocalScan()
+    model.init_weights(0)
+    halo = _SentHalos(LocalScan())
+    vars(scan)["neighbour"] = halo
+    ids = torch.zeros(1, 65, dtype=torch.int64)
+    model(ids[:, :-1], SequenceShard(scan, 0, 64), ids[:, 1:]).backward()
+    case = make_case(
+        "model=mamba2_tiny",
+        "model.num_layers=2",
+        "data.seq_len=128",
+        "data.global_batch=1",
+        "gpu=cpu",
+        "world_size=2",
+        "sp.size=2",
+        "train.dtype=fp32",
+    )
+    halos = plan_halos(case, BACKENDS["lasp2"])
+    assert (halos.messages, halos.sent) == (len(halo.sizes), sum(halo.sizes))
 
 
 def test_parameter_and_optimizer_bytes_of_one_rank() -> None:

@@ -27,10 +27,11 @@ from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.jsonable import jsonable
 from zeco_train.verify import cases, command, huge, reference
-from zeco_train.verify.config import VerifyConfig
+from zeco_train.verify.config import LIMITS, VerifyConfig
 from zeco_train.verify.reference import Place, exact, recurrence
 from zeco_train.verify.report import Deviation, Row, deviations, line, relative_error, summary
-from zeco_train.verify.sequences import Sequence
+from zeco_train.verify.runs import run_one_device
+from zeco_train.verify.sequences import VERIFIED, Sequence
 
 pytestmark = pytest.mark.numeric
 
@@ -75,6 +76,32 @@ def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> No
     skipped = [row for row in table if "skipped:" in row]
     assert len(skipped) == 2 * (world_size // 2)
     assert all("symmetric" in row and "needs GPUs of one NVLink domain" in row for row in skipped)
+
+
+@pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
+def test_every_backend_passes_with_every_operator(operator: str) -> None:
+    """Of two heads one has no decays in `SMALL`; of five, four have decays up to 20 a token."""
+    arguments = ["tokens=[30]", "dtypes=[fp64]", "sp_sizes=[2]", "heads=5", f"operator={operator}"]
+    results = run_distributed(verify, 2, *arguments)
+    assert [code for code, _ in results] == [0, 0], results[0][1]
+    table = results[0][1].splitlines()
+    assert f", operator {operator}" in table[0]
+    rows = [row for row in table if row.endswith(" ok")]
+    assert sum(" float64 itself " in row for row in rows) == 2
+    for backend in ("lasp1", "lasp2", "zeco:chain:p2p", "zeco:two_shot:p2p", "zeco"):
+        assert sum(f" {backend} " in row for row in rows) == 2, backend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
+def test_operators_on_one_device_are_within_the_limits(operator: str, dtype: torch.dtype) -> None:
+    sequence = small(tokens=200, heads=5, documents=True, dtype=dtype, operator=operator)
+    part, place = sequence.part(0), Place(0, 1)
+    expected = recurrence(sequence, place)
+    for run in run_one_device(sequence, part, place):
+        limit = LIMITS["fp32" if dtype is torch.float32 else "bf16"]
+        for name, deviation in deviations(run, expected).items():
+            assert deviation.error <= limit, name
 
 
 class BrokenScan:
@@ -244,8 +271,9 @@ def test_verification_passes_on_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("carry", [False, True])
-def test_piecewise_float64_equals_recurrence(documents: bool, carry: bool) -> None:
-    sequence = small(tokens=300, documents=documents, carry=carry)
+@pytest.mark.parametrize("operator", VERIFIED)
+def test_piecewise_float64_equals_recurrence(operator: str, documents: bool, carry: bool) -> None:
+    sequence = small(tokens=300, documents=documents, carry=carry, operator=operator)
     with mock.patch.object(reference, "_PIECE_STATES", 1):  # a piece is a chunk
         pieces = exact(sequence, sequence.part(0), Place(0, 1))
     expected = recurrence(sequence, Place(0, 1))

@@ -26,7 +26,7 @@ from yaml import YAMLError
 from data.config import LARGEST_COUNT, DataConfig, check_config
 from data.masking import TaskConfig
 from models.config import LanguageModelConfig
-from models.registry import DEFAULT_CONFIG, describe_mixers
+from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
@@ -156,6 +156,8 @@ class Config:
                 value.validate()
         check_config(self.data)
         check_task(self.task, self.model, self.data, self.train.segments)
+        if not self.data.reset_state_at_document:
+            check_document(self.model, "data.seq_len", self.data.seq_len)
         check_path("run_dir", self.run_dir)
         load = self.checkpoint.load
         if load is not None and (problem := path_problem(load.removeprefix(HF_PREFIX))) is not None:

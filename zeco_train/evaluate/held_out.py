@@ -12,6 +12,7 @@ from data.loader import Source
 from data.masking import for_task
 from data.opening import open_held_out
 from data.tokenizer import BYTES
+from zeco_train.config.document_rules import check_documents
 from zeco_train.distributed.agreement import check_same
 from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
@@ -64,14 +65,10 @@ class HeldOut:
         # Shorter stores are left out of a length, so only the longest must fit.
         longest = max(self._sources, key=lambda source: source.documents.num_tokens).documents
         for length in self.lengths or [config.data.seq_len]:
-            check_seq_len(
-                length,
-                mesh.sp_size,
-                longest.num_tokens,
-                config.train.segments,
-                longest.description,
-                field="validation.lengths" if self.lengths else "data.seq_len",
-            )
+            setting = "validation.lengths" if self.lengths else "data.seq_len"
+            check_seq_len(length, mesh.sp_size, longest.num_tokens, config.train.segments, longest.description, setting)
+            stores = [source.documents.store for source in self._sources]
+            check_documents(config.model, config.data, length, stores, setting)
             self._validation(evaluation, length)
 
     def run(self, evaluation: Evaluation) -> TaskResult:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from models.registry import check_document
 from zeco_train.distributed.mesh import host_group
 from zeco_train.errors import ZecoError
 from zeco_train.evaluate.evaluation import Evaluation
@@ -63,7 +64,13 @@ class Service:
         return result
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See `requests.score`. On rank 0."""
+        """See `requests.score`. On rank 0.
+
+        Raises:
+            ConfigError: a text is longer than the model's longest document.
+        """
+        longest = max((len(request.tokens) - 1 for request in requests), default=0)
+        check_document(self._evaluation.config.model, "tokens of a text", longest)
         return self._work("score", list(requests))
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, limits: Limits) -> list[Completion]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
+from models.registry import check_document
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.decode import Decoder
@@ -213,10 +214,13 @@ class Generator:
             Sorted by prompt, then sample. After a stop, only texts that had begun.
 
         Raises:
+            ConfigError: prompt and text could be longer than the model's longest document.
             NonFiniteError: the model's logits are NaN or infinite.
         """
         sampling.validate()
         limits.validate()
+        longest = max(map(len, prompts), default=0) + limits.max_tokens
+        check_document(self._model.config, "tokens of a prompt and max_tokens", longest)
         request = _Request(sampling, limits, samples, on_text)
         own = list(range(len(prompts)))[self._mesh.dp_rank :: self._mesh.dp_size]
         at_once = max(1, self._batch * self._mesh.sp_size // samples)

@@ -32,6 +32,8 @@ _DEFAULTS: dict[str, int | float | bool] = {
     "tie_word_embeddings": False,
 }
 _OPTIONAL = {"intermediate_size": int, "hidden_ratio": int}
+# A null ratio is 4 in all of them, see `_default_inner`; a missing one in most.
+_OPTIONAL_DEFAULTS = {"hidden_ratio": 4}
 # More than any model needs, and little enough that the products of three are sizes that torch can express.
 _LARGEST = 1 << 20
 _RANGE = f"from −{_LARGEST:,} to {_LARGEST:,}"
@@ -130,9 +132,15 @@ def _values(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, 
         values[key] = _checked(file, fla.keys.get(key, key), record.get(key, default), type(default))
     for key, pair in fla.pairs.items():
         values[key] = _checked_pair(file, key, record.get(key, pair))
+    defaults = {**_OPTIONAL_DEFAULTS, **fla.optional_defaults}
     for key, kind in {**_OPTIONAL, **fla.optional}.items():
         if key not in fla.fixed:
-            values[key] = None if record.get(key) is None else _checked(file, key, record[key], kind)
+            value = record.get(key, defaults.get(key))
+            values[key] = None if value is None else _checked(file, key, value, kind)
+    for key, derive in fla.derived.items():
+        values[key] = derive(values) if values[key] is None else values[key]
+        if values[key] is None:
+            raise _refusal(file, key, None, "the other keys do not determine it")
     for key, entries in fla.choices.items():
         known = {entry.value: entry for entry in entries} | dict(fla.aliases)
         # Not `in known`, which raises for lists and objects.

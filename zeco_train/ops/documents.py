@@ -48,22 +48,6 @@ def find_pieces(cu_seqlens: Tensor | None, before: int, num_tokens: int, device:
     return restarts.to(device).cumsum(0, dtype=torch.int32)
 
 
-def longest_document(cu_seqlens: Tensor | None, before: int, num_tokens: int) -> int:
-    """Tokens of the longest document on a shard, up to the shard's end: those on earlier shards count, later ones not.
-
-    So the largest over all shards is the length of the sequence's longest document. Reads `cu_seqlens` on the host.
-
-    Args:
-        cu_seqlens: as in `find_pieces`; None: the sequence is one document.
-        before: as in `find_pieces`; without `cu_seqlens` the offset of the shard.
-        num_tokens: of the shard.
-    """
-    if cu_seqlens is None:
-        return before + num_tokens
-    first, *others = cu_seqlens.diff().tolist()
-    return max([before + first, *others])
-
-
 def find_restarts(pieces: Tensor) -> Tensor:
     """[T] bool: the tokens at which the state restarts."""
     return pieces.diff(prepend=pieces.new_zeros(1)) > 0

@@ -5,6 +5,8 @@ Quantities that depend on the model alone, such as kept tensors, are defined by 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # The operator's forward pass on GPUs keeps the initial states of its walks: this many tiles [K, V] over all heads.
 WALKS = 264
 # Tokens whose logits exist at a time, on CPUs and on GPUs (`zeco_train/ops/loss.py`).
@@ -37,17 +39,45 @@ MANY_TENSORS = 0.75
 # (products 148 ms instead of 137, gla_1b with 16,384 tokens), 0.81 under sustained load (169 ms).
 IN_STEP = 0.86
 
-# The operator alone on an H200: seconds per token and head, forward + backward, at K 64, V 128 (1.051 ms for 16,384
-# tokens and 16 heads, 0.326 of them forward; docs/benchmarks.md), and the forward pass's share. Other head dims are
-# scaled by K + V.
-OPERATOR_SECONDS = 4.01e-9
-OPERATOR_FORWARD = 0.31
-OPERATOR_KEY_DIM, OPERATOR_VALUE_DIM = 64, 128
+
+class OperatorTime(NamedTuple):
+    """Seconds of an operator alone per token and head, forward + backward.
+
+    Attributes:
+        seconds: at K `key_dim` and V `value_dim`; other head dims are scaled by K + V.
+        forward: the forward pass's share.
+        key_dim, value_dim: of the measurement.
+    """
+
+    seconds: float
+    forward: float
+    key_dim: int
+    value_dim: int
+
+
+# On an H200, 16,384 tokens and 16 heads in bf16: gla 1.051 ms, 0.326 of them forward (docs/benchmarks.md); scalar_decay
+# 0.186 + 0.742 ms; fixed_decay 0.167 + 0.380 ms.
+OPERATORS = {
+    "gla": OperatorTime(4.01e-9, 0.31, 64, 128),
+    "scalar_decay": OperatorTime(3.54e-9, 0.20, 128, 128),
+    "fixed_decay": OperatorTime(2.09e-9, 0.31, 128, 128),
+}
+# On a CPU core, in PyTorch and fp32 (60.7 ms for 4,096 tokens and 4 heads on two).
+OPERATORS_CPU = {"gla": OperatorTime(7.4e-6, 0.31, 64, 128)}
+# Operators without a measurement: the one that is most like it; else gla.
+_STANDS_IN = {"unmasked": "fixed_decay"}
 OPERATOR_BANDWIDTH = 4.8e12
 # In fp32, by kernels that multiply in three tf32 parts.
 OPERATOR_FP32 = 3.0
-# The same on a CPU core, in PyTorch and fp32 (60.7 ms for 4,096 tokens and 4 heads on two).
-OPERATOR_SECONDS_CPU = 7.4e-6
+
+
+def operator_time(operator: str, is_cpu: bool) -> tuple[str, OperatorTime]:
+    """The measured time to take for an operator, and the name of the operator that was measured."""
+    times = OPERATORS_CPU if is_cpu else OPERATORS
+    measured = next(name for name in (operator, _STANDS_IN.get(operator), "gla") if name in times)
+    assert measured is not None
+    return measured, times[measured]
+
 
 # Shares of the operator's pass that overlap a scan (scores, forward; recomputed states and scores' gradients,
 # backward), and of forward + backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4

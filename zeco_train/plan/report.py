@@ -12,7 +12,16 @@ from zeco_train.plan.case import Case
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
 from zeco_train.plan.step_time import plan_step
-from zeco_train.plan.wire import costs_of, count_scans, parameter_traffic, scan_bytes, scan_choice, step_bytes, ways
+from zeco_train.plan.wire import (
+    costs_of,
+    count_scans,
+    parameter_traffic,
+    plan_halos,
+    scan_bytes,
+    scan_choice,
+    step_bytes,
+    ways,
+)
 from zeco_train.sp.backend import BackendSpec
 
 
@@ -58,6 +67,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "state_bytes": case.state_bytes,
             "scans": {"forward": scans.forward, "backward": scans.backward, "with_carry": scans.with_carry},
             "parameters": {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed},
+            "halos": _halos(case),
             "backends": _backends(case),
         },
         "advice": {
@@ -175,6 +185,14 @@ def _backends(case: Case) -> dict[str, dict[str, Any]]:
     return rows
 
 
+def _halos(case: Case) -> dict[str, float] | None:
+    """States that cross one border only, for the configured backend; None: the model has none."""
+    halos = plan_halos(case, case.config.sp.spec)
+    if not case.spec.needs_halo:
+        return None
+    return {"messages": halos.messages, "bytes_per_step": halos.sent, "seconds": halos.seconds}
+
+
 def _is_planned(case: Case, backend: BackendSpec, scan: ScanSpec | None) -> bool:
     """Whether a row is the one selected by the configuration."""
     choice = scan_choice(case, backend)
@@ -188,6 +206,7 @@ def _wire(case: Case) -> list[str]:
     lines = [
         "on the wire, sent by a rank",
         f"  parameters: gathered {traffic.gathered / 1e9:.4g}, gradients {reduced:.4g} GB a step",
+        *_halo_lines(case),
         f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:",
         f"  {head[0]:<17}{head[1]:>10}{head[2]:>11}{head[3]:>11}{head[4]:>12}{head[5]:>17}",
     ]
@@ -199,6 +218,15 @@ def _wire(case: Case) -> list[str]:
             f"{row['tokens_per_second_per_device']:>17,.0f}{mark}"
         )
     return lines
+
+
+def _halo_lines(case: Case) -> list[str]:
+    halos = _halos(case)
+    if halos is None:
+        return []
+    milliseconds = halos["seconds"] * 1e3
+    sent = f"{halos['bytes_per_step'] / 1e9:.4g} GB and {milliseconds:.4g} ms a step"
+    return [f"  halos of convolutions: {halos['messages']} messages to the next rank, {sent}"]
 
 
 def _option(option: Option, settings: PlanSettings) -> dict[str, Any]:
@@ -234,11 +262,25 @@ def _assumptions(case: Case) -> dict[str, str]:
     machine = case.machine
     costs = costs_of(case, case.config.sp.scans)
     dtype = case.config.train.dtype
-    operator = calibration.OPERATOR_SECONDS_CPU if machine.is_cpu else calibration.OPERATOR_SECONDS
     return {
         "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
         "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",
         "between devices, between nodes": f"{machine.link / 1e9:.4g}, {machine.node_link / 1e9:.4g} GB/s",
         "scans": f"{costs.link.value}: α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s",
-        "operator": f"{operator * 1e9:.3g} ns a token and head of K 64, V 128, forward + backward",
+        **_operators(case),
     }
+
+
+def _operators(case: Case) -> dict[str, str]:
+    """The times of the operators, and where another one's measurement is taken."""
+    rows = {}
+    for block in case.spec.blocks.values():
+        operator = block.operators[-1]
+        measured, time = calibration.operator_time(operator, case.machine.is_cpu)
+        row = (
+            f"{time.seconds * 1e9:.3g} ns a token and head of K {time.key_dim}, V {time.value_dim}, forward + backward"
+        )
+        if operator != measured:
+            row += f"; {operator} has no measurement, so {measured}'s is taken, scaled by K + V"
+        rows["operator" if len(case.spec.blocks) == 1 else f"operator {operator}"] = row
+    return rows

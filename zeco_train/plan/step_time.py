@@ -1,11 +1,12 @@
 """Time of a step: the sum over kinds of work, each at its rate in `calibration` and for the device.
 
 products      FLOPs of the linear layers and the head, including recomputation / rate
-operator      measured seconds per token, head and layer
+operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`)
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides
 scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
+halos         messages of convolutions' inputs to the next rank, without overlap; only for models that have them
 gaps          idle time between kernels; launch-bound time; synchronisation of a step
 """
 
@@ -21,7 +22,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
-from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, scan_choice
+from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, plan_halos, scan_choice
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.training.optim.spec import Precision
 
@@ -68,6 +69,8 @@ def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | N
     busy = sum(seconds.values())
     seconds["parameters"] = _exposed_traffic(case, busy)
     seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.spec, scan)
+    if case.spec.needs_halo:
+        seconds["halos"] = plan_halos(case, backend or case.config.sp.spec).seconds
     seconds["gaps"] = _gaps(case, busy)
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
@@ -75,15 +78,14 @@ def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | N
 def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     """Forward and backward time of one layer's operator over the tokens of a pass, within a step."""
     dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
-    seconds = known.OPERATOR_SECONDS_CPU
+    _, measured = known.operator_time(block.operators[-1], case.machine.is_cpu)
+    seconds = measured.seconds
     if not case.machine.is_cpu:
         slower = known.OPERATOR_BANDWIDTH * known.BANDWIDTH_EFFICIENCY / case.machine.bandwidth
-        seconds = (
-            known.OPERATOR_SECONDS / known.IN_STEP * slower * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
-        )
-    size = (key_dim + value_dim) / (known.OPERATOR_KEY_DIM + known.OPERATOR_VALUE_DIM)
+        seconds *= slower / known.IN_STEP * (1.0 if dtype is Dtype.bf16 else known.OPERATOR_FP32)
+    size = (key_dim + value_dim) / (measured.key_dim + measured.value_dim)
     both = seconds * size * case.tokens * heads
-    return both * known.OPERATOR_FORWARD, both * (1 - known.OPERATOR_FORWARD)
+    return both * measured.forward, both * (1 - measured.forward)
 
 
 def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.neighbour import NEIGHBOUR
 from zeco_train.collectives.spec import Choice, ScanSpec, choose
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.plan.case import Case
@@ -108,6 +109,37 @@ def step_bytes(case: Case, scan: ScanSpec | None) -> float:
     scans = count_scans(case)
     plain = scans.total - scans.with_carry
     return plain * scan_bytes(case, scan) + scans.with_carry * scan_bytes(case, scan, want_carry=True)
+
+
+@dataclass(frozen=True)
+class Halos:
+    """States that cross one border only, such as the last inputs of a convolution, per step and rank.
+
+    Attributes:
+        messages: to the next rank, both directions.
+        sent: bytes.
+        seconds: of the messages; nothing is computed meanwhile.
+    """
+
+    messages: int
+    sent: float
+    seconds: float
+
+
+def plan_halos(case: Case, backend: BackendSpec) -> Halos:
+    """The halos of a step: one message per layer, pass and direction, beside the scans; none where no rank shares."""
+    messages, sent, seconds = 0, 0.0, 0.0
+    if backend.scans and case.sp_size > 1:
+        # Always by messages: symmetric memory is All-Scan's.
+        link = Link.gloo if case.machine.is_cpu else Link.nccl_across_nodes if case.crosses_nodes else Link.nccl
+        for block in case.spec.blocks.values():
+            for shape in block.halo_shapes:
+                load = Load(case.sp_size, (case.batch, *shape), case.wide_bytes)
+                count = 2 * block.count * case.passes
+                messages += count
+                sent += count * NEIGHBOUR.bytes_sent(load, False)
+                seconds += count * NEIGHBOUR.seconds(case.machine.scans[link], load, None)
+    return Halos(messages, sent, seconds)
 
 
 @dataclass(frozen=True)

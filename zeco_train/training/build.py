@@ -25,6 +25,7 @@ from models.parameters import parameter_rules
 from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
+from zeco_train.config.document_rules import check_documents
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device
@@ -373,6 +374,7 @@ def _open_data(config: Config, mesh: ProcessMesh) -> OpenedData:
         segments=config.train.segments,
         validate=config.train.eval_sequences > 0,
     )
+    check_documents(config.model, config.data, config.data.seq_len, data.stores().values())
     # For its errors, before the folder is created.
     for_task(data.train, config.task, config.model.vocab_size)
     return data

@@ -75,6 +75,7 @@ class Verification:
             dtype=DTYPES[dtype],
             documents=documents,
             carry=carry,
+            operator=config.operator,
         )
 
     def _sequence(self, mesh: ProcessMesh, sequence: Sequence, dtype: str) -> Iterator[Row]:

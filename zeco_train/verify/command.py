@@ -54,7 +54,8 @@ def _verify(arguments: list[str], job: Job) -> int:
         warn_of_replacing([] if config.out is None else [config.out])
         machine = {"ranks": str(launch.world_size), **environment(device)}
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
-        print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}\n", flush=True)
+        of = "" if config.operator == "gla" else f", operator {config.operator}"
+        print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
         print(report.header(), flush=True)
     rows: list[Row] = []
     for row in verification.rows():

@@ -16,6 +16,7 @@ from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
 from zeco_train.system.paths import check_output_file
 from zeco_train.system.ranges import check_least
+from zeco_train.verify.sequences import VERIFIED
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Tolerances against float64: norm of the difference over norm.
@@ -41,6 +42,7 @@ class VerifyConfig:
     """Settings of `python -m zeco_train.verify`.
 
     Attributes:
+        operator: of `VERIFIED`.
         backends: subset of `BACKENDS`.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
         tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
@@ -55,6 +57,7 @@ class VerifyConfig:
         out: a JSON file for the results.
     """
 
+    operator: str = "gla"
     backends: list[str] = field(default_factory=lambda: list(BACKENDS))
     dtypes: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -73,6 +76,10 @@ class VerifyConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
+        if self.operator not in VERIFIED:
+            raise ConfigError("operator", self.operator, f"must be one of {', '.join(VERIFIED)}")
+        if self.huge and self.operator != "gla":
+            raise ConfigError("huge", "true", "is of the operator gla only")
         for name, legal in (("backends", list(BACKENDS)), ("dtypes", list(DTYPES))):
             given = getattr(self, name)
             if wrong := [value for value in given if value not in legal]:
@@ -122,7 +129,7 @@ class VerifyConfig:
 
 def describe() -> str:
     """The text of `--help`."""
-    legal = f"backends: {', '.join(BACKENDS)}; dtypes: {', '.join(DTYPES)}"
+    legal = f"operators: {', '.join(VERIFIED)}; backends: {', '.join(BACKENDS)}; dtypes: {', '.join(DTYPES)}"
     return (
         "usage: torchrun --nproc-per-node N -m zeco_train.verify [KEY=VALUE ...]\n\n"
         f"{legal}\n\n{describe_settings(VerifyConfig)}"

@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import pieces_between
-from zeco_train.ops.gla.chunked import CHUNKED
-from zeco_train.ops.gla.naive import naive_gla
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.sp.dp import LocalScan
-from zeco_train.verify.sequences import TOKENS, Sequence, pieces
+from zeco_train.verify.sequences import Sequence, pieces
 
 # Elements of the boundary states of a piece's chunks: 256 MiB; a piece takes about ten times that.
 _PIECE_STATES = 1 << 25
@@ -58,10 +57,10 @@ def exact(
         heads: the heads that `part` holds; None for all.
 
     Returns:
-        o, dq, dk, dv, dg of this rank's tokens; R, D_in: the state before them and the gradient of the state after
-        them; with a carry also carry_out and dcarry_in, the same on every rank.
+        o, dq, dk, dv of this rank's tokens, and dg where decays are of tokens; R, D_in: the state before them and the
+        gradient of the state after them; with a carry also carry_out and dcarry_in, the same on every rank.
     """
-    inputs = {name: part[name].double() for name in TOKENS}
+    inputs = {name: x.double() for name, x in part.items()}
     start = place.rank * sequence.tokens
     # For its document borders only: this scan is never launched.
     shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
@@ -72,7 +71,9 @@ def exact(
     zero = torch.zeros(batch, num_heads, key_dim, inputs["v"].shape[-1], dtype=torch.float64)
     per_chunk = zero.numel()
     bounds = pieces(num_tokens, max(1, _PIECE_STATES // per_chunk) * CHUNK)
-    results = {name: torch.empty_like(inputs[like]) for name, like in _LIKE.items()}
+    results = {name: torch.empty_like(inputs[like]) for name, like in sequence.results.items()}
+    # In PyTorch, on a CPU.
+    passes = OPERATORS[sequence.operator].select(sequence.cut(inputs, slice(None)))
 
     state = carries.get("carry_in", zero) if place.rank == 0 else _receive(zero, place, place.rank - 1)
     results["R"] = state
@@ -80,8 +81,8 @@ def exact(
     scale = key_dim**-0.5
     with _processors(place):
         for a, b in bounds:
-            *operands, _ = (x[:, a:b] for x in inputs.values())
-            forward = CHUNKED.forward(operands, scale, pieces_between(restarts, a, b))
+            operands = sequence.cut(inputs, slice(a, b))
+            forward = passes.forward(operands, scale, pieces_between(restarts, a, b))
             forward.overlap()
             # Enough for the backward pass, which recomputes the states within a piece.
             kept.append((state, forward.transition))
@@ -95,12 +96,13 @@ def exact(
     results["D_in"] = grad
     with _processors(place):
         for (a, b), (before, log_decay) in zip(reversed(bounds), reversed(kept), strict=True):
-            *operands, do = (x[:, a:b] for x in inputs.values())
-            backward = CHUNKED.backward(operands, do, (), before, scale, pieces_between(restarts, a, b))
+            operands, do = sequence.cut(inputs, slice(a, b)), inputs["do"][:, a:b]
+            backward = passes.backward(operands, do, (), before, scale, pieces_between(restarts, a, b))
             backward.overlap()
             earlier = log_decay.exp()[..., None] * grad + backward.state_grad
-            for name, piece in zip(("dq", "dk", "dv", "dg"), backward.operand_grads(grad), strict=True):
-                results[name][:, a:b] = piece
+            # The gradient of a constant, which comes last, is not among them.
+            for name, piece in zip(sequence.operands, backward.operand_grads(grad), strict=False):
+                results[f"d{name}"][:, a:b] = piece
             grad = earlier
     if place.rank > 0:
         _send(grad, place, place.rank - 1)
@@ -110,9 +112,6 @@ def exact(
     return results
 
 
-_LIKE = {"o": "v", "dq": "q", "dk": "k", "dv": "v", "dg": "g"}
-
-
 def is_short(sequence: Sequence) -> bool:
     """Whether the recurrence under autograd is fast and small enough for the whole sequence."""
     per_token = sequence.batch * sequence.heads * sequence.key_dim * sequence.value_dim
@@ -120,11 +119,12 @@ def is_short(sequence: Sequence) -> bool:
 
 
 def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
-    """The same results as `exact` from `naive_gla` over the whole sequence, in fp64. Needs no other rank."""
+    """The same results as `exact` from the operator's recurrence over the whole sequence, in fp64 on this rank."""
     parts = [sequence.part(rank) for rank in range(sequence.num_ranks)]
-    whole = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in TOKENS}
+    whole = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in parts[0]}
     do = whole.pop("do")
     leaves = [x.requires_grad_() for x in whole.values()]
+    recurrent = OPERATORS[sequence.operator].naive
     zero = torch.zeros(*leaves[0].shape[::2], leaves[0].shape[-1], do.shape[-1], dtype=torch.float64)
     carries = {name: state.double() for name, state in sequence.carries().items()}
     carry_in = carries.get("carry_in", zero).clone().requires_grad_()
@@ -132,8 +132,8 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
     states, outputs = [carry_in], []
     for start, stop in pieces(sequence.seq_len, sequence.tokens):
         shard = sequence.shard(LocalScan(), start, stop)
-        o, after = naive_gla(
-            *(x[:, start:stop] for x in leaves),
+        o, after = recurrent(
+            *sequence.cut(whole, slice(start, stop)),
             initial_state=states[-1],
             pieces=shard.pieces(stop - start, torch.device("cpu")),
         )
@@ -146,11 +146,10 @@ def recurrence(sequence: Sequence, place: Place) -> dict[str, Tensor]:
         # The state before a rank that begins with a new document.
         allow_unused=True,
     )
-    dq, dk, dv, dg, *dstates = (
-        torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True)
-    )
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip([*leaves, *states], found, strict=True)]
+    dstates = grads[len(leaves) :]
     start = place.rank * sequence.tokens
-    tokens = {"o": torch.cat(outputs, dim=1).detach(), "dq": dq, "dk": dk, "dv": dv, "dg": dg}
+    tokens = dict(zip(sequence.results, [torch.cat(outputs, dim=1).detach(), *grads], strict=False))
     results = {name: x[:, start : start + sequence.tokens] for name, x in tokens.items()}
     results |= {"R": states[place.rank].detach(), "D_in": dstates[place.rank + 1]}
     if sequence.carry:

@@ -132,7 +132,7 @@ def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
     """Squared norms per head, [H], of x or of x − other, in fp64; in slices, to save memory."""
     dim = 2 if name in _TOKENS else 1
     sums = torch.zeros(x.shape[dim], dtype=torch.float64, device=x.device)
-    axes = [d for d in range(4) if d != dim]
+    axes = [d for d in range(x.ndim) if d != dim]
     for start in range(0, x.shape[1 if dim == 2 else 2], _SLICE):
         piece = x.narrow(1 if dim == 2 else 2, start, min(_SLICE, x.shape[1 if dim == 2 else 2] - start)).double()
         if other is not None:

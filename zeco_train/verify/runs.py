@@ -13,7 +13,7 @@ from zeco_train.ops.mix import mix
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard, StateScan
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.reference import Place
-from zeco_train.verify.sequences import TOKENS, Sequence
+from zeco_train.verify.sequences import Sequence
 
 # First cut of the sequence in the second run on one device: not a multiple of a chunk.
 ODD_PLACE = 37
@@ -72,7 +72,7 @@ def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) ->
     Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens, without R and
     D_in.
     """
-    whole = {name: _gather(part[name], place) for name in TOKENS}
+    whole = {name: _gather(x, place) for name, x in part.items()}
     length, first = sequence.seq_len, min(ODD_PLACE, sequence.tokens // 2)
     start = place.rank * sequence.tokens
     runs = []
@@ -101,10 +101,13 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
     state = carry_in
     for shard, stop in zip(shards, stops, strict=True):
         cut = slice(shard.offset - first, None if stop is None else stop - first)
-        q, k, v, g = (tokens[name][:, cut].detach().requires_grad_() for name in ("q", "k", "v", "g"))
+        own = {name: tokens[name][:, cut].detach().requires_grad_() for name in sequence.operands}
+        operands = sequence.cut(own, slice(None))
         # Every shard but the last passes its state on.
-        o, state = mix("gla", (q, k, v, g), shard, carry_in=state, want_carry=sequence.carry or stop is not None)
-        leaves += [q, k, v, g]
+        o, state = mix(
+            sequence.operator, operands, shard, carry_in=state, want_carry=sequence.carry or stop is not None
+        )
+        leaves += own.values()
         outputs.append(o)
     grads = list(tokens["do"].split([o.shape[1] for o in outputs], dim=1))
     ends = [] if not sequence.carry or state is None else [state]
@@ -114,9 +117,10 @@ def _forward_backward(sequence: Sequence, tokens: dict[str, Tensor], shards: lis
         [*grads, *(carries["dcarry_out"] for _ in ends)],
     )
     results = {"o": _joined([o.detach() for o in outputs])}
-    # Leaves are in the order q, k, v, g of the first shard, then of the next.
-    for index, name in enumerate(("dq", "dk", "dv", "dg")):
-        results[name] = _joined(found[index : 4 * len(shards) : 4])
+    # Leaves are in the order q, k, v and so on of the first shard, then of the next.
+    count = len(sequence.operands)
+    for index, name in enumerate(sequence.operands):
+        results[f"d{name}"] = _joined(found[index : count * len(shards) : count])
     if ends:
         results |= {"carry_out": ends[0].detach(), "dcarry_in": found[-1]}
     return results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.passes import Kind
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard, StateScan
 
 WEAKEST, STRONGEST = 1e-6, 20.0
-TOKENS = ("q", "k", "v", "g", "do")
+# Operators with states along a causal sequence; their log-decays are `g`, of each token, or the constant `log_decay`.
+VERIFIED = [
+    name
+    for name, operator in OPERATORS.items()
+    if operator.kind is Kind.diagonal
+    and operator.operands in (("q", "k", "v", "g"), ("q", "k", "v", "log_decay"))
+    and not operator.reads_whole
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,7 @@ class Sequence:
         name: seeds the values; sequences of different names are different.
         documents: packed documents, some of which straddle ranks and some of which start at a rank's first token.
         carry: there is an initial state, and a gradient of the final state.
+        operator: name of the operator.
     """
 
     name: str
@@ -38,6 +49,17 @@ class Sequence:
     dtype: torch.dtype
     documents: bool
     carry: bool
+    operator: str = "gla"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands that have tokens."""
+        return tuple(name for name in OPERATORS[self.operator].operands if name != "log_decay")
+
+    @property
+    def results(self) -> dict[str, str]:
+        """Results by token: their names, and the tensors that they are shaped like."""
+        return {"o": "v"} | {f"d{name}": name for name in self.operands}
 
     @property
     def seq_len(self) -> int:
@@ -66,14 +88,28 @@ class Sequence:
         return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
 
     def part(self, rank: int) -> dict[str, Tensor]:
-        """q, k, v, g, do of one rank's tokens, on the CPU: the same on every rank that asks."""
+        """q, k, v, g (where there is one) and do of one rank's tokens, on the CPU: the same on every rank that asks."""
         tokens = (self.batch, self.tokens, self.heads)
         values = {
             name: self._random(f"{name} {rank}", *tokens, dim).to(self.dtype)
             for name, dim in zip(("q", "k", "v", "do"), (self.key_dim,) * 2 + (self.value_dim,) * 2, strict=True)
         }
-        g = F.logsigmoid(self._random(f"g {rank}", *tokens, self.key_dim)).mul_(decay_rates(self.heads, self.key_dim))
-        return {name: g if name == "g" else values[name] for name in TOKENS}
+        if self.operator == "gla":
+            g = self._random(f"g {rank}", *tokens, self.key_dim)
+            values["g"] = F.logsigmoid(g).mul_(decay_rates(self.heads, self.key_dim))
+        elif "g" in self.operands:
+            values["g"] = F.logsigmoid(self._random(f"g {rank}", *tokens)).mul_(decay_rates(self.heads, 1)[:, 0])
+        return {name: values[name] for name in (*self.operands, "do")}
+
+    def cut(self, tokens: Mapping[str, Tensor], cut: slice) -> list[Tensor]:
+        """The operator's operands of some of the tokens, in its order; constants in the accumulation dtype."""
+        operands = [tokens[name][:, cut] for name in self.operands]
+        if "log_decay" in OPERATORS[self.operator].operands:
+            wide = accumulation_dtype(operands[0].dtype)
+            # Rounded to that of the sequence, also for a reference in fp64.
+            constant = -decay_rates(self.heads, 1)[:, 0].to(accumulation_dtype(self.dtype))
+            operands.append(constant.to(device=operands[0].device, dtype=wide))
+        return operands
 
     def carries(self) -> dict[str, Tensor]:
         """carry_in and dcarry_out, [B, H, K, V] on the CPU; empty without a carry."""

@@ -15,6 +15,7 @@ from data.synthetic.config import SyntheticConfig, Task
 from data.synthetic.example import Example
 from data.synthetic.tasks import check_task_vocabulary, draws_for, make_task
 from data.tokenizer import ByteTokenizer
+from models.registry import check_document
 from zeco_train.config.schema import to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.cut import Cut
@@ -75,6 +76,7 @@ class SyntheticTask:
         for length in self._lengths:
             check_seq_len(length, mesh.sp_size, segments=config.train.segments, field=f"{self.task.value}.lengths")
             self._maker.check(length, f"{self.task.value}.lengths")
+            check_document(config.model, f"{self.task.value}.lengths", length)
         cuts = [self._cut(length, evaluation) for length in self._lengths]
         if self.zeroed and mesh.sp_size == 1 and all(cut.segments == 1 for cut in cuts):
             allowed = "no state crosses ranks or segments here: use more ranks, or train.segments"

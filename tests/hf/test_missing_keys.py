@@ -1,0 +1,97 @@
+"""A config.json without some keys is read as the library's configuration class reads it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.fla import FlaFormat
+from models.registry import MIXERS
+from models.spec import ModelSpec
+from zeco_train.errors import ConfigError
+from zeco_train.hf.fla_config import FlaModel, from_fla
+
+HERE = Path("model")
+FORMATS: dict[str, FlaFormat] = {name: mixer.fla for name, mixer in MIXERS.items() if mixer.fla is not None}
+# What each format needs besides its type: the default feature map of fla's linear attention is none of ours.
+NEEDED: dict[str, dict[str, Any]] = {"linear": {"feature_map": "elu"}}
+# Keys of files; all others are missing.
+FILES: dict[str, list[dict[str, Any]]] = {
+    "gla": [{}, {"hidden_size": 1024, "expand_k": 1.0}, {"hidden_ratio": 3}, {"hidden_ratio": None}],
+    "retnet": [{}, {"hidden_size": 768}, {"hidden_ratio": 3}, {"hidden_ratio": None}, {"intermediate_size": 300}],
+    "hgrn2": [
+        {},
+        {"hidden_size": 1024},
+        {"hidden_size": 1024, "num_heads": 8},
+        {"expand_ratio": 64},
+        {"expand_ratio": None, "num_heads": 8},
+        {"hidden_size": 256, "expand_ratio": 64, "num_heads": 4, "hidden_ratio": None},
+    ],
+    "linear": [{}, {"hidden_size": 512, "expand_v": 2.0}, {"num_heads": 8, "hidden_ratio": 2}],
+    "mamba2": [{}, {"hidden_size": 256, "head_dim": 32, "num_heads": 16, "n_groups": 2}, {"conv_kernel": 3}],
+}
+CASES = [(name, keys) for name, files in FILES.items() for keys in files]
+
+
+def config_of(fla: FlaFormat, keys: Mapping[str, Any]) -> Any:
+    package = importlib.import_module("transformers" if fla.library == "transformers" else "fla.models")
+    return getattr(package, fla.architecture.replace("ForCausalLM", "Config"))(**keys)
+
+
+def shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def check_equal(found: FlaModel, fla: FlaFormat, theirs: Any) -> None:
+    """The same parameters and the same numbers as their model has."""
+    package = importlib.import_module("transformers" if fla.library == "transformers" else "fla.models")
+    with torch.device("meta"):
+        ours, model = ModelSpec(found.model).build(), getattr(package, fla.architecture)(theirs)
+    assert {found.name_of(name): shape for name, shape in shapes(ours).items()} == shapes(model)
+    own = {"norm_eps", "initializer_range", "tie_word_embeddings", *fla.numbers, *fla.switches, *fla.optional}
+    for key in own - {"expand_ratio"}:
+        assert getattr(found.model, key) == getattr(theirs, fla.keys.get(key, key)), key
+    for key in fla.pairs:
+        assert tuple(getattr(found.model, key)) == tuple(getattr(theirs, key)), key
+
+
+def test_every_format_has_files() -> None:
+    assert FILES.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize(("name", "keys"), CASES)
+def test_missing_keys_have_the_defaults_of_the_library(name: str, keys: dict[str, Any]) -> None:
+    fla, given = FORMATS[name], {"num_hidden_layers": 2, **NEEDED.get(name, {}), **keys}
+    check_equal(from_fla({"model_type": fla.model_type, **given}, HERE), fla, config_of(fla, given))
+
+
+@pytest.mark.parametrize(("name", "keys"), CASES)
+def test_files_as_the_library_writes_them_without_defaults(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """`save_pretrained` leaves out the keys that have the default of the class."""
+    fla, given = FORMATS[name], {"num_hidden_layers": 2, **NEEDED.get(name, {}), **keys}
+    theirs = config_of(fla, given)
+    theirs.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    check_equal(from_fla({**record, "architectures": [fla.architecture]}, HERE), fla, theirs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"expand_ratio": None}, "num_heads=None: the other keys do not determine it"),
+        ({"expand_ratio": 0}, "num_heads=None: the other keys do not determine it"),
+        ({"expand_ratio": 4096}, "model.num_heads=0: must be a whole number ≥ 1"),
+        # fla's layers take 16 heads here, although its configuration says 8.
+        ({"num_heads": 8}, "model.expand_ratio=128: must be hidden_size / num_heads = 256, or null"),
+    ],
+)
+def test_heads_of_hgrn2_that_no_key_determines_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_fla({"model_type": "hgrn2", **keys}, HERE)
+    assert message in str(caught.value)
