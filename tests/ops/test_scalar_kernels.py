@@ -267,7 +267,7 @@ def test_scalar_kernels_compile_within_shared_memory() -> None:
     found = run_distributed(_compiled, 1, fresh=True)[0]
     assert set(found) == set(COMPILED)
     for name, (capability, _, case) in COMPILED.items():
-        assert len(found[name]) == (4 if case.fixed else 5)
+        assert len(found[name]) == (4 if case.fixed else 6)
         assert max(found[name].values()) <= SHARED_MEMORY[capability], found[name]
 
 

@@ -1,4 +1,4 @@
-"""Selection of an implementation by device and dtype, shared by the operators."""
+"""Selection of an implementation by device, dtype and head dims, shared by the operators."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def has_kernels(tokens: Tensor, decays: Tensor) -> bool:
     if decays.dtype == torch.float32 and tokens.dtype in (torch.bfloat16, torch.float32):
         return True
     _log_without_kernels(tokens.dtype, decays.dtype)
+    return False
+
+
+@cache
+def head_dims_fit(key_dim: int, value_dim: int, largest: int) -> bool:
+    """Whether kernels for head dims up to `largest` serve these; if not, that is logged once for each pair."""
+    if max(key_dim, value_dim) <= largest:
+        return True
+    logger.info(
+        "no kernels for head dims K %d, V %d: at most %d; the operator runs in PyTorch", key_dim, value_dim, largest
+    )
     return False
 
 

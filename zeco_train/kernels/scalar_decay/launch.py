@@ -11,14 +11,16 @@ from torch import Tensor
 
 from zeco_train.kernels.gla.launch import MOST_HEADS
 from zeco_train.kernels.gla.states import correct_starts_kernel, join_segments_kernel
+from zeco_train.kernels.scalar_decay.decay_grads import decay_grads_kernel
 from zeco_train.kernels.scalar_decay.decays import decay_sums_kernel
 from zeco_train.kernels.scalar_decay.summaries import summaries_kernel
 from zeco_train.kernels.scalar_decay.tuning import NARROWEST, Options, Tuning
 from zeco_train.kernels.scalar_decay.walk import walk_kernel
 
 _HEADS_OF_SUMS = 16
-# A chunk's decay that dg neglects: an eighth of the rounding of bf16 operands. fp32 has digits to spare.
-_NEGLIGIBLE = {torch.bfloat16: 2.0**-12, torch.float32: 0.0}
+# A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
+# the error of the difference that it is computed as. With a decay of 2^-9 a chunk, emulated, 2^-12 has twice the error.
+_NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,19 @@ class Summaries:
 
 @dataclass(frozen=True)
 class DecayTerms:
-    """What the walk of dq leaves for dg, see `zeco_train.kernels.scalar_decay.walk`.
+    """What a walk leaves for dg, see `zeco_train.kernels.scalar_decay.walk`.
 
     Attributes:
-        borders: [N / span, B, H, V, K] in the dtype of the tokens.
-        terms: [tiles, B, H, T] fp32.
+        borders: [N / span, B, H, V, K] in the dtype of the tokens, S, which the walk of dq writes and that of dk reads.
+        sums: [tiles, B, H, T] fp32, q · dq or k · dk.
+        state_sums: [tiles, B, H, T] fp32, k · dk from the state. crossing: [tiles, N / span, B, H] fp32, <S, dS>.
+            Only of the walk of dk.
     """
 
     borders: Tensor
-    terms: Tensor
+    sums: Tensor
+    state_sums: Tensor | None = None
+    crossing: Tensor | None = None
 
 
 class Launcher:
@@ -152,27 +158,42 @@ class Launcher:
         """dq, [B, T, G, K]; unless decays are fixed also the terms of dg that it yields."""
         terms = None
         if not self.fixed:
-            spans = triton.cdiv(self.num_chunks, self.tuning.span)
             terms = DecayTerms(
-                self._new(spans, self.B, self.H, self.V, self.K, dtype=self.dtype),
-                self._new(self._parts(self.tuning.query_grads), self.B, self.H, self.T),
+                self._new(self._num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype),
+                self._row_sums(self.tuning.query_grads),
             )
-        dq = self._walk(self.tuning.query_grads, do, v, k, starts, reverse=False, extra=q, terms=terms)
+        walked = self.tuning.query_grads, do, v, k, starts
+        dq = self._walk(*walked, reverse=False, turned=True, extra=q, terms=terms)
         return self._sum_heads(dq), terms
 
     def key_grads(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, grads: Tensor, terms: DecayTerms | None
     ) -> tuple[Tensor, Tensor | None]:
         """dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
-        dg = None
-        if terms is not None:
-            dg = self._new(self._parts(self.tuning.key_grads), self.B, self.T, self.H)
-        dk = self._walk(self.tuning.key_grads, v, do, q, grads, reverse=True, extra=k, terms=terms, dg=dg)
-        # one part needs no sum
-        return self._sum_heads(dk), dg if dg is None else dg.squeeze(0) if dg.shape[0] == 1 else dg.sum(0)
+        walked = self.tuning.key_grads, v, do, q, grads
+        if terms is None:
+            return self._sum_heads(self._walk(*walked, reverse=True, turned=True)), None
+        sums, state_sums = (self._row_sums(self.tuning.key_grads) for _ in range(2))
+        own = DecayTerms(terms.borders, sums, state_sums, self._new(sums.shape[0], self._num_spans, self.B, self.H))
+        dk = self._walk(*walked, reverse=True, turned=True, extra=k, terms=own)
+        return self._sum_heads(dk), self._decay_grads(terms, own)
 
-    def _parts(self, options: Options) -> int:
-        return triton.cdiv(self.K, self._tile(options, self.V, self.K)[1])
+    def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
+        dg = self._new(self.B, self.T, self.H)
+        decay_grads_kernel[(self._num_spans, self.BH)](
+            of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.crossing, self.decays, self.pieces, dg,
+            self.T, self.H, self.BH, self._num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
+            QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
+            NEGLIGIBLE=_NEGLIGIBLE[self.dtype], DOCUMENTS=self.pieces is not None, num_warps=4,
+        )  # fmt: skip
+        return dg
+
+    @property
+    def _num_spans(self) -> int:
+        return triton.cdiv(self.num_chunks, self.tuning.span)
+
+    def _row_sums(self, options: Options) -> Tensor:
+        return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
 
     def _sum_heads(self, grads: Tensor) -> Tensor:
         """[B, T, H, K] → [B, T, G, K], over the heads of each group; sums are fp32 inside."""
@@ -187,19 +208,19 @@ class Launcher:
         starts: Tensor,
         *,
         reverse: bool,
+        turned: bool = False,
         extra: Tensor | None = None,
         terms: DecayTerms | None = None,
-        dg: Tensor | None = None,
     ) -> Tensor:
         (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
         outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
         BD, BW = self._tile(options, depth, width)
-        borders, sums = (None, None) if terms is None else (terms.borders, terms.terms)
+        written = (None,) * 4 if terms is None else (terms.borders, terms.sums, terms.state_sums, terms.crossing)
         walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
-            queries, keys, values, extra if terms else None, self.decays, self.pieces, starts, outputs, borders, sums,
-            dg, self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH,
+            queries, keys, values, extra, self.decays, self.pieces, starts, outputs, *written,
+            self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH,
             self.num_chunks, self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span,
-            NEGLIGIBLE=_NEGLIGIBLE[self.dtype], TURNED=extra is not None, REVERSE=reverse, TERMS=terms is not None,
+            TURNED=turned, REVERSE=reverse, TERMS=terms is not None,
             **self.flags, **options.launch,
         )  # fmt: skip
         return outputs

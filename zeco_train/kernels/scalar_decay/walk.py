@@ -13,22 +13,16 @@ ones, of a query's and a key's product times a value, in which q, k, v, do play 
 
 In reverse the state contains `scale` already, as the gradients that cross ranks do.
 
-**dg.** A pair (i, j), j < i, adds p_ij = dA_ij A_ij to dg of all tokens t with j < t <= i. By where they lie:
+**dg.** A pair of tokens j < i adds to dg of all tokens t with j < t <= i what it adds to q_i · dq_i, and that is also
+what it adds to k_j · dk_j. In a sum over all tokens from t on, of the first less the second, only such pairs remain:
 
-    dg_t = Σ_{j < t <= i} p_ij  of t's chunk       `_pair_terms`, from one product p: it cancels but for fp32's rounding
-         + Σ_{i >= t} q_i · dq_i  from the state   the walk of dq:  i in t's chunk, j before it
-         + Σ_{j < t} k_j · dk_j  from the state    the walk of dk:  j in t's chunk, i after it
-         + exp(b_end) <S, dS>                      j before t's chunk, i after it: S before it, dS after it
+    dg_t = Σ_{i >= t} (q_i · dq_i − k_i · dk_i),    through a later border: the same sum up to it, + <S, dS> there
 
-All terms are of pairs that do cross t: without decayed pairs they are 0 too. The last needs S and dS of the
-same chunk, which no walk has both. With E_n = <S, dS> at the border before chunk n
-
-    exp(b_end) <S, dS> = E_n − Σ_i q_i · dq_i = E_{n+1} − Σ_j k_j · dk_j          (sums over chunk n, from the state)
-
-the walk of dk takes E from border to border. That is a difference, and its rounding errors add up on the way; so the
-walk of dq writes S, in the dtype of the tokens, every SPAN chunks, and there E is computed anew. Besides, nothing
-passes over a chunk whose decay is below the rounding of its operands. dg is a sum over K here: programs of different
-columns of dq and dk write their parts, which are added afterwards.
+The walks of dq and dk write the two sums over K, of their fp32 results; that of dk also its share that comes from dS.
+They round the weights of a chunk's pairs alike, so pairs that do not cross t cancel but for fp32's rounding; pairs of
+different chunks are rounded once in S and once in dS. So that these errors do not add up, <S, dS> is computed anew
+every SPAN chunks: the walk of dq writes S, in the dtype of the tokens, and that of dk multiplies it by dS.
+`decay_grads` adds up the rest. All are sums over K: programs of different columns of dq and dk write their parts.
 """
 
 from __future__ import annotations
@@ -41,44 +35,6 @@ from zeco_train.kernels.scalar_decay.decays import key_head_offset, load_rate, l
 
 
 @triton.jit
-def _pair_terms(pairs, from_state, own, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """[C], for each token t Σ_{j < t <= i} pairs_ij + Σ_{i >= t} from_state_i, not past a restart.
-
-    The sums over pairs past t on both sides cancel: they are the same numbers, by row and by column.
-    """
-    rows = tl.arange(0, C)
-    pairs = tl.where(rows[:, None] > rows[None, :], pairs, 0.0)
-    token_terms = tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0) + from_state
-    later = rows[:, None] <= rows[None, :]
-    if DOCUMENTS:
-        later = later & (own[:, None] == own[None, :])
-    return tl.sum(tl.where(later, token_terms[None, :], 0.0), axis=1)
-
-
-@triton.jit
-def _finish_decay_grads(crossing, passing, terms, pieces, dg, start, T, H, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Write dg of one chunk, in [T, H], and return E at the border before it.
-
-    crossing: [C], k · dk of the tokens, from the state. passing: of the pairs with the whole chunk between them.
-    """
-    rows = tl.arange(0, C)
-    inside = rows < T - start
-    earlier = tl.sum(tl.where(rows[:, None] > rows[None, :], crossing[None, :], 0.0), axis=1)
-    grads = tl.load(terms + start + rows, mask=inside, other=0.0) + earlier + passing
-    # Every query of the chunk lies after its first token: there the terms are Σ_i q_i · dq_i.
-    at_border = tl.load(terms + start) + passing
-    if DOCUMENTS:
-        # Exactly 0 where the state restarts: terms of one document alone add up to 0, but for rounding.
-        previous = tl.load(pieces + start + rows - 1, mask=(start + rows > 0) & inside, other=0)
-        own = tl.load(pieces + start + rows, mask=inside, other=0)
-        grads = tl.where(own == previous, grads, 0.0)
-        before = tl.load(pieces + start - 1, mask=start > 0, other=0)
-        at_border = tl.where(tl.load(pieces + start) == before, at_border, 0.0)
-    tl.store(dg + (start + rows).to(tl.int64) * H, grads, mask=inside)
-    return at_border
-
-
-@triton.jit
 def _store_border(is_border, borders, index, state, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
     if is_border:
         pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
@@ -86,12 +42,11 @@ def _store_border(is_border, borders, index, state, D, W, first_column, BD: tl.c
 
 
 @triton.jit
-def _renewed(at_border, is_border, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
-    """E, <S, dS> of these columns: at a border with the S stored there, elsewhere as it was handed on."""
+def _store_crossing(is_border, crossing, borders, index, grad, D, W, first_column, BD: tl.constexpr, BW: tl.constexpr):
+    """<S, dS> of these columns, with the S stored at the border."""
     if is_border:
         pointers, inside = state_pointers(borders, index, D, W, 0, first_column, BD, BW)
-        at_border = tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad)
-    return at_border
+        tl.store(crossing + index, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
 
 
 @triton.jit
@@ -105,8 +60,9 @@ def walk_kernel(
     starts,  # [J, B, H, K, V] fp32: true states before the segments, in the order of the walk
     outputs,  # [B, T, H, W], written
     borders,  # [N / SPAN, B, H, D, W]: S after every SPAN chunks; with TERMS written, in reverse read
-    terms,  # [W / BW, B, H, T] fp32: first two terms of dg; with TERMS written, in reverse read
-    dg,  # [W / BW, B, T, H] fp32, written with TERMS in reverse
+    row_sums,  # [W / BW, B, H, T] fp32, written with TERMS: of extra ⊙ outputs, over these columns
+    row_state_sums,  # [W / BW, B, H, T] fp32, written with TERMS in reverse: of those outputs' part from the state
+    crossing,  # [W / BW, N / SPAN, B, H] fp32, written with TERMS in reverse: <S, dS> after every SPAN chunks
     scale,
     T,
     H: tl.constexpr,
@@ -121,7 +77,6 @@ def walk_kernel(
     BD: tl.constexpr,
     BW: tl.constexpr,
     SPAN: tl.constexpr,
-    NEGLIGIBLE: tl.constexpr,
     TURNED: tl.constexpr,
     REVERSE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -131,8 +86,7 @@ def walk_kernel(
 ):
     """One program walks one segment with BW columns of the state of one head; D <= BD.
 
-    TURNED: the state here is the transpose of the one in `starts`. NEGLIGIBLE: where a chunk's decay is no larger,
-    nothing passes over it, as far as dg is concerned.
+    TURNED: the state here is the transpose of the one in `starts`.
     """
     tile = tl.program_id(0)
     first_column = tile * BW
@@ -144,9 +98,10 @@ def walk_kernel(
     outputs += key_head_offset(batch_head, T, H, H, W)
     if TERMS:
         extra += key_head_offset(batch_head, T, H, VALUE_HEADS, W)
-        terms += (tile * BH + batch_head).to(tl.int64) * T
+        row_sums += (tile * BH + batch_head).to(tl.int64) * T
         if REVERSE:
-            dg += (tile * BH + batch_head // H * H).to(tl.int64) * T + batch_head % H
+            row_state_sums += (tile * BH + batch_head).to(tl.int64) * T
+            crossing += tile * BH * tl.cdiv(num_chunks, SPAN)
     rate = load_rate(decays, batch_head, H, FIXED)
     rows = tl.arange(0, C)
     before_or_self = rows[:, None] <= rows[None, :] if REVERSE else rows[:, None] >= rows[None, :]
@@ -160,7 +115,6 @@ def walk_kernel(
     else:
         pointers, inside = state_pointers(starts, segment_index, D, W, 0, first_column, BD, BW)
         state = tl.load(pointers, mask=inside, other=0.0)
-    at_border = scale * 0.0
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
@@ -169,12 +123,14 @@ def walk_kernel(
         query = load_tile(queries, start, T, QUERY_HEADS, D, 0, C, BD)
         key = load_tile(keys, start, T, QUERY_HEADS, D, 0, C, BD)
         value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
+        if TERMS:
+            # long before its use
+            other = load_tile(extra, start, T, VALUE_HEADS, W, first_column, C, BW)
         exponents = sums[None, :] - sums[:, None] if REVERSE else sums[:, None] - sums[None, :]
         visible = before_or_self
         from_state = decay(total - sums) if REVERSE else decay(sums) * scale
         to_state = decay(sums) * scale if REVERSE else decay(total - sums)
         survives = decay(total)
-        own = rows
         if DOCUMENTS:
             own, before, end = load_pieces(pieces, start, T, C)
             visible = visible & (own[:, None] == own[None, :])
@@ -184,23 +140,18 @@ def walk_kernel(
         is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
         border_index = (chunk // SPAN) * BH + batch_head
         if TERMS and REVERSE:
-            at_border = _renewed(at_border, is_border, borders, border_index, state, D, W, first_column, BD, BW)
+            _store_crossing(is_border, crossing, borders, border_index, state, D, W, first_column, BD, BW)
 
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale
         carried = tl.dot(query, state.to(query.dtype), input_precision=PRECISION) * from_state[:, None]
-        if TERMS:
-            other = load_tile(extra, start, T, VALUE_HEADS, W, first_column, C, BW)
-            crossing = tl.sum(other.to(tl.float32) * carried, axis=1)
-            if REVERSE:
-                passing = tl.where(survives > NEGLIGIBLE, at_border - tl.sum(crossing), 0.0)
-                at_border = _finish_decay_grads(crossing, passing, terms, pieces, dg, start, T, H, C, DOCUMENTS)
-            else:
-                pairs = weights * tl.dot(other, tl.trans(value), input_precision=PRECISION)
-                of_tokens = _pair_terms(pairs, crossing, own, C, DOCUMENTS)
-                tl.store(terms + start + rows, of_tokens, mask=rows < T - start)
+        if TERMS and REVERSE:
+            of_state = tl.sum(other.to(tl.float32) * carried, axis=1)
+            tl.store(row_state_sums + start + rows, of_state, mask=rows < T - start)
         result = tl.dot(weights.to(value.dtype), value, carried, input_precision=PRECISION)
         store_tile(outputs, result, start, T, H, W, first_column, C, BW)
+        if TERMS:
+            tl.store(row_sums + start + rows, tl.sum(other.to(tl.float32) * result, axis=1), mask=rows < T - start)
         weighted = (value.to(tl.float32) * to_state[:, None]).to(value.dtype)
         state = tl.dot(tl.trans(key), weighted, state * survives, input_precision=PRECISION)
 
