@@ -42,12 +42,12 @@ pytestmark = pytest.mark.numeric
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["model=gla_2b"], "model=gla_2b: must be one of gla_125m, gla_1b, gla_340m, gla_tiny"),
+        (["model=gla_2b"], "gla_125m, gla_1b, gla_340m, gla_tiny"),
         (["model.layers=3"], "model.layers=3: unknown key of mixer gla; did you mean model.num_layers?"),
         (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
         (["model.name=a/b"], "model.name=a/b: names the figures; must be a plain name without /"),
         (["mixers=[gla,ring]"], "model.mixer=ring: must be one of gla, linear, "),
-        (["mixers=[gla,gla]"], "mixers=[gla, gla]: must be a list of different ones"),
+        (["mixers=[gla,gla]"], "mixers=['gla', 'gla']: must be a list of different ones"),
         (["mixers=[retnet]", "model.mixer=gla"], "model.mixer=gla: is one of mixers=[…] already; leave it out"),
         (["mixers=[gla,retnet]", "model.gate_low_rank_dim=8"], "unknown key of mixer retnet"),
         (["model=gla_125m", "mixers=[retnet]"], "model.mixer=retnet: no configs/model/retnet_125m.yaml"),
