@@ -25,6 +25,8 @@ from zeco_train.sp.dp import LocalScan
 pytestmark = pytest.mark.numeric
 
 TOKENS = 150
+# Of documents, and where the second rank begins.
+BORDERS, SPLIT = (0, 20, 50, 110), 70
 # fp64: sums of 150 tokens and 2 layers in another order; measured at most 4e-15.
 TOLERANCE = 1e-12
 
@@ -41,10 +43,20 @@ def _build(name: str) -> tuple[LanguageModel, Tensor]:
     return model, torch.randint(config.vocab_size, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
 
 
-def _loss_and_gradients(model: LanguageModel, ids: Tensor, scan: StateScan, start: int, stop: int) -> list[Tensor]:
+def _shard(scan: StateScan, start: int, stop: int, documents: bool) -> SequenceShard:
+    if not documents:
+        return SequenceShard(scan, start, TOKENS)
+    inside = [border - start for border in BORDERS if start < border < stop]
+    before = start - max(border for border in BORDERS if border <= start)
+    return SequenceShard(scan, start, TOKENS, torch.tensor([0, *inside, stop - start]), before)
+
+
+def _loss_and_gradients(
+    model: LanguageModel, ids: Tensor, scan: StateScan, start: int, stop: int, documents: bool
+) -> list[Tensor]:
     """Of the tokens [start, stop), summed over them."""
     model.zero_grad()
-    shard = SequenceShard(scan, start, TOKENS)
+    shard = _shard(scan, start, stop, documents)
     loss = model(ids[:, start:stop], shard, ids[:, start + 1 : stop + 1])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -52,22 +64,29 @@ def _loss_and_gradients(model: LanguageModel, ids: Tensor, scan: StateScan, star
     return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def _ranks_against_one(rank: int, world_size: int) -> list[str]:
-    scan = build_scans(tuple(range(world_size)))["lasp2"]
-    start, stop = (0, 70) if rank == 0 else (70, TOKENS)
-    for name in MIXERS:
-        model, ids = _build(name)
-        whole = _loss_and_gradients(model, ids, LocalScan(), 0, TOKENS)
-        for ours, expected in zip(_loss_and_gradients(model, ids, scan, start, stop), whole, strict=True):
+def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
+    scans = build_scans(tuple(range(world_size)))
+    start, stop = (0, SPLIT) if rank == 0 else (SPLIT, TOKENS)
+    model, ids = _build(name)
+    for scan, documents in (("lasp2", False), ("chain/3", True)):
+        rows = ids[:1] if documents else ids  # packed documents have a batch of 1
+        whole = _loss_and_gradients(model, rows, LocalScan(), 0, TOKENS, documents)
+        for ours, expected in zip(
+            _loss_and_gradients(model, rows, scans[scan], start, stop, documents), whole, strict=True
+        ):
             dist.all_reduce(ours)
-            assert (ours - expected).norm() <= TOLERANCE * expected.norm(), f"{name}, {list(expected.shape)}"
-    scan.drain()
+            assert (ours - expected).norm() <= TOLERANCE * expected.norm(), f"{scan}, {list(expected.shape)}"
+        scans[scan].drain()
     dist.barrier()  # nobody leaves while a peer still waits for what it sent
-    return list(MIXERS)
+    packed, plain = (_loss_and_gradients(model, rows, LocalScan(), 0, TOKENS, kind)[0].item() for kind in (True, False))
+    return abs(packed - plain) / plain
 
 
-def test_two_ranks_compute_what_one_does() -> None:
-    assert run_distributed(_ranks_against_one, 2) == [list(MIXERS)] * 2
+@pytest.mark.parametrize("name", MIXERS)
+def test_two_ranks_compute_what_one_does(name: str) -> None:
+    """Also with documents, of which one straddles the ranks."""
+    effects = run_distributed(_ranks_against_one, 2, name)
+    assert all(effect > 1e-5 for effect in effects), effects
 
 
 @pytest.mark.parametrize("name", MIXERS)
