@@ -91,7 +91,8 @@ def run(config: ModelConfig, session: Session) -> Report:
     names = _available(config, session, report)
     if config.steps < PAPER_STEPS:
         report.note(f"{config.steps} steps of each variant; the papers' are {PAPER_STEPS}")
-    if any(PRODUCTS in own for own in names.values()) and (config.recompute is not Recompute.none or config.segments > 1):
+    has_products = any(PRODUCTS in own for own in names.values())
+    if has_products and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
     for mixer, heads in itertools.product(config.mixer_names, config.head_counts):
         measurement = _Measurement(config.run_config(heads, mixer), config, session, report)
