@@ -89,11 +89,14 @@ def test_decode_is_not_timed_if_logits_of_chunks_are_not_finite(
 
 
 def test_each_turn_starts_from_the_states_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, begun = Decoder.__init__, []
+    made, begun, positions_begun = Decoder.__init__, [], []
 
-    def remember(self: Decoder, model: LanguageModel, states: list[Tensor], cuda_graph: bool) -> None:
+    def remember(
+        self: Decoder, model: LanguageModel, states: list[Tensor], positions: Tensor, cuda_graph: bool
+    ) -> None:
         begun.append(states[0].clone())
-        made(self, model, states, cuda_graph)
+        positions_begun.append(positions.tolist())
+        made(self, model, states, positions, cuda_graph)
 
     monkeypatch.setattr(Decoder, "__init__", remember)
     outcome = run_here(command.main, "decode", *QUICK, "contexts=[70]", "batches=[1]", f"out={tmp_path}")
@@ -102,6 +105,7 @@ def test_each_turn_starts_from_the_states_of_the_context(tmp_path: Path, monkeyp
     _, first, *others = begun
     assert len(others) == 3
     assert all(torch.equal(states, first) for states in others)
+    assert positions_begun[1:] == [[70]] * 4
 
 
 @pytest.mark.parametrize(

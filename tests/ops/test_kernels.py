@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,11 +174,13 @@ def test_saved_tensors_match_saved_like(monkeypatch: pytest.MonkeyPatch) -> None
 HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
 
 
-def _block(x: Tensor, place: Place, boundary: Boundary, is_read: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _block(
+    x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None = None, is_read: bool = True
+) -> tuple[Tensor, ...]:
     """The operator alone; its operands are parts of x [B, T, H·(3K + V)]."""
     q, k, g, v = x.unflatten(-1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, KEY_DIM, VALUE_DIM], -1)
     operands = q, k, v, torch.nn.functional.logsigmoid(g)
-    o, crossing = mix_at("gla", operands, KEY_DIM**-0.5, place, boundary)
+    o, crossing = mix_at("gla", operands, KEY_DIM**-0.5, place, *boundaries)
     return o.flatten(2), crossing.received, crossing.carry_out
 
 
@@ -191,7 +194,8 @@ def _gradient(x: Tensor, dy: Tensor, place: Place, recompute: bool) -> tuple[Ten
 
     x = x.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        y, *_ = recomputed(_block, x, place, Boundary()) if recompute else _block(x, place, Boundary())
+        boundaries = (Boundary(),)
+        y, *_ = recomputed(_block, x, place, boundaries, None) if recompute else _block(x, place, boundaries)
     (dx,) = torch.autograd.grad(y, x, dy)
     return dx, kept
 
