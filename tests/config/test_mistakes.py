@@ -43,7 +43,7 @@ CONFIG = ConfigError.exit_code
         ("sp.backend=nonsense", ["sp.backend=nonsense: must be one of dp, lasp1, lasp2, zeco"]),
         ("sp=null", ["sp=null: must be one of dp, lasp1, lasp2, zeco"]),
         ("sp=1", ["sp=1: must be one of dp, lasp1, lasp2, zeco"]),
-        ("model=[gla_tiny]", ["model=[gla_tiny]: must be one of gla_125m, gla_1b, gla_340m, gla_tiny"]),
+        ("model=[gla_tiny]", ["model=[gla_tiny]: must be one of based_1b, "]),
         ("parallel=zero9", ["parallel=zero9: must be one of ddp, hsdp, zero2, zero3"]),
         ("logger=mlflow", ["logger=mlflow: must be one of none, tensorboard, wandb"]),
         ("+experiment=nope", [f"experiment=nope: must be one of {', '.join(group_options()['experiment'])}"]),

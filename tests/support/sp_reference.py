@@ -282,12 +282,13 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], where: s
         assert torch.equal(tensor, expected[name]), f"{name} differs in a bit: {where}"
 
 
-def build_scans(ranks: tuple[int, ...]) -> dict[str, RecordingScan]:
+def build_scans(ranks: tuple[int, ...], with_halo: bool = True) -> dict[str, RecordingScan]:
     """All backends on separate groups. Must be called on all ranks, including those not in `ranks`."""
     scans = {}
     for name, config in CONFIGS.items():
-        groups, halo = ((dist.new_group(ranks), dist.new_group(ranks)) for _ in range(2))
-        scans[name] = RecordingScan(build_scan(config, groups, TIMEOUT, halo=halo if len(ranks) > 1 else None))
+        groups = dist.new_group(ranks), dist.new_group(ranks)
+        halo = (dist.new_group(ranks), dist.new_group(ranks)) if with_halo and len(ranks) > 1 else None
+        scans[name] = RecordingScan(build_scan(config, groups, TIMEOUT, halo=halo))
     if len(ranks) == 1:
         scans["dp"] = RecordingScan(build_scan(SPConfig(Backend["dp"]), groups, TIMEOUT))
     return scans
