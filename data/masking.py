@@ -103,7 +103,7 @@ def find_mask_ids(mask_token: int | None, meta: StoreMeta, vocab_size: int) -> M
         vocab_size: of the model.
 
     Raises:
-        ConfigError: an id outside of the model's vocabulary, or one that texts have; or no id is free.
+        ConfigError: the id is outside the vocabulary or occurs in texts, or no id is free.
     """
     is_bytes = meta.tokenizer.get("kind") == BYTES
     first, stop = ByteTokenizer.offset if is_bytes else 0, meta.vocab_size

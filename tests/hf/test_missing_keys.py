@@ -19,7 +19,7 @@ from zeco_train.hf.fla_config import FlaModel, from_fla
 
 HERE = Path("model")
 FORMATS: dict[str, FlaFormat] = {name: mixer.fla for name, mixer in MIXERS.items() if mixer.fla is not None}
-# What each format needs besides its type: the default feature map of fla's linear attention is none of ours.
+# What each format needs besides its type: we do not support the default feature map of fla's linear attention.
 NEEDED: dict[str, dict[str, Any]] = {"linear": {"feature_map": "elu"}}
 # Keys of files; all others are missing.
 FILES: dict[str, list[dict[str, Any]]] = {

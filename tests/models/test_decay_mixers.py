@@ -276,7 +276,7 @@ def test_forget_gates_have_all_digits_and_finite_gradients(bound: float) -> None
     b = bounds.double()
     expected_k = (1 - b) / (1 + torch.exp(wide))
     forget, forgotten = 1 / (1 + torch.exp(-wide)), 1 / (1 + torch.exp(wide))
-    # log(1 − k) or log f: in fp64 too, only the one that does not cancel is right.
+    # log(1 − k) or log f: even in fp64 only the form without cancellation is accurate.
     expected_g = torch.where(expected_k < 0.5, torch.log1p(-expected_k), torch.log(b + (1 - b) * forget))
     torch.testing.assert_close(k.double(), expected_k, rtol=5e-7, atol=0)
     torch.testing.assert_close(g.double(), expected_g, rtol=5e-7, atol=0)

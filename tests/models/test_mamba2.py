@@ -119,7 +119,7 @@ def test_documents_are_separate_sequences() -> None:
 
 @pytest.mark.parametrize("prompt", [1, 2, 64])
 def test_steps_continue_a_prompt_of_any_length(prompt: int) -> None:
-    """Also one that is shorter than the convolution."""
+    """Including a prompt shorter than the convolution."""
     model = build(dataclasses.replace(SMALL, time_step_limit=(0.1, 2.0)))
     ids = torch.randint(SMALL.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
