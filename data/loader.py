@@ -116,7 +116,10 @@ class SequenceReader(Reader):
         tokens = stream.read(pieces, start, stop)
         if not split.reset_state_at_document:
             return Shard(tokens, None, offset)
-        return Shard(tokens, *shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length))
+        whole = stream.pieces(first, first + split.seq_len)
+        borders, _ = shard_cu_seqlens(whole.offsets, first, split.seq_len, 0, split.seq_len)
+        own = shard_cu_seqlens(pieces.offsets, first, split.seq_len, offset, split.length)
+        return Shard(tokens, *own, borders=borders)
 
     def _stream(self, epoch: int) -> DocumentStream:
         key = epoch if self._shuffle is Shuffle.documents else 0

@@ -39,6 +39,8 @@ class Batch:
         is_padding: in validation only: run for matching collectives, and excluded from the loss.
         segment: number of the segment, from 0.
         step_labels: number of counted labels in the step's global batch; None if every token has one.
+        borders: [documents + 1] int64 from 0 to the whole sequence's length, the borders of all its documents, for
+            softmax attention; None without `reset_state_at_document`.
     """
 
     input_ids: Tensor
@@ -50,6 +52,7 @@ class Batch:
     is_padding: bool = False
     segment: int = 0
     step_labels: int | None = None
+    borders: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Shard(NamedTuple):
     before: int
     counts: NDArray[np.bool_] | None = None
     labels: NDArray[np.int64] | None = None
+    borders: Tensor | None = None
 
 
 class Reader(ABC):
@@ -166,6 +170,7 @@ class Reader(ABC):
             labels=labels,
             cu_seqlens=shards[0].cu_seqlens,
             before=shards[0].before,
+            borders=shards[0].borders,
             offset=self.split.offset(segment),
             sequence_ids=sequence_ids,
             segment=segment,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
+from models.attn import AttnConfig
 from zeco_train.errors import ConfigError
+
+# Name of softmax layers, beside those of the mixers.
+SOFTMAX = "softmax"
 
 
 @dataclass
@@ -29,6 +33,7 @@ class LanguageModelConfig:
         causal: a token reads the tokens before it only; false: it reads the whole sequence, for task=mlm. Needs mixers
             without decays (`Mixer.can_be_unmasked`).
         initializer_range: standard deviation of the initial matrices.
+        attn: which layers are softmax attention instead, and their shape.
     """
 
     mlp_optional: ClassVar[bool] = False
@@ -44,6 +49,7 @@ class LanguageModelConfig:
     tie_word_embeddings: bool = False
     causal: bool = True
     initializer_range: float = 0.02
+    attn: AttnConfig = field(default_factory=AttnConfig)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -56,6 +62,7 @@ class LanguageModelConfig:
         if not (self.mlp_optional and self.intermediate_size == 0):
             self._require_positive("intermediate_size")
         self._require_finite("norm_eps", "initializer_range")
+        self.attn.validate(self.num_layers, self.num_heads, self.hidden_size)
 
     @property
     def has_wide_residual(self) -> bool:
@@ -64,11 +71,13 @@ class LanguageModelConfig:
 
     def mixer_of(self, layer: int) -> str:
         """Name of the mixer of a layer, counted from 0."""
-        return self.mixer
+        return SOFTMAX if layer in self.attn.chosen(self.num_layers) else self.mixer
 
     def mixer_counts(self) -> Mapping[str, int]:
         """Number of layers per mixer. Does not iterate over layers, since a mistyped `num_layers` can be huge."""
-        return {self.mixer: self.num_layers}
+        softmax = len(self.attn.chosen(self.num_layers))
+        counts = {self.mixer: self.num_layers - softmax, SOFTMAX: softmax}
+        return {name: count for name, count in counts.items() if count}
 
     def canonical(self) -> Self:
         """The same model in canonical form: equal models compare equal."""

@@ -72,7 +72,7 @@ class Block(nn.Module):
 
     Attributes:
         recompute: what the backward pass recomputes.
-        num_states: states that it exchanges with other ranks.
+        num_states: of its mixer's crossings (`Mixer.num_crossings`).
         wide_residual: whether x, h and y are fp32 even if the block computes in bf16.
         has_mlp: whether it has an MLP.
     """
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.recompute = Recompute.none
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = mixer(config, layer)
-        self.num_states = len(self.attn.state_shapes)
+        self.num_states = self.attn.num_crossings
         self.wide_residual = config.has_wide_residual
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:

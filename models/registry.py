@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from models.config import LanguageModelConfig
+from models.config import SOFTMAX, LanguageModelConfig
 from models.mixers.base import Mixer
 from models.mixers.based import Based
 from models.mixers.cosformer import Cosformer
@@ -15,6 +15,7 @@ from models.mixers.linear import LinearAttention
 from models.mixers.mamba2 import Mamba2
 from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
+from models.mixers.softmax import SoftmaxAttention
 from zeco_train.errors import ConfigError
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -28,6 +29,9 @@ MIXERS: dict[str, type[Mixer]] = {
     "cosformer": Cosformer,
     "mamba2": Mamba2,
 }
+
+# Of a layer, by its name in `LanguageModelConfig.mixer_of`: softmax layers are part of models with another mixer.
+LAYERS: dict[str, type[Mixer]] = {**MIXERS, SOFTMAX: SoftmaxAttention}
 
 # Of the default mixer, which is also that of files and stored configurations that name none.
 DEFAULT_CONFIG: type[LanguageModelConfig] = MIXERS["gla"].config_class
@@ -55,7 +59,7 @@ def _title(mixer: type[Mixer]) -> str:
 
 def longest_document(config: LanguageModelConfig) -> int | None:
     """Tokens of the longest document that all mixers of a model are defined for; None: any."""
-    limits = (MIXERS[name].longest_document(config) for name in config.mixer_counts())
+    limits = (LAYERS[name].longest_document(config) for name in config.mixer_counts())
     return min((limit for limit in limits if limit is not None), default=None)
 
 

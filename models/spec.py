@@ -22,7 +22,7 @@ from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
 from models.parameters import ParameterRule, parameter_rules
-from models.registry import MIXERS
+from models.registry import LAYERS
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place
@@ -120,7 +120,7 @@ class ModelSpec:
     def build(self) -> LanguageModel:
         """The model, on the current default device, with torch's default initial values."""
         config = self.config
-        return LanguageModel(config, [MIXERS[config.mixer_of(layer)] for layer in range(config.num_layers)])
+        return LanguageModel(config, [LAYERS[config.mixer_of(layer)] for layer in range(config.num_layers)])
 
     @cached_property
     def blocks(self) -> Mapping[str, BlockSpec]:
@@ -132,7 +132,7 @@ class ModelSpec:
     @property
     def needs_halo(self) -> bool:
         """Whether some layers exchange states that cross one border only, such as a convolution's."""
-        return any(MIXERS[name].needs_halo for name in self.config.mixer_counts())
+        return any(LAYERS[name].needs_halo for name in self.config.mixer_counts())
 
     @cached_property
     def num_parameters(self) -> int:
@@ -171,7 +171,8 @@ class ModelSpec:
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """H, K, V of the largest state of a layer."""
-        return max((shape for block in self.blocks.values() for shape in block.state_shapes), key=math.prod)
+        shapes = (shape for block in self.blocks.values() for shape in block.state_shapes)
+        return max(shapes, key=math.prod, default=(0, 0, 0))
 
     @property
     def state_elements(self) -> int:
@@ -242,7 +243,7 @@ class ModelSpec:
     def _skeleton(self) -> LanguageModel:
         """The model with one block per mixer, on the meta device."""
         with torch.device("meta"):
-            return LanguageModel(self.config, [MIXERS[name] for name in self.config.mixer_counts()])
+            return LanguageModel(self.config, [LAYERS[name] for name in self.config.mixer_counts()])
 
     @cached_property
     def _whole(self) -> LanguageModel:

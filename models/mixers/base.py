@@ -108,6 +108,11 @@ class Mixer(nn.Module, ABC):
         """H, K, V of each state [B, H, K, V]; the last one is the operator's."""
 
     @property
+    def num_crossings(self) -> int:
+        """Results that `forward` receives from other ranks and keeps for a replay: its states, unless overridden."""
+        return len(self.state_shapes)
+
+    @property
     def wide_parameters(self) -> nn.Module | None:
         """The submodule whose parameters stay in fp32 (`ParameterRule.wide`), or None.
 

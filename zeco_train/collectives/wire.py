@@ -103,10 +103,20 @@ class Wire:
             tensor,
         )
 
-    def all_to_all(self, into: Tensor, parts: Tensor, what: str) -> Transfer:
-        """Start an all-to-all of `parts[r]` to each group rank r; `into[r]` is received from r. Both [P, …]."""
+    def all_to_all(
+        self,
+        into: Tensor,
+        parts: Tensor,
+        what: str,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+    ) -> Transfer:
+        """Start an all-to-all of `parts[r]` to each group rank r; `into[r]` is received from r. Both [P, …].
+
+        Or of unequal parts: `received` and `sent` have the lengths of each rank's, which lie one after another.
+        """
         return self._start(
-            lambda: dist.all_to_all_single(into, parts, group=self._group, async_op=True),
+            lambda: dist.all_to_all_single(into, parts, received, sent, group=self._group, async_op=True),
             f"all-to-all of {what}",
             None,
             into,

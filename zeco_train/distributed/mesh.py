@@ -207,6 +207,11 @@ def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup
     return None if mesh.sp_size == 1 else _scan_groups(mesh.devices, mesh.device, mesh.timeout, "halo")
 
 
+def attention_group(mesh: ProcessMesh) -> dist.ProcessGroup:
+    """The SP group once more, for softmax attention. Collective."""
+    return _group(mesh.devices.mesh.tolist(), mesh.timeout, "softmax attention")
+
+
 def _scan_groups(
     devices: DeviceMesh, device: torch.device, timeout: timedelta, name: str
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -10,11 +10,11 @@ from models.spec import spec_of
 from zeco_train.config.overrides import as_override, check_overrides
 from zeco_train.config.schema import Config, group_options, to_plain, unmet_need
 from zeco_train.distributed.agreement import flat
-from zeco_train.distributed.mesh import ProcessMesh, halo_groups
+from zeco_train.distributed.exchange import build_exchange
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError
 from zeco_train.hf.trained import Trained, load_trained
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import build_scan
 from zeco_train.system.terminal import visible
 from zeco_train.training.forward import SequenceForward
 
@@ -46,9 +46,7 @@ class Evaluation:
     @cached_property
     def scan(self) -> ScanBackend:
         """The sequence-parallel scan. The first use is collective."""
-        mesh = self.mesh
-        halo = halo_groups(mesh) if spec_of(self.config.model).needs_halo else None
-        return build_scan(self.config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
+        return build_exchange(self.config.sp, self.config.model, self.mesh)
 
     @cached_property
     def forward(self) -> SequenceForward:

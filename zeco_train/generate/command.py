@@ -16,14 +16,14 @@ from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import find_device
-from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, halo_groups, init_mesh, join, resolve_sp_size
+from zeco_train.distributed.exchange import build_exchange
+from zeco_train.distributed.mesh import Launch, ProcessMesh, agree, init_mesh, join, resolve_sp_size
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Speed
 from zeco_train.generate.options import Options, parse, read_prompts
 from zeco_train.generate.output import Printer, write_json
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.lifecycle.job import Advice, Job, run_job
-from zeco_train.sp.registry import build_scan
 from zeco_train.system.paths import warn_of_replacing
 from zeco_train.system.signals import StopRequest
 
@@ -55,8 +55,7 @@ def _generate(arguments: list[str], job: Job) -> int:
     job.enter("loading the model")
     model = load_trained(trained, mesh, dtype=config.train.dtype, strategy=None)
     tokenizer = agree(mesh, lambda: trained.tokenizer)
-    halo = halo_groups(mesh) if spec_of(config.model).needs_halo else None
-    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
+    scan = build_exchange(config.sp, config.model, mesh)
     stop = StopRequest()
     printer = Printer(len(options.prompts) * options.samples, options.samples, sys.stdout, options.stream)
     generator = Generator(

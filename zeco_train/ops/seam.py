@@ -19,13 +19,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.span import Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +108,38 @@ class StateScan(Protocol):
         ...
 
 
+class AttentionMethod(Protocol):
+    """Softmax attention over the ranks of one sequence-parallel group, each of which has consecutive tokens."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """Attention of this rank's queries; see `zeco_train.ops.attend.attend_at`. Collective.
+
+        Args:
+            q, k, v: of this rank's tokens, [B, T, H, D], [B, T, G, D] and [B, T, G, V].
+            span: the queries.
+            seq_len: length of the whole sequence; rank r of P has its tokens from seq_len · r // P on.
+            scale: factor of the scores.
+        """
+        ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, in any dtype. Collective."""
+        ...
+
+
 # Weak in both directions: neither names nor the graphs that contain them keep a scan, and its group, alive.
-_SCANS: WeakValueDictionary[str, StateScan] = WeakValueDictionary()
-_HANDLES: WeakKeyDictionary[StateScan, str] = WeakKeyDictionary()
+_NAMED: WeakValueDictionary[str, StateScan | AttentionMethod] = WeakValueDictionary()
+_HANDLES: WeakKeyDictionary[StateScan | AttentionMethod, str] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-def handle_of(scan: StateScan) -> str:
-    """The scan's unique name."""
+def handle_of(scan: StateScan | AttentionMethod) -> str:
+    """The unique name of a scan, or of a method of softmax attention."""
     if scan not in _HANDLES:
         _HANDLES[scan] = handle = f"scan-{next(_numbers)}"
-        _SCANS[handle] = scan
+        _NAMED[handle] = scan
     return _HANDLES[scan]
 
 
@@ -126,10 +149,23 @@ def scan_of(handle: str) -> StateScan:
     Raises:
         RuntimeError: it was freed; the caller of a backward pass must keep the scan of the forward pass alive.
     """
-    scan = _SCANS.get(handle)
-    if scan is None:
+    return cast(StateScan, _named(handle))
+
+
+def attention_of(handle: str) -> AttentionMethod:
+    """Look up a method of softmax attention by name.
+
+    Raises:
+        RuntimeError: it was freed, see `scan_of`.
+    """
+    return cast(AttentionMethod, _named(handle))
+
+
+def _named(handle: str) -> StateScan | AttentionMethod:
+    found = _NAMED.get(handle)
+    if found is None:
         raise RuntimeError(f"the scan {handle!r} is gone: keep it until the backward pass is over")
-    return scan
+    return found
 
 
 class Place(NamedTuple):
@@ -140,12 +176,18 @@ class Place(NamedTuple):
         pieces: [T], see `zeco_train.ops.documents`, on the device of the tokens; None without documents.
         halo: name of the scan for states that cross one border only, as those of a convolution.
         positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
+        attention: name of the method of softmax attention.
+        offset, seq_len, borders: see `SequenceShard`.
     """
 
     scan: str
     pieces: Tensor | None = None
     halo: str = ""
     positions: Tensor | None = None
+    attention: str = ""
+    offset: int = 0
+    seq_len: int = 0
+    borders: Tensor | None = None
 
 
 class Boundary(NamedTuple):
@@ -180,6 +222,8 @@ class SequenceShard:
             tokens; None if the sequence is one document.
         before: tokens of the first piece's document on earlier shards; 0 if it begins here. Without documents the whole
             sequence is the document, this equals `offset`, and it need not be given.
+        borders: [documents + 1] int64 on the CPU, the borders of all documents of the sequence, from 0 to `seq_len`, for
+            softmax attention; None if the sequence is one document, or the model has no such layers.
     """
 
     scan: StateScan
@@ -187,6 +231,7 @@ class SequenceShard:
     seq_len: int
     cu_seqlens: Tensor | None = None
     before: int = 0
+    borders: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -195,8 +240,17 @@ class SequenceShard:
     def place(self, num_tokens: int, device: torch.device, *, with_positions: bool = False) -> Place:
         """The shard as traceable values for the operator; arguments and errors of `pieces`."""
         halo = getattr(self.scan, "neighbour", None) or self.scan
-        positions = self.positions(num_tokens, device) if with_positions else None
-        return Place(handle_of(self.scan), self.pieces(num_tokens, device), handle_of(halo), positions)
+        attention = getattr(self.scan, "attention", None)
+        return Place(
+            scan=handle_of(self.scan),
+            pieces=self.pieces(num_tokens, device),
+            halo=handle_of(halo),
+            positions=self.positions(num_tokens, device) if with_positions else None,
+            attention="" if attention is None else handle_of(attention),
+            offset=self.offset,
+            seq_len=self.seq_len,
+            borders=self.borders,
+        )
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """[num_tokens] int64, positions of this shard's tokens in the whole sequence, on their device; cached."""

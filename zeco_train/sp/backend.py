@@ -14,7 +14,7 @@ import torch
 
 from zeco_train.collectives import Courier
 from zeco_train.collectives.spec import ScanSpec
-from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest
 from zeco_train.sp.exposed import ExposedMeter
 
 
@@ -29,10 +29,12 @@ class ScanBackend(ABC):
         finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
         exposed: measures communication that no compute hides. Not used if nothing is communicated.
         neighbour: scan for states that cross one border only, see `add_neighbour`; None: such states take this one.
+        attention: method of the model's softmax layers, if it has some.
     """
 
     finish_waits = False
     neighbour: ScanBackend | None = None
+    attention: AttentionMethod | None = None
 
     def __init__(self, couriers: tuple[Courier, ...] = ()) -> None:
         self._couriers = couriers

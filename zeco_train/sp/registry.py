@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from zeco_train.collectives import Courier
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.errors import ConfigError
+from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.backend import BackendSpec, ScanBackend
 from zeco_train.sp.dp import DP
 from zeco_train.sp.halo import HaloScan
@@ -50,11 +51,13 @@ class SPConfig:
         backend: how the shards of a sequence exchange states.
         size: ranks that share a sequence; −1 is 1 for `dp`, else the whole world.
         all_scan: for `zeco`.
+        attention: how softmax layers read the other shards.
     """
 
     backend: Backend = Backend["zeco"]
     size: int = -1
     all_scan: AllScanConfig = field(default_factory=AllScanConfig)
+    attention: AttentionChoice = AttentionChoice["auto"]
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""

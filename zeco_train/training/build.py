@@ -29,11 +29,11 @@ from zeco_train.config.document_rules import check_documents
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device
+from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
     agree,
-    halo_groups,
     init_mesh,
     join,
     main_first,
@@ -47,7 +47,6 @@ from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
 from zeco_train.sp.backend import ScanBackend
-from zeco_train.sp.registry import build_scan
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
 from zeco_train.tracking.loggers import build_logger
@@ -283,8 +282,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     # Without masks: shards meet where the label of the last token is the first token of the next shard.
     plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
     check_shards_fit(plain, progress.sequences, mesh)
-    halo = halo_groups(mesh) if spec_of(config.model).needs_halo else None
-    scan = build_scan(config.sp, mesh.scan_groups, mesh.timeout, mesh.device, halo)
+    scan = build_exchange(config.sp, config.model, mesh)
     step = _build_step(config, model, optimizer, scan, mesh)
     return Parts(
         mesh=mesh,

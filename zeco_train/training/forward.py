@@ -76,7 +76,7 @@ class SequenceForward:
             carries = states.carry_out
 
     def _shard(self, batch: Batch, seq_len: int) -> SequenceShard:
-        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, batch.before)
+        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, batch.before, batch.borders)
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device

@@ -1,0 +1,109 @@
+"""Softmax attention (Vaswani et al., 2017; grouped queries: Ainslie et al., 2023), as a layer of a hybrid.
+
+Names and shapes of its parameters equal those of fla's `Attention` layer, which its hybrid models have at the layers of
+their configuration's `attn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from models.activations import Activations, TokenTensor
+from models.attn import AttnShape
+from models.config import LanguageModelConfig
+from models.mixers.base import Mixer, OperatorFLOPs
+from models.modules import RMSNorm
+from models.projections import parallel_linear
+from models.rotary import rotate
+from zeco_train.ops.attend import attend_at
+from zeco_train.ops.seam import Boundary, Crossing, Place
+
+
+class SoftmaxAttention(Mixer):
+    """One softmax layer: x [B, T, D] → [B, T, D].
+
+    q, k, v   = x Wq, x Wk, x Wv, cut into H heads of queries and G of keys and values; q and k normed, if the model
+                does so, and rotated by the tokens' positions
+    o         = softmax(scale · q kᵀ) v over the tokens before, of the whole sequence, all shards
+    y         = (o ⊙ sigmoid(x Wg)) Wo, or without gate o Wo
+    """
+
+    def __init__(self, config: LanguageModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        attn = config.attn
+        self.shape = shape = AttnShape.of(attn, config.num_heads, config.hidden_size)
+        self.window, self.rope_theta = attn.window, attn.rope_theta
+        self.reads_positions = attn.rope_theta is not None
+        width, queries, keys = config.hidden_size, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.g_proj = nn.Linear(width, queries, bias=False) if attn.gate else None
+        self.q_norm = RMSNorm(shape.head_dim, config.norm_eps) if attn.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, config.norm_eps) if attn.qk_norm else None
+
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """See `Mixer.forward`."""
+        q, k, v, gate = self._operands(x, place.positions)
+        o, crossings = attend_at(q, k, v, self.shape.head_dim**-0.5, place, boundaries, self.window)
+        o = o.flatten(-2)
+        return self.o_proj(o if gate is None else o * gate.sigmoid()), crossings
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
+        raise NotImplementedError("generation with softmax layers")
+
+    def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q [B, T, H, D], k and v [B, T, G, D], and the gate [B, T, H·D]."""
+        projections = [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
+        q, k, v, *gates = parallel_linear(x, *(projection.weight for projection in projections))
+        q, k, v = (tensor.unflatten(-1, (-1, self.shape.head_dim)) for tensor in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            assert positions is not None, "the model asks for positions"
+            q, k = rotate(q, k, positions, self.rope_theta)
+        return q, k, v, gates[0] if gates else None
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """None of constant size."""
+        return ()
+
+    @property
+    def num_crossings(self) -> int:
+        """The output and its log-sum-exp."""
+        return 2
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """FLOPs of the pairs that queries read; the backward pass computes their scores again."""
+        shape, window = self.shape, seq_len if self.window is None else min(self.window, seq_len)
+        # The first queries of a window read fewer keys.
+        keys = window - window * (window - 1) / (2 * seq_len)
+        product = 2 * shape.heads * shape.head_dim * keys
+        return OperatorFLOPs(2 * product, product)
+
+    def activations(self) -> Activations:
+        """Activations that autograd saves."""
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+        kept = (
+            TokenTensor("q", queries),
+            TokenTensor("k", keys),
+            TokenTensor("v", keys),
+            TokenTensor("o", queries),
+            TokenTensor("log-sum-exp", shape.heads, wide=True),
+        )
+        gradients = (
+            TokenTensor("gradient of o", queries),
+            TokenTensor("gradient of q", queries, wide=True),
+            TokenTensor("gradient of k", keys, wide=True),
+            TokenTensor("gradient of v", keys, wide=True),
+        )
+        return Activations(kept, gradients)

@@ -1,0 +1,26 @@
+"""All that the ranks of a sequence exchange for a model: states, halos of convolutions, and softmax attention."""
+
+from __future__ import annotations
+
+from models.attn import AttnShape
+from models.config import LanguageModelConfig
+from models.spec import spec_of
+from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
+from zeco_train.sp.attention.registry import build_attention, choose
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.registry import SPConfig, build_scan
+
+
+def build_exchange(config: SPConfig, model: LanguageModelConfig, mesh: ProcessMesh) -> ScanBackend:
+    """The scan of the configured backend, with what the model's layers need beside it. Collective.
+
+    Raises:
+        ConfigError: the ranks, or the model's heads, do not support the configuration.
+    """
+    halo = halo_groups(mesh) if spec_of(model).needs_halo else None
+    scan = build_scan(config, mesh.scan_groups, mesh.timeout, mesh.device, halo)
+    if model.attn.chosen(model.num_layers):
+        shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
+        method = choose(config.attention, shape.heads, shape.key_heads, shape.head_dim, mesh.sp_size)
+        scan.attention = build_attention(method, attention_group(mesh), mesh.timeout)
+    return scan

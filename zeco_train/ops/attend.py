@@ -1,0 +1,121 @@
+"""Softmax attention over a sharded sequence: the one op that serves every method of `sp.attention`.
+
+Tokens stay where they are: each rank has consecutive ones, as linear layers want them. What crosses ranks (keys and
+values, or queries and outputs) is the method's own matter. As `zeco::mix` this is one node for a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.seam import Boundary, Crossing, Place, attention_of
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.span import Span
+
+
+def attend_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    place: Place,
+    boundaries: Sequence[Boundary],
+    window: int | None = None,
+) -> tuple[Tensor, tuple[Crossing, ...]]:
+    """Causal softmax attention of this rank's tokens to those before them, exact over the whole sequence.
+
+    Args:
+        q: [B, T, H, D], of this rank's tokens, in bf16, fp32 or fp64.
+        k, v: [B, T, G, D] and [B, T, G, V]; G divides H, each head serves H / G heads of q in a row.
+        scale: factor of the scores.
+        place: of the tokens; the caller keeps its scan alive until after the backward pass.
+        boundaries: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed: the
+            forward pass then computes and communicates nothing, as recomputation requires. The backward pass still does.
+        window: keys that a query reads at most, itself among them; None: no limit.
+
+    Returns:
+        o, [B, T, H, V] in the dtype of q; and both, for a later replay, [0] in a replay.
+    """
+    replayed = [boundary.incoming_state for boundary in boundaries if boundary.incoming_state is not None]
+    where = place.attention, place.offset, place.seq_len, place.borders
+    o, lse = torch.ops.zeco.attend(q, k, v, replayed, scale, *where, window)
+    kept = (o.new_empty(0), lse.new_empty(0)) if replayed else (o.detach(), lse)
+    return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
+
+
+@custom_op("zeco::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    replayed: list[Tensor],
+    scale: float,
+    method: str,
+    offset: int,
+    seq_len: int,
+    borders: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `replayed`: both, or nothing."""
+    if replayed:
+        # The outputs of a custom op must not alias its inputs.
+        o, lse = (tensor.clone() for tensor in replayed)
+        return o, lse
+    span = Span(offset, offset + q.shape[1], borders, window)
+    o, lse = attention_of(method).forward(q, k, v, span, seq_len, scale)
+    return o.contiguous(), lse.contiguous()
+
+
+@_attend.register_fake
+def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=accumulation_dtype(q.dtype))
+
+
+@custom_op("zeco::attend_backward", mutates_args=())
+def _attend_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    method: str,
+    offset: int,
+    seq_len: int,
+    borders: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    span = Span(offset, offset + q.shape[1], borders, window)
+    grads = attention_of(method).backward(do, q, k, v, Attended(o, lse), span, seq_len, scale)
+    dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+@_attend_backward.register_fake
+def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, _, *settings = inputs
+    *where, borders, window = settings
+    ctx.save_for_backward(q, k, v, *output, borders)
+    ctx.mark_non_differentiable(output[1])
+    ctx.where, ctx.window = where, window
+
+
+def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, borders = ctx.saved_tensors
+    grads = _attend_backward(do.contiguous(), *tensors, *ctx.where, borders, ctx.window)
+    return *grads, None, None, None, None, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,53 @@
+"""Consecutive queries of a sequence and the keys that each of them reads.
+
+A query reads the keys from the start of its document, or from `window` − 1 tokens before it if that is later, up to its
+own. So one position per query describes every mask here: the first key that it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries [start, stop) of a sequence.
+
+    Attributes:
+        start, stop: positions of the first query, and after the last.
+        borders: [documents + 1] int64 on the CPU, borders of all documents of the sequence, from 0 to its length; None:
+            the sequence is one document.
+        window: keys that a query reads at most, itself among them; None: no limit.
+    """
+
+    start: int
+    stop: int
+    borders: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def first_key(self) -> int:
+        """Position of the first key that any of these queries reads."""
+        return int(self.first_keys()[0]) if self.stop > self.start else self.start
+
+    def first_keys(self) -> Tensor:
+        """[queries] int64 on the CPU: position of the first key that each query reads; it never falls."""
+        positions = torch.arange(self.start, self.stop)
+        first = torch.zeros_like(positions)
+        if self.borders is not None:
+            first = self.borders[torch.searchsorted(self.borders, positions, right=True) - 1]
+        return first if self.window is None else torch.maximum(first, positions - (self.window - 1))
+
+    def part(self, start: int, stop: int) -> Span:
+        """The queries [start, stop) of these."""
+        return Span(start, stop, self.borders, self.window)
+
+    def visible(self, key_start: int, key_stop: int, device: torch.device) -> Tensor:
+        """[queries, keys] bool: which keys [key_start, key_stop) each query reads."""
+        keys = torch.arange(key_start, key_stop, device=device)
+        positions = torch.arange(self.start, self.stop, device=device)
+        first = self.first_keys().to(device)
+        return (keys >= first[:, None]) & (keys <= positions[:, None])

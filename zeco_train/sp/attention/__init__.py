@@ -1,0 +1,1 @@
+"""Softmax attention over the shards of a sequence: one method a file, see `registry`."""

@@ -1,0 +1,143 @@
+"""Every rank gets the keys and values that its queries read (LASP-2H; Llama 3), and no others.
+
+Causal queries of consecutive tokens differ in work: the last rank's read P times as many keys as the first's. So each
+shard is cut in halves, 2P in all, and rank r computes the queries of halves r and 2P − 1 − r, whose keys number the same
+for every r. Queries and outputs travel for that; the tokens of the other layers stay where they are.
+
+With a window, ranks are equal as they are: each computes its own queries, and receives the few keys before its tokens.
+
+Memory: the keys and values that a rank reads, without a window those of the whole sequence. In the backward pass they
+are fetched again, and each rank's gradients of them go back to the owners, which add them up in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeco_train.collectives.wire import Wire
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.sdpa import attend, attend_backward
+from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.method import MethodSpec, ShardedAttention
+from zeco_train.sp.attention.routes import Range, Routes
+
+
+class _Work(NamedTuple):
+    """What each rank computes: `own`, its tokens; `computed`, spans of queries; `keys`, the range that these read."""
+
+    own: Sequence[Span]
+    computed: Sequence[Sequence[Span]]
+    keys: Sequence[Range]
+
+    @property
+    def held(self) -> list[list[Range]]:
+        return [[(span.start, span.stop)] for span in self.own]
+
+    @property
+    def queries(self) -> list[list[Range]]:
+        return [[(span.start, span.stop) for span in spans] for spans in self.computed]
+
+
+class AllGather(ShardedAttention):
+    """See the module.
+
+    Args:
+        wire: see `ShardedAttention`.
+        paired: compute two halves on each rank, where there is no window; otherwise each rank's own queries.
+    """
+
+    def __init__(self, wire: Wire, *, paired: bool = True) -> None:
+        super().__init__(wire)
+        self._paired = paired and wire.size > 1
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        work = self._work(span, seq_len)
+        keys = self._routes(work.held, [[keys] for keys in work.keys])
+        arriving = keys.start([k, v], "keys and values")
+        (q,) = self._to_computing(work, [q])
+        k, v = arriving.wait()
+        found = [
+            attend(part, k, v, of_part, work.keys[self.wire.rank][0], scale)
+            for part, of_part in zip(self._cut(q, work), work.computed[self.wire.rank], strict=True)
+        ]
+        o, lse = (torch.cat(tensors, 1) for tensors in zip(*((x.o, x.lse.mT) for x in found), strict=True))
+        if not self._is_paired(span):
+            return Attended(o, lse.mT)
+        back = self._routes(work.queries, work.held)
+        arriving = [back.start([tensor], what) for tensor, what in ((o, "outputs"), (lse, "log-sum-exps"))]
+        (o,), (lse,) = (each.wait() for each in arriving)
+        return Attended(o, lse.mT)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        work, rank = self._work(span, seq_len), self.wire.rank
+        wanted = [[keys] for keys in work.keys]
+        arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
+        q, do, o = self._to_computing(work, [q, do, attended.o])
+        (lse,) = self._to_computing(work, [attended.lse.mT])
+        k, v = arriving.wait()
+        wide, dqs = accumulation_dtype(q.dtype), []
+        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+        for dop, qp, op, lsep, of_part in zip(*(self._cut(x, work) for x in (do, q, o, lse)), work.computed[rank], strict=True):
+            found = Attended(op, lsep.mT)
+            dqp, dkp, dvp = attend_backward(dop, qp, k, v, found, of_part, work.keys[rank][0], scale)
+            dqs.append(dqp)
+            dk += dkp
+            dv += dvp
+        arriving = self._routes(wanted, work.held).start([dk, dv], "gradients of keys and values")
+        dq = torch.cat(dqs, 1)
+        if self._is_paired(span):
+            (dq,) = self._routes(work.queries, work.held).start([dq], "gradients of queries").wait()
+        dk, dv = arriving.wait(add=True)
+        return dq, dk, dv
+
+    def _is_paired(self, span: Span) -> bool:
+        return self._paired and span.window is None
+
+    def _work(self, span: Span, seq_len: int) -> _Work:
+        own = self.spans(span, seq_len)
+        computed = [[each] for each in own]
+        if self._is_paired(span):
+            halves = [half for each in own for half in _halves(each)]
+            computed = [[halves[rank], halves[-1 - rank]] for rank in range(self.wire.size)]
+        keys = [(min(part.first_key for part in parts), max(part.stop for part in parts)) for parts in computed]
+        return _Work(own, computed, keys)
+
+    def _routes(self, held: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]) -> Routes:
+        return Routes(self.wire, held, wanted)
+
+    def _to_computing(self, work: _Work, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors of this rank's queries → of those that it computes."""
+        if not self._is_paired(work.own[0]):
+            return tensors
+        return self._routes(work.held, work.queries).start(tensors, "queries").wait()
+
+    def _cut(self, x: Tensor, work: _Work) -> Sequence[Tensor]:
+        return x.split([span.stop - span.start for span in work.computed[self.wire.rank]], 1)
+
+
+def _halves(span: Span) -> tuple[Span, Span]:
+    middle = (span.start + span.stop) // 2
+    return span.part(span.start, middle), span.part(middle, span.stop)
+
+
+def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
+    queries = 2 * heads * head_dim * tokens * (1 - 1 / ranks)
+    return (ranks - 1) * tokens * 2 * key_heads * head_dim + queries
+
+
+ALL_GATHER = MethodSpec(
+    name="all_gather",
+    description="every rank gets the keys and values that it needs; queries travel in pairs, so that no rank waits",
+    build=AllGather,
+    heads_problem=lambda heads, key_heads, ranks: None,
+    elements_sent=_elements_sent,
+)

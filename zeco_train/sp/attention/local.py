@@ -1,0 +1,23 @@
+"""Softmax attention on one rank that has the whole sequence."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.sdpa import attend, attend_backward
+from zeco_train.ops.softmax.span import Span
+
+
+class LocalAttention:
+    """An `AttentionMethod` over one rank."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        return attend(q, k, v, span, span.start, scale)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        return attend_backward(do, q, k, v, attended, span, span.start, scale)
