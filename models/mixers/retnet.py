@@ -83,6 +83,8 @@ class MultiScaleRetention(Mixer):
             "use_output_gate": (True, "no output gate"),
             "use_short_conv": (False, "short convolutions before the operator"),
         },
+        equals={"num_kv_heads": "num_heads"},
+        most={"head_k_dim": 256},
         written={
             "attn_mode": "chunk",
             "feature_map": None,
