@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.activations import TokenTensor
 from models.config import LanguageModelConfig
@@ -15,10 +18,12 @@ from models.mixers.linear import LinearAttentionConfig
 from models.mixers.mamba2 import _STATE_TOKENS, _SUMMED_CHANNELS, Mamba2Config
 from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS, mixer_of
-from tests.support.distributed import run_distributed
 from tests.support.planning import make_case, saved_bytes
+from zeco_train.config.schema import Dtype
+from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import _walk_bytes, kept_bytes_per_token
 
@@ -42,34 +47,38 @@ def _on(device: str, config: LanguageModelConfig) -> tuple[list[TokenTensor], li
     return kept, gradients
 
 
-def _saved_with_kernels(rank: int, world_size: int) -> dict[str, float]:
-    """Bytes per token that autograd keeps of a block in fp32, by mixer, with the interpreted kernels."""
+def _saving_like(kernels: Passes, plain: Passes) -> Passes:
+    """Passes in PyTorch whose forward pass saves tensors of the kernels' shapes."""
+
+    def forward(operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
+        done: Any = plain.forward(operands, scale, pieces)
+        done.saved = kernels.saved_like(operands)
+        return done
+
+    return kernels._replace(forward=forward)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+@pytest.mark.parametrize("name", ONE_DECAY)
+def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
+    """To the byte, without a compiler; that kernels save what they promise is tested with them."""
     from zeco_train.ops.scalar_decay import cuda
 
-    plain, found = cuda.options_for, {}
+    pairs = {"fixed_decay": (cuda.CUDA_FIXED, CHUNKED_FIXED), "scalar_decay": (cuda.CUDA_SCALAR, CHUNKED_SCALAR)}
+    saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
     with_kernels = {
-        name: dataclasses.replace(OPERATORS[name], select=lambda operands, passes=passes: passes)
-        for name, passes in (("fixed_decay", cuda.CUDA_FIXED), ("scalar_decay", cuda.CUDA_SCALAR))
+        operator: dataclasses.replace(OPERATORS[operator], select=lambda operands, passes=passes: passes)
+        for operator, passes in saving.items()
     }
+    config, plain = MIXERS[name].config_class(num_layers=1), cuda.options_for
     with (
         mock.patch.dict(OPERATORS, with_kernels),
         # One program walks over all tokens, so the states that it starts from do not depend on their number.
         mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=1)),
     ):
-        for name in ONE_DECAY:
-            config = MIXERS[name].config_class(num_layers=1)
-            short, long = (saved_bytes(config, torch.float32, Recompute.none, False, tokens) for tokens in (64, 128))
-            found[name] = (long - short) / 64
-    return found
-
-
-def test_activations_are_what_autograd_keeps_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte, without a compiler."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = run_distributed(_saved_with_kernels, 1, fresh=True)[0]
-    for name in ONE_DECAY:
-        case = _case(MIXERS[name].config_class(num_layers=1), "train.dtype=fp32")
-        assert found[name] == kept_bytes_per_token(case, case.block(0)), name
+        short, long = (saved_bytes(config, dtype.compute, Recompute.none, False, tokens) for tokens in (128, 384))
+    case = _case(config, f"train.dtype={dtype.value}")
+    assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
 
 
 def test_retnet_keeps_no_scores_or_chunk_states_on_gpus() -> None:
