@@ -12,6 +12,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Derived:
+    """A key that the library computes from others.
+
+    Attributes:
+        source: the key that decides it, for messages.
+        value: the values by our names → the key's value, or None if they do not determine it.
+        allowed: values of `source` that do.
+    """
+
+    source: str
+    value: Callable[[Mapping[str, Any]], int | None]
+    allowed: str
+
+
+@dataclass(frozen=True)
 class FlaFormat:
     """The class for a language model with this mixer, and the mixer-specific keys of its config.json.
 
@@ -27,14 +42,15 @@ class FlaFormat:
         pairs: keys that are a list of two numbers, with the library's defaults.
         optional: numeric keys that may be null, with their type.
         optional_defaults: the library's defaults of `optional` and of hidden_ratio, where they differ from null and 4.
-        derived: `optional` keys that the library computes from the others where they are null: the values by our names
-            → the value, or None if they do not determine it.
+        derived: `optional` keys that the library computes from others.
         switches: boolean keys, with the library's defaults.
         choices: keys that are null or the name of an Enum member.
         choice_defaults: fla's defaults of `choices`, where that is not null; null is refused then.
         aliases: alternative names for values of `choices`.
         fixed: fields that the library's model hard-codes and its configuration cannot change, with their value.
         refused: keys with the only value that our model supports, and the meaning of any other value.
+        equals: keys of `refused` that may also have the value of another key, one of `numbers`.
+        most: numbers of our model's shape that the library's model bounds, with the largest; on export.
         written: keys that are written to the file but not read.
         copies: keys that are written once more under a second name, for another library that reads the file.
         plain_norm: parameter name parts, ours → those of a file with `fuse_norm` false.
@@ -51,13 +67,15 @@ class FlaFormat:
     pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     optional: Mapping[str, type] = field(default_factory=dict)
     optional_defaults: Mapping[str, int] = field(default_factory=dict)
-    derived: Mapping[str, Callable[[Mapping[str, Any]], int | None]] = field(default_factory=dict)
+    derived: Mapping[str, Derived] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     choices: Mapping[str, type[Enum]] = field(default_factory=dict)
     choice_defaults: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, Enum] = field(default_factory=dict)
     fixed: Mapping[str, int | float] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    equals: Mapping[str, str] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     plain_norm: Mapping[str, str] = field(default_factory=dict)

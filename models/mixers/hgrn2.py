@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
-from models.fla import FlaFormat
+from models.fla import Derived, FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
 from models.modules import RMSNorm
 from models.parameters import ParameterRule
@@ -85,8 +85,11 @@ def lower_bounds(parameter: Tensor) -> Tensor:
 
 
 def _num_heads(values: Mapping[str, Any]) -> int | None:
-    """Heads as fla's configuration derives them where it names none."""
-    return values["hidden_size"] // values["expand_ratio"] if values["expand_ratio"] else None
+    """Heads as fla's layers have them: with an `expand_ratio`, whatever `num_heads` says."""
+    width, ratio = values["hidden_size"], values["expand_ratio"]
+    if ratio is None:
+        return values["num_heads"]
+    return width // ratio if ratio > 0 and width % ratio == 0 else None
 
 
 class HGRN2(Mixer):
@@ -105,7 +108,9 @@ class HGRN2(Mixer):
         title="HGRN2 (Qin et al., 2024, arXiv 2404.07904)",
         optional={"num_heads": int, "expand_ratio": int},
         optional_defaults={"expand_ratio": 128},
-        derived={"num_heads": _num_heads},
+        derived={
+            "num_heads": Derived("expand_ratio", _num_heads, "must divide hidden_size, or be null beside num_heads")
+        },
         refused={
             "use_lower_bound": (True, "no lower bounds of the forget gates"),
             "use_short_conv": (False, "short convolutions before the operator"),

@@ -100,6 +100,7 @@ class LinearAttention(FeatureMapAttention):
             "norm_q": (False, "queries divided by their sum"),
             "norm_k": (False, "keys divided by their sum"),
         },
+        equals={"num_kv_heads": "num_heads"},
         written={"attn_mode": "chunk", "norm_q": False, "norm_k": False, "tie_feature_map_qk": False},
         keys={"normaliser": "norm_feature_map"},
     )

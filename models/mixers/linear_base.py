@@ -133,13 +133,14 @@ class FeatureMapAttention(Mixer):
     def activations(self) -> Activations:
         """Activations that autograd and the compiler's partitioner save.
 
-        On GPUs the operator keeps the scores, in PyTorch it recomputes them.
+        The operator's kernels keep neither scores nor states of chunks.
         """
         ((heads, key_dim, columns),) = self.state_shapes
         keys, wide_values, values = heads * key_dim, heads * columns, heads * self.head.value
         scores, states = heads * CHUNK, heads * key_dim * columns // CHUNK
         if not self.config.causal:
             scores = states = 0
+        in_pytorch = not OPERATORS[self.operator].has_kernels_for(key_dim, columns)
         of_normaliser = (
             TokenTensor("1 / normaliser", heads, wide=True, compiled=False),
             # From which the compiler divides again.
@@ -154,18 +155,17 @@ class FeatureMapAttention(Mixer):
             *of_normaliser * self.has_normaliser,
             TokenTensor("o", values),
             *of_norm * (self.norm is not None),
-            TokenTensor("scores", scores, cpu=False),
         )
         gradients = (
             TokenTensor("gradient of o", wide_values),
             TokenTensor("gradient of the features of q", keys),
             TokenTensor("gradient of the features of k", keys),
             TokenTensor("gradient of v", wide_values),
-            TokenTensor("states", states),
-            TokenTensor("gradients of states", states),
+            TokenTensor("states", states, gpu=in_pytorch),
+            TokenTensor("gradients of states", states, gpu=in_pytorch),
             # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of q, k, v, do", 2 * (keys + wide_values), wide=True, gpu=False),
-            TokenTensor("scores and their gradients", scores, wide=True, gpu=False),
+            TokenTensor("chunks of q, k, v, do", 2 * (keys + wide_values), wide=True, gpu=in_pytorch),
+            TokenTensor("scores and their gradients", scores, wide=True, gpu=in_pytorch),
         )
         traffic = (
             Traffic("feature map", heads * (self.head.query + key_dim), 2, 3),

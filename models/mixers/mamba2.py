@@ -32,6 +32,9 @@ from zeco_train.ops.seam import Boundary, Crossing, Place
 
 # Initial values of exp(A_log), as in the paper's code and in flash-linear-attention.
 _A_RANGE = (1.0, 16.0)
+# For the gradient of the decays, the operator's kernels keep a state every so many tokens, and sums over so many
+# channels of the keys (zeco_train/kernels/scalar_decay/tuning.py).
+_STATE_TOKENS, _SUMMED_CHANNELS = 4 * CHUNK, 64
 
 
 @dataclass
@@ -309,10 +312,17 @@ class Mamba2(Mixer):
         return OperatorFLOPs(*map(sum, zip(*both, strict=True)))
 
     def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save; a clamp of the time steps is not counted."""
+        """Activations that autograd and the compiler's partitioner save; a clamp of the time steps is not counted.
+
+        The operator's kernels keep neither scores nor states of chunks. They sum the gradients of keys and queries over
+        the heads of a group afterwards, before there are gradients of values.
+        """
         config = self.config
         inner, channels, heads = config.inner_dim, config.conv_dim, config.num_heads
         keys, states = config.group_dim, inner * config.state_size // CHUNK
+        in_pytorch = not OPERATORS["scalar_decay"].has_kernels_for(config.state_size, config.head_dim)
+        by_head = heads * config.state_size * (config.n_groups < heads)
+        sums = 3 * heads * -(-config.state_size // _SUMMED_CHANNELS)
         kept = (
             TokenTensor("z", inner),
             TokenTensor("input of the convolution", channels),
@@ -327,6 +337,14 @@ class Mamba2(Mixer):
             TokenTensor("1 / rms of o", config.n_groups, wide=True),
             TokenTensor("o gated and normed", inner),
         )
+        of_kernels = (
+            # Their memory then serves the gradient of the values times time steps.
+            TokenTensor("gradient of the keys by head, beyond that of the values", max(0, by_head - inner), cpu=False),
+            TokenTensor(
+                "states for the gradient of the log-decays", inner * config.state_size // _STATE_TOKENS, cpu=False
+            ),
+            TokenTensor("sums of q ⊙ dq and k ⊙ dk", sums, wide=True, cpu=False),
+        )
         gradients = (
             TokenTensor("gradient of o", inner),
             TokenTensor("gradient of z", inner),
@@ -334,12 +352,15 @@ class Mamba2(Mixer):
             TokenTensor("gradient of the values", inner),
             TokenTensor("gradients of keys and queries", 2 * keys),
             TokenTensor("gradient of the log-decays", heads, wide=True),
-            TokenTensor("states", states),
-            TokenTensor("gradients of states", states),
+            TokenTensor("states", states, gpu=in_pytorch),
+            TokenTensor("gradients of states", states, gpu=in_pytorch),
             # The PyTorch operator makes fp32 copies of all its tensors.
-            TokenTensor("chunks of values and their gradients", 2 * inner, wide=True, gpu=False),
-            TokenTensor("chunks of keys and queries", 2 * keys, wide=True, gpu=False),
-            TokenTensor("decays and scores in chunks, and their gradients", 3 * heads * CHUNK, wide=True, gpu=False),
+            TokenTensor("chunks of values and their gradients", 2 * inner, wide=True, gpu=in_pytorch),
+            TokenTensor("chunks of keys and queries", 2 * keys, wide=True, gpu=in_pytorch),
+            TokenTensor(
+                "decays and scores in chunks, and their gradients", 3 * heads * CHUNK, wide=True, gpu=in_pytorch
+            ),
+            *of_kernels * (not in_pytorch),
         )
         traffic = (
             Traffic("convolution", channels, 2, 5),

@@ -28,6 +28,10 @@ ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)
 # [B, H, K, V]: odd sizes, several tiles a rank, and fewer tiles than ranks.
 SHAPES = ((2, 3, 5, 7), (1, 4, 8, 16), (1, 1, 3, 1))
 SMALLEST = SHAPES[-1:]
+# (carry_in given, carry_out wanted)
+CARRIES = tuple(itertools.product((False, True), repeat=2))
+
+UNEVEN_SCANS = 30
 
 
 class Lane:
@@ -71,14 +75,11 @@ def suite(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int], .
             arena.TwoShotCapacity: arena.TwoShotCapacity(1, 1, 1, 1, 1),
             arena.ChainCapacity: arena.ChainCapacity(1, 1),
         }
-    flags = (False, True)
-    # The quick suite has only the case with both carries, not all four.
-    carries = (True,) if shapes == SMALLEST else flags
-    for reverse in flags:
+    for reverse in (False, True):
         lane = Lane(reverse)
-        for seed, (algorithm, shape, with_carry, want_carry) in enumerate(
-            itertools.product(ALGORITHMS, shapes, carries, carries)
-        ):
+        for seed, (algorithm, (number, shape)) in enumerate(itertools.product(ALGORITHMS, enumerate(shapes))):
+            # The shapes and both directions have all four cases of carries; the smallest shape alone has both carries.
+            with_carry, want_carry = CARRIES[(number + len(shapes) * reverse) % 4] if len(shapes) > 1 else (True, True)
             dtype = torch.float64 if seed % 3 == 0 else torch.float32
             case = f"{algorithm} {reverse=} {shape} {dtype} {with_carry=} {want_carry=}"
             pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts=True)
@@ -99,16 +100,16 @@ def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
     """Consecutive scans of changing shapes, algorithms and capacities, with random delays on the ranks."""
     common, own = random.Random(0), random.Random(rank)
     pending: list[tuple[Pairs, PendingScan, bool, str]] = []
-    for number in range(60):
+    for number in range(UNEVEN_SCANS):
         # Small shapes first: later ones exceed the capacity of the first arenas.
-        shape, algorithm = common.choice(SHAPES[::-1][: 1 + number // 15]), common.choice(ALGORITHMS)
+        shape, algorithm = common.choice(SHAPES[::-1][: 1 + 4 * number // UNEVEN_SCANS]), common.choice(ALGORITHMS)
         pairs = Pairs.make(number, world_size, shape, torch.float32, False, number % 2 == 0)
         if own.random() < 0.2:
             time.sleep(0.05 * own.random())
         want_carry = common.random() < 0.3
         scan = pairs.launch(lane, algorithm, rank, "cpu", want_carry)  # type: ignore[arg-type]
         pending.append((pairs, scan, want_carry, f"scan {number}, {algorithm} {shape} {want_carry=}"))
-        if len(pending) == 3 or number == 59:
+        if len(pending) == 3 or number == UNEVEN_SCANS - 1:
             for pairs, scan, want_carry, case in pending:
                 check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, lane.reverse), case)
                 if want_carry:

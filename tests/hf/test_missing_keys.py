@@ -84,11 +84,14 @@ def test_files_as_the_library_writes_them_without_defaults(name: str, keys: dict
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"expand_ratio": None}, "num_heads=None: the other keys do not determine it"),
-        ({"expand_ratio": 0}, "num_heads=None: the other keys do not determine it"),
-        ({"expand_ratio": 4096}, "model.num_heads=0: must be a whole number ≥ 1"),
-        # fla's layers take 16 heads here, although its configuration says 8.
-        ({"num_heads": 8}, "model.expand_ratio=128: must be hidden_size / num_heads = 256, or null"),
+        ({"expand_ratio": None}, "expand_ratio=None: must divide hidden_size, or be null beside num_heads"),
+        ({"expand_ratio": 0}, "expand_ratio=0: must divide"),
+        ({"expand_ratio": 0, "num_heads": 8}, "expand_ratio=0: must divide"),
+        ({"expand_ratio": -128}, "expand_ratio=-128: must divide"),
+        ({"expand_ratio": 4096}, "expand_ratio=4096: must divide"),
+        ({"hidden_size": 96, "expand_ratio": 40}, "expand_ratio=40: must divide"),
+        # The default of 128 holds.
+        ({"hidden_size": 96, "num_heads": 8}, "expand_ratio=128: must divide"),
     ],
 )
 def test_heads_of_hgrn2_that_no_key_determines_are_refused(keys: dict[str, Any], message: str) -> None:

@@ -138,8 +138,8 @@ def test_mistakes_end_in_one_line(
 @pytest.mark.processes
 @pytest.mark.slow
 def test_losses_of_mixers_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
-    options = ["--mixers", "gla", "retnet", "mamba2", "--steps", "3", "--folder", str(tmp_path), "--minutes", "15"]
+    options = ["--mixers", "retnet", "mamba2", "--steps", "2", "--folder", str(tmp_path), "--minutes", "15"]
     assert main([*options, "--", *SETTINGS]) == 0
     rows = list(csv.DictReader((tmp_path / "family.csv").read_text().splitlines()))
-    assert [row["mixer"] for row in rows] == ["gla", "retnet", "mamba2"]
+    assert [row["mixer"] for row in rows] == ["retnet", "mamba2"]
     assert all(float(row["difference"]) < 1e-12 for row in rows)

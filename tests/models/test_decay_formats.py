@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn import functional as F
 
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
@@ -21,7 +19,7 @@ from models.mixers.lightning import LightningAttention, LightningConfig
 from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS, mixer_of
 from models.spec import ModelSpec, spec_of
-from tests.support.fla_reference import use_references
+from tests.support.fla_reference import use_decay_references
 from zeco_train.ops.seam import Boundary, Place, SequenceShard, handle_of
 from zeco_train.sp.dp import LocalScan
 
@@ -96,42 +94,6 @@ def test_parameter_names_and_shapes_equal_fla(name: str) -> None:
     assert shapes(dict(ours.named_parameters())) == shapes(dict(theirs.named_parameters()))
 
 
-def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fla's RetNet and HGRN2 compute without Triton, in fp32, for up to 64 tokens at once."""
-    use_references(monkeypatch)
-    hgrn2, retention, rotary, norm, naive, gla = (
-        importlib.import_module(f"fla.{name}")
-        for name in (
-            "layers.hgrn2",
-            "layers.multiscale_retention",
-            "modules.rotary.ops",
-            "modules.norm.layernorm",
-            "ops.retention.naive",
-            "ops.gla.naive",
-        )
-    )
-
-    def recurrent_retention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return naive.naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), None
-
-    def recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return gla.naive_recurrent_gla(q, k, v, gk)[0], None
-
-    def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, **_: Any) -> Tensor:
-        return rotary.rotary_embedding_ref(x, cos[: x.shape[1]], sin[: x.shape[1]], interleaved)
-
-    eps = inspect.signature(hgrn2.rms_norm_linear).parameters["eps"].default
-
-    def norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: None, weight: Tensor, bias: None) -> Tensor:
-        return F.linear(norm.rms_norm_ref(x, norm_weight, norm_bias, eps=eps), weight, bias)
-
-    monkeypatch.setattr(retention, "fused_recurrent_retention", recurrent_retention)
-    monkeypatch.setattr(rotary, "rotary_embedding", rotary_embedding)
-    monkeypatch.setattr(hgrn2, "fused_recurrent_gla", recurrent_gla)
-    monkeypatch.setattr(hgrn2, "rms_norm_linear", norm_linear)
-    monkeypatch.setattr(hgrn2, "swish", F.silu)
-
-
 def large_weights(model: LanguageModel) -> None:
     """Larger than initialised and no weight at 1 or 0, so that every path matters."""
     model.init_weights(0)
@@ -144,7 +106,7 @@ def large_weights(model: LanguageModel) -> None:
 @pytest.mark.parametrize("mixer", SMALL)
 def test_logits_equal_fla(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fla's model with its Triton kernels replaced by fla's plain references, and with our weights."""
-    replace_kernels(monkeypatch)
+    use_decay_references(monkeypatch)
     config = SMALL[mixer]
     ours = ModelSpec(config).build()
     large_weights(ours)

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.kernel_cases import KernelCase, both_passes, kernel_errors, relative_error
+from tests.support.kernel_cases import (
+    SHARED_MEMORY,
+    KernelCase,
+    both_passes,
+    compiling,
+    kernel_errors,
+    relative_error,
+)
 from tests.support.waiting import ENOUGH
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
@@ -86,8 +93,6 @@ def test_kernels_match_fp64_under_interpreter(names: list[str], monkeypatch: pyt
         assert len(errors) == 8
 
 
-# Limit of shared memory per program in bytes, by architecture.
-SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
 COMPILED = {
     "sm_90, the paper's heads": (90, torch.bfloat16, KernelCase((1, 192, 2, 64, 128))),
     "sm_90, wide keys": (90, torch.bfloat16, KernelCase((1, 192, 2, 128, 128))),
@@ -99,38 +104,17 @@ COMPILED = {
 
 def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     """Shared memory of each kernel by case, compiled for GPUs that this machine need not have."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import JITFunction, driver
-
     from zeco_train.kernels.gla import tuning
     from zeco_train.ops.gla import cuda
 
     cpu, found = torch.device("cpu"), {}
     for name, (capability, dtype, case) in COMPILED.items():
-        shared: dict[str, int] = {}
-
-        def compiled(kernel: Any, grid: Any, shared: dict[str, int] = shared) -> Any:
-            def launch(*arguments: Any, **constants: Any) -> None:
-                made = kernel.warmup(*arguments, grid=grid, **constants)
-                shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
-
-            return launch
-
-        target, architecture = GPUTarget("cuda", capability, 32), divmod(capability, 10)
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda target=target: target,
-                get_current_device=lambda: 0,
-                get_current_stream=lambda device: 0,
-            )
-        )
-        tensors = case.tensors(dtype, cpu)
+        tensors, architecture = case.tensors(dtype, cpu), divmod(capability, 10)
         with (
-            mock.patch.object(JITFunction, "__getitem__", compiled),
+            compiling(capability) as found[name],
             mock.patch.object(cuda, "options_for", lambda k, v, a=architecture: tuning.find(a, k.dtype, k.shape[3])),
         ):
             both_passes(cuda.CUDA, tensors, case.pieces(cpu), 1.0)
-        found[name] = shared
     return found
 
 

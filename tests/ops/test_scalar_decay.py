@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from unittest import mock
 
 import pytest
 import torch
@@ -11,60 +10,23 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ops.test_ops import DOCUMENTS, cut
+from tests.support.scalar_cases import HEADS, KEY_DIM, VALUE_DIM, Case, log_decays, make
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
-from zeco_train.ops.mix import mix
-from zeco_train.ops.passes import Operator, Passes
-from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.passes import Operator
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
-from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
+from zeco_train.ops.scalar_decay.chunked import CHUNKED_SCALAR
 from zeco_train.ops.scalar_decay.flops import forward_flops, recomputed_flops
-from zeco_train.ops.seam import SequenceShard
-from zeco_train.ops.selection import has_kernels, head_dims_fit
-from zeco_train.sp.dp import LocalScan
 
 pytestmark = pytest.mark.numeric
 
-HEADS, KEY_DIM, VALUE_DIM, SCALE = 6, 5, 7, 0.7
+SCALE = 0.7
 # Relative to the largest element: sums of some hundred terms of order one; measured at most 3e-15.
 TOLERANCE = 1e-13
 BOTH = pytest.mark.parametrize("operator", [SCALAR_DECAY, FIXED_DECAY], ids=["scalar", "fixed"])
 DECAYS = ("none", "weak", "mixed", "strong", "underflow")
-
-# q, k, v, g or log_decay; R; do; D_in.
-Case = tuple[list[Tensor], Tensor, Tensor, Tensor]
-
-
-def log_decays(decay: str, *shape: int, generator: torch.Generator) -> Tensor:
-    strength = torch.rand(*shape, generator=generator, dtype=torch.float64)
-    match decay:
-        case "none":
-            return torch.zeros_like(strength)
-        case "weak":
-            return -0.02 * strength
-        case "strong":
-            return -50.0 * strength
-        case "underflow":  # about every third token forgets all: its decay is 0 in fp64
-            return -0.1 * strength - 2000.0 * (strength < 0.3)
-        case _:  # from none through e^-50 a token, another strength for every head
-            return -torch.tensor([0.0, 0.05, 1.0, 50.0, 0.3, 4.0], dtype=torch.float64)[: shape[-1]] * strength
-
-
-def make(
-    operator: Operator, num_tokens: int, decay: str = "mixed", groups: int = 2, batch: int = 1, heads: int = HEADS
-) -> Case:
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    tokens, state = (batch, num_tokens), (batch, heads, KEY_DIM, VALUE_DIM)
-    q, k = (random(*tokens, groups, KEY_DIM) for _ in range(2))
-    v, do = (random(*tokens, heads, VALUE_DIM) for _ in range(2))
-    of_decay = (heads,) if operator is FIXED_DECAY else (*tokens, heads)
-    return [q, k, v, log_decays(decay, *of_decay, generator=generator)], random(*state), do, random(*state)
 
 
 def of_tokens(operands: list[Tensor], start: int, stop: int) -> list[Tensor]:
@@ -317,90 +279,3 @@ def test_products_of_forward_pass_equal_flops_and_scores_count_once_a_group(grou
 def test_flops_without_groups_are_those_of_gla() -> None:
     assert forward_flops(4, 32, 16) == forward_flops(4, 32, 16, groups=4) == GLA.forward_flops(4, 32, 16)
     assert recomputed_flops(4, 32, 16) == GLA.recomputed_flops(4, 32, 16)
-
-
-# Selection and mistakes
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_cpu_selects_pytorch_passes(dtype: torch.dtype) -> None:
-    operands = [torch.zeros(1, dtype=dtype)] * 3 + [torch.zeros(1)]
-    assert OPERATORS["scalar_decay"].select(operands) is CHUNKED_SCALAR
-    assert OPERATORS["fixed_decay"].select(operands) is CHUNKED_FIXED
-
-
-def test_fixed_decay_that_requires_a_gradient_is_refused() -> None:
-    operands, *_ = make(FIXED_DECAY, 4)
-    operands[0].requires_grad_()
-    shard = SequenceShard(LocalScan(), 0, 4)
-    o, _ = mix("fixed_decay", operands, shard)
-    o.sum().backward()
-    operands[3].requires_grad_()
-    with pytest.raises(ValueError, match=r"^log_decay: expected a constant, got a tensor that requires a gradient"):
-        mix("fixed_decay", operands, shard)
-
-
-@pytest.mark.parametrize(
-    ("position", "shape", "message"),
-    [
-        (0, (1, 4, 4, KEY_DIM), r"k: expected shape \[B, T, G, K\]"),
-        (2, (1, 4, 5, VALUE_DIM), r"q: expected a number of groups that divides the 5 heads of v, got 2"),
-        (2, (1, 3, HEADS, VALUE_DIM), r"v: expected shape \[B, T, H, V\]"),
-        (3, (1, 4, HEADS, KEY_DIM), r"g: expected shape \[B, T, H\], got"),
-        (3, (1, 4, 5), r"g: expected shape \[B, T, H\] = "),
-    ],
-)
-def test_invalid_shapes_are_named(position: int, shape: tuple[int, ...], message: str) -> None:
-    operands, *_ = make(SCALAR_DECAY, 4)
-    if message.startswith("q"):
-        operands[3] = torch.zeros(1, 4, 5, dtype=torch.float64)
-    operands[position] = torch.zeros(shape, dtype=torch.float64)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        SCALAR_DECAY.naive(*operands)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        CHUNKED_SCALAR.forward(operands, 1.0, None)
-
-
-def test_log_decays_of_other_heads_or_dtypes_are_refused() -> None:
-    operands, *_ = make(FIXED_DECAY, 4)
-    for wrong, message in (
-        (operands[3][:5], r"log_decay: expected shape \[H\] = \[6\], got \[5\]"),
-        (operands[3].bfloat16(), "log_decay: expected float32 or float64"),
-    ):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            CHUNKED_FIXED.forward([*operands[:3], wrong], 1.0, None)
-
-
-def test_kernels_serve_bf16_and_fp32_on_cuda_only() -> None:
-    def on(device: str, dtype: torch.dtype) -> Tensor:
-        return mock.Mock(is_cuda=device == "cuda", dtype=dtype)
-
-    fp32 = on("cuda", torch.float32)
-    assert has_kernels(on("cuda", torch.bfloat16), fp32)
-    assert has_kernels(fp32, fp32)
-    assert not has_kernels(on("cpu", torch.bfloat16), fp32)
-    assert not has_kernels(on("cuda", torch.float64), fp32)
-    assert not has_kernels(fp32, on("cuda", torch.float64))
-
-
-@pytest.mark.parametrize(("name", "passes"), [("scalar_decay", CHUNKED_SCALAR), ("fixed_decay", CHUNKED_FIXED)])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(288, 64), (64, 257)])
-def test_head_dims_above_256_take_pytorch_passes_on_cuda_and_that_is_logged_once(
-    name: str, passes: Passes, key_dim: int, value_dim: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def on_cuda(dtype: torch.dtype, *shape: int) -> Tensor:
-        return mock.Mock(is_cuda=True, dtype=dtype, shape=torch.Size(shape))
-
-    keys, values = (on_cuda(torch.bfloat16, 1, 8, 2, dim) for dim in (key_dim, value_dim))
-    head_dims_fit.cache_clear()
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            assert OPERATORS[name].select([keys, keys, values, on_cuda(torch.float32, 2)]) is passes
-    assert [record.message for record in caplog.records] == [
-        f"no kernels for head dims K {key_dim}, V {value_dim}: at most 256; the operator runs in PyTorch"
-    ]
-
-
-def test_head_dims_up_to_256_have_kernels() -> None:
-    assert head_dims_fit(256, 256, 256)
-    assert not head_dims_fit(257, 16, 256)

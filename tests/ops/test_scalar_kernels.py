@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,58 +15,30 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import run_distributed
-from tests.support.kernel_cases import relative_error
-from zeco_train.ops.documents import find_pieces, find_restarts
+from tests.support.kernel_cases import SHARED_MEMORY, RankCase, compiling, relative_error
+from zeco_train.ops.documents import find_restarts
 
 pytestmark = pytest.mark.numeric
 
 
 @dataclass(frozen=True)
-class ScalarCase:
-    """One rank's tokens.
+class ScalarCase(RankCase):
+    """One rank's tokens, with one decay a head.
 
     Attributes:
         shape: B, T, G, H, K, V.
-        rate: log-decays are uniform from −rate to 0.
-        fixed: they are constant in time.
-        documents: cu_seqlens. before: see `SequenceShard`.
-        reset: the log-decay of every 40th token; None: no resets.
+        fixed: decays are constant in time.
         changes: of the kept `Tuning`; few programs make long segments.
     """
 
-    shape: tuple[int, int, int, int, int, int]
-    rate: float = 0.2
     fixed: bool = False
-    documents: tuple[int, ...] | None = None
-    before: int = 1
-    reset: float | None = None
     changes: tuple[tuple[str, int], ...] = ()
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Random inputs; q, k, v, do are not contiguous, as a projection's output cut into heads may be."""
+        """Random inputs."""
         B, T, G, H, K, V = self.shape
-        generator = torch.Generator().manual_seed(sum(self.shape))
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        keys, values = normal(B, T, G, 2 * K).to(dtype), normal(B, T, H, 2 * V).to(dtype)
-        g = -self.rate * torch.rand((H,) if self.fixed else (B, T, H), generator=generator)
-        if self.reset is not None:
-            g[:, 7::40] = self.reset
-        tensors = {
-            **dict(zip("qk", keys.chunk(2, -1), strict=True)),
-            **dict(zip(("v", "do"), values.chunk(2, -1), strict=True)),
-            "g": g,
-            **{name: normal(B, H, K, V) for name in ("R", "D_in")},
-        }
-        return {name: x.to(device) for name, x in tensors.items()}
-
-    def pieces(self, device: torch.device) -> Tensor | None:
-        """The documents in the operator's format."""
-        if self.documents is None:
-            return None
-        return find_pieces(torch.tensor(self.documents), self.before, self.shape[1], device)
+        of_decays = (H,) if self.fixed else (B, T, H)
+        return self.random((B, T, G, K), (B, T, H, V), of_decays, dtype, device)
 
 
 def _recurrence(operands: Sequence[Tensor], scale: float, state: Tensor, restarts: Tensor | None) -> tuple[Tensor, ...]:
@@ -212,8 +182,6 @@ def test_wrong_operands_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert run_distributed(_refused, 1, fresh=True) == [["q", "k", "decays", "v"]]
 
 
-# Limit of shared memory per program in bytes, by architecture.
-SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
 COMPILED = {
     "sm_90, wide keys": (90, torch.bfloat16, ScalarCase((1, 512, 2, 2, 128, 128))),
     "sm_90, the widest heads": (90, torch.bfloat16, ScalarCase((1, 512, 1, 2, 256, 256), fixed=True)),
@@ -224,40 +192,17 @@ COMPILED = {
 
 def _compiled(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     """Shared memory of each kernel by case, compiled for GPUs that this machine need not have."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import JITFunction, driver
-
     from zeco_train.kernels.scalar_decay import tuning
     from zeco_train.ops.scalar_decay import cuda
 
     cpu, found = torch.device("cpu"), {}
     for name, (capability, dtype, case) in COMPILED.items():
-        shared: dict[str, int] = {}
-
-        def compiled(kernel: Any, grid: Any, shared: dict[str, int] = shared) -> Any:
-            def launch(*arguments: Any, **constants: Any) -> None:
-                made = kernel.warmup(*arguments, grid=grid, **constants)
-                shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
-
-            return launch
-
-        target, kept = (
-            GPUTarget("cuda", capability, 32),
-            tuning.find(divmod(capability, 10), dtype, max(case.shape[4:])),
-        )
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda target=target: target,
-                get_current_device=lambda: 0,
-                get_current_stream=lambda device: 0,
-            )
-        )
+        kept = tuning.find(divmod(capability, 10), dtype, max(case.shape[4:]))
         with (
-            mock.patch.object(JITFunction, "__getitem__", compiled),
+            compiling(capability) as found[name],
             mock.patch.object(cuda, "options_for", lambda k, v, kept=kept: kept),
         ):
             _found(case, case.tensors(dtype, cpu), 1.0, case.pieces(cpu))
-        found[name] = shared
     return found
 
 

@@ -1,10 +1,14 @@
-"""fla's model on a CPU: its Triton kernels replaced by fla's plain reference implementations."""
+"""fla's models on a CPU: their Triton kernels replaced by fla's plain reference implementations."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import types
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,3 +40,52 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fla_layer.ACT2FN, "swish", F.silu)
     # The kernel computes x σ(x) y in this order: `swiglu_fwd_kernel` in fla/modules/activations/ops.py.
     monkeypatch.setattr(fla_mlp, "swiglu_linear", lambda x, y, w, b: F.linear(F.silu(x) * y, w, b))
+    monkeypatch.setattr(fla_mlp, "swiglu", lambda x, y: F.silu(x) * y)
+
+
+def use_decay_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make fla's RetNet and HGRN2 compute without Triton, in fp32, for up to 64 tokens at once."""
+    use_references(monkeypatch)
+    hgrn2, retention, rotary, norm, naive, gla = (
+        importlib.import_module(f"fla.{name}")
+        for name in (
+            "layers.hgrn2",
+            "layers.multiscale_retention",
+            "modules.rotary.ops",
+            "modules.norm.layernorm",
+            "ops.retention.naive",
+            "ops.gla.naive",
+        )
+    )
+
+    def recurrent_retention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return naive.naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), None
+
+    def recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return gla.naive_recurrent_gla(q, k, v, gk)[0], None
+
+    def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, **_: Any) -> Tensor:
+        return rotary.rotary_embedding_ref(x, cos[: x.shape[1]], sin[: x.shape[1]], interleaved)
+
+    eps = inspect.signature(hgrn2.rms_norm_linear).parameters["eps"].default
+
+    def norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: None, weight: Tensor, bias: None) -> Tensor:
+        return F.linear(norm.rms_norm_ref(x, norm_weight, norm_bias, eps=eps), weight, bias)
+
+    monkeypatch.setattr(retention, "fused_recurrent_retention", recurrent_retention)
+    monkeypatch.setattr(rotary, "rotary_embedding", rotary_embedding)
+    monkeypatch.setattr(hgrn2, "fused_recurrent_gla", recurrent_gla)
+    monkeypatch.setattr(hgrn2, "rms_norm_linear", norm_linear)
+    monkeypatch.setattr(hgrn2, "swish", F.silu)
+
+
+def use_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make fla's RetNet and HGRN2, with their references, compute in fp64 what they compute in fp32 in any model.
+
+    That is the operators, the angles and HGRN2's lower bounds. For a short time: `Tensor.float` is replaced.
+    """
+    wide = types.ModuleType("torch")
+    vars(wide).update({**vars(torch), "float": torch.float64, "float32": torch.float64})
+    for name in ("models.hgrn2.modeling_hgrn2", "modules.rotary.ops", "ops.retention.naive", "ops.gla.naive"):
+        monkeypatch.setattr(importlib.import_module(f"fla.{name}"), "torch", wide)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)

@@ -1,9 +1,13 @@
-"""Shared by the operator's kernel tests: cases, and one rank's two passes compared with the PyTorch ones in fp64."""
+"""Shared by the tests of kernels: cases, compiling without a GPU, and a rank's two passes against those in fp64."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,41 +17,47 @@ from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla.chunked import CHUNKED
 from zeco_train.ops.passes import Passes
 
+# Limit of shared memory per program in bytes, by architecture.
+SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
+
 
 @dataclass(frozen=True)
-class KernelCase:
+class RankCase:
     """One rank's tokens.
 
     Attributes:
-        shape: B, T, H, K, V.
+        shape: of the operands, see the subclasses.
         rate: log-decays are uniform from −rate to 0.
         documents: cu_seqlens. before: see `SequenceShard`.
         reset: the log-decay of every 40th token, as users write a reset; None: no resets.
-        programs: number of programs of the walks over chunks; few make long segments.
-        fused: whether dv may be computed in the loop that computes dk.
     """
 
-    shape: tuple[int, int, int, int, int]
+    shape: tuple[int, ...]
     rate: float = 0.2
     documents: tuple[int, ...] | None = None
     before: int = 1
     reset: float | None = None
-    programs: int = 264
-    fused: bool = True
 
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Random inputs; not contiguous, as a projection's output cut into heads may be."""
-        B, T, H, K, V = self.shape
+    def random(
+        self,
+        of_keys: tuple[int, int, int, int],
+        of_values: tuple[int, int, int, int],
+        of_decays: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """Random inputs of those shapes; not contiguous, as a projection's output cut into heads may be."""
+        (*tokens, K), (B, _, H, V) = of_keys, of_values
         generator = torch.Generator().manual_seed(sum(self.shape))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        keys, values = normal(B, T, H, 2 * K).to(dtype), normal(B, T, H, 2 * V).to(dtype)
+        keys, values = normal(*tokens, 2 * K).to(dtype), normal(*of_values[:3], 2 * V).to(dtype)
         tensors = {
             **dict(zip("qk", keys.chunk(2, -1), strict=True)),
             **dict(zip(("v", "do"), values.chunk(2, -1), strict=True)),
-            "g": -self.rate * torch.rand(B, T, H, K, generator=generator),
+            "g": -self.rate * torch.rand(of_decays, generator=generator),
             **{name: normal(B, H, K, V) for name in ("R", "D_in")},
         }
         if self.reset is not None:
@@ -59,6 +69,53 @@ class KernelCase:
         if self.documents is None:
             return None
         return find_pieces(torch.tensor(self.documents), self.before, self.shape[1], device)
+
+
+@dataclass(frozen=True)
+class KernelCase(RankCase):
+    """One rank's tokens, of gated linear attention.
+
+    Attributes:
+        shape: B, T, H, K, V.
+        programs: number of programs of the walks over chunks; few make long segments.
+        fused: whether dv may be computed in the loop that computes dk.
+    """
+
+    programs: int = 264
+    fused: bool = True
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Random inputs."""
+        B, T, H, K, V = self.shape
+        return self.random((B, T, H, K), (B, T, H, V), (B, T, H, K), dtype, device)
+
+
+@contextlib.contextmanager
+def compiling(capability: int) -> Iterator[dict[str, int]]:
+    """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
+
+    Yields the shared memory of each kernel, in bytes per program, by its name.
+    """
+    from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
+    from triton.runtime import JITFunction, driver
+
+    shared: dict[str, int] = {}
+
+    def compiled(kernel: Any, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            made = kernel.warmup(*arguments, grid=grid, **constants)
+            shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
+
+        return launch
+
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    with mock.patch.object(JITFunction, "__getitem__", compiled):
+        yield shared
 
 
 def both_passes(passes: Passes, tensors: dict[str, Tensor], pieces: Tensor | None, scale: float) -> dict[str, Tensor]:

@@ -91,11 +91,7 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     names = record.get("architectures") or [fla.architecture]
     if not (isinstance(names, list | str) and fla.architecture in names):
         raise _refusal(file, "architectures", names, f"only {fla.architecture} can be read")
-    fixed = {name: (value, f"another one than {fla.owner} layer has") for name, value in fla.fixed.items()}
-    for key, (supported, meaning) in {**_REFUSED, **fla.refused, **fixed}.items():
-        value = record.get(key, supported)
-        if value != supported:
-            raise _refusal(file, key, value, f"{meaning}: not supported, only {supported}")
+    _check_refused(file, record, fla)
     values = dict(fla.fixed) | _values(file, _own_names(file, record, fla), fla)
     inner, ratio, is_fused = (values.pop(key, None) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
     try:
@@ -109,6 +105,17 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
         raise ConfigError("config", file, f"is of no model that can be built: {error}") from error
     # Unfused norms have other parameter names in fla.
     return FlaModel(model.canonical(), {**({} if is_fused else fla.plain_norm), **fla.parts})
+
+
+def _check_refused(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> None:
+    """Raise `ConfigError` for the first key with a value that our model does not support."""
+    fixed = {name: (value, f"another one than {fla.owner} layer has") for name, value in fla.fixed.items()}
+    for key, (supported, meaning) in {**_REFUSED, **fla.refused, **fixed}.items():
+        value, same = record.get(key, supported), fla.equals.get(key)
+        if value == supported or (same is not None and value == record.get(same, fla.numbers[same])):
+            continue
+        others = "" if same is None else f" or {same}"
+        raise _refusal(file, key, value, f"{meaning}: not supported, only {supported}{others}")
 
 
 def _own_names(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, Any]:
@@ -137,10 +144,10 @@ def _values(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, 
         if key not in fla.fixed:
             value = record.get(key, defaults.get(key))
             values[key] = None if value is None else _checked(file, key, value, kind)
-    for key, derive in fla.derived.items():
-        values[key] = derive(values) if values[key] is None else values[key]
+    for key, derived in fla.derived.items():
+        values[key] = derived.value(values)
         if values[key] is None:
-            raise _refusal(file, key, None, "the other keys do not determine it")
+            raise _refusal(file, derived.source, values[derived.source], derived.allowed)
     for key, entries in fla.choices.items():
         known = {entry.value: entry for entry in entries} | dict(fla.aliases)
         # Not `in known`, which raises for lists and objects.
@@ -174,6 +181,10 @@ def to_fla(
     for name, value in fla.fixed.items():
         if (own := getattr(model, name)) != value:
             allowed = f"{fla.owner} {fla.name} knows {value} only, so this model cannot be exported"
+            raise ConfigError(f"model.{name}", own, allowed)
+    for name, most in fla.most.items():
+        if (own := getattr(model, name)) > most:
+            allowed = f"{fla.owner} {fla.name} takes at most {most}, so this model cannot be exported"
             raise ConfigError(f"model.{name}", own, allowed)
     own_keys = (*_SAME, *fla.numbers, *fla.pairs, *fla.optional, *fla.switches)
     fields = {key: getattr(model, key) for key in own_keys if key not in fla.fixed}

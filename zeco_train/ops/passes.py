@@ -131,6 +131,7 @@ class Operator:
             halo scan of a shard (`Place.halo`).
         reads_whole: outputs read the state of the whole sequence instead of the state before each token. R, and D_in in
             reverse, is then the scan's `carry_out`: the same on every rank, this rank's own tokens included.
+        largest_head_dim: largest K and V that its kernels on GPUs take; 0: it has none.
     """
 
     operands: tuple[str, ...]
@@ -143,6 +144,7 @@ class Operator:
     output: int = 2
     neighbours: bool = False
     reads_whole: bool = False
+    largest_head_dim: float = 0
 
     def check_carries(self, carry_in: Tensor | None, want_carry: bool) -> None:
         """Refuse states of other segments for an operator that reads the whole sequence.
@@ -153,6 +155,10 @@ class Operator:
         if self.reads_whole and (carry_in is not None or want_carry):
             name = "want_carry" if carry_in is None else "carry_in"
             raise ValueError(f"{name}: an unmasked operator reads the whole sequence at once, not by train.segments")
+
+    def has_kernels_for(self, key_dim: int, value_dim: int) -> bool:
+        """Whether kernels serve these head dims on GPUs; if not, the passes in PyTorch do, as on CPUs."""
+        return max(key_dim, value_dim) <= self.largest_head_dim
 
     def state_shape(self, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
         """(B, H, K, V)."""

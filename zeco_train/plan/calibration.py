@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# The operator's forward pass on GPUs keeps the initial states of its walks: this many tiles [K, V] over all heads.
-WALKS = 264
 # Tokens whose logits exist at a time, on CPUs and on GPUs (`zeco_train/ops/loss.py`).
 LOSS_CHUNK = {True: 2048, False: 8192}
 
@@ -38,6 +36,24 @@ MANY_TENSORS = 0.75
 # matrix products and the operator in a step relative to that alone: on an H200 0.92 in the first steps of a cool one
 # (products 148 ms instead of 137, gla_1b with 16,384 tokens), 0.81 under sustained load (169 ms).
 IN_STEP = 0.86
+
+
+def walks(operator: str, heads: int, key_dim: int, value_dim: int) -> int:
+    """Walks of the forward pass of an operator's kernels, which keeps the states that they start from.
+
+    With the kernels' tuning for H200s and bf16 (zeco_train/kernels/*/tuning.py); long sequences have as many.
+
+    Args:
+        operator: its name.
+        heads: of all sequences, B·H.
+        key_dim: K.
+        value_dim: V.
+    """
+    if operator not in ("scalar_decay", "fixed_decay"):
+        return max(264, heads)
+    # A walk takes a program for each 64 columns of the values, and all programs run at once.
+    programs = 264 if max(key_dim, value_dim) <= 128 else 132
+    return heads * max(1, programs // (-(-value_dim // 64) * heads))
 
 
 class OperatorTime(NamedTuple):

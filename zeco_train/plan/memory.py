@@ -23,6 +23,7 @@ from models.activations import Part, TokenTensor
 from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.case import Case
 
@@ -207,10 +208,10 @@ def _state_bytes(case: Case) -> float:
 
 def _walk_bytes(case: Case, block: BlockSpec) -> float:
     """The initial states of the walks of the operator's kernels, in one layer."""
-    if case.machine.is_cpu:
+    name, (heads, key_dim, value_dim) = block.operators[-1], block.state_shape
+    if case.machine.is_cpu or not OPERATORS[name].has_kernels_for(key_dim, value_dim):
         return 0.0
-    heads, key_dim, value_dim = block.state_shape
-    return float(max(calibration.WALKS, case.batch * heads) * key_dim * value_dim * 4)
+    return float(calibration.walks(name, case.batch * heads, key_dim, value_dim) * key_dim * value_dim * 4)
 
 
 def _gathered_bytes(case: Case) -> float:

@@ -60,56 +60,83 @@ def exact(
         o, dq, dk, dv of this rank's tokens, and dg where decays are of tokens; R, D_in: the state before them and the
         gradient of the state after them; with a carry also carry_out and dcarry_in, the same on every rank.
     """
-    inputs = {name: x.double() for name, x in part.items()}
-    start = place.rank * sequence.tokens
-    # For its document borders only: this scan is never launched.
-    shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
-    restarts = shard.pieces(sequence.tokens, torch.device("cpu"))
+    tokens = _RankTokens(sequence, part, place)
     chosen = slice(None) if heads is None else heads
     carries = {name: state[:, chosen].double() for name, state in sequence.carries().items()}
-    batch, num_tokens, num_heads, key_dim = inputs["q"].shape
-    zero = torch.zeros(batch, num_heads, key_dim, inputs["v"].shape[-1], dtype=torch.float64)
-    per_chunk = zero.numel()
-    bounds = pieces(num_tokens, max(1, _PIECE_STATES // per_chunk) * CHUNK)
-    results = {name: torch.empty_like(inputs[like]) for name, like in sequence.results.items()}
-    # In PyTorch, on a CPU.
-    passes = OPERATORS[sequence.operator].select(sequence.cut(inputs, slice(None)))
+    zero, results = tokens.zero_state(), tokens.results
 
     state = carries.get("carry_in", zero) if place.rank == 0 else _receive(zero, place, place.rank - 1)
     results["R"] = state
-    kept: list[tuple[Tensor, Tensor]] = []
-    scale = key_dim**-0.5
     with _processors(place):
-        for a, b in bounds:
-            operands = sequence.cut(inputs, slice(a, b))
-            forward = passes.forward(operands, scale, pieces_between(restarts, a, b))
-            forward.overlap()
-            # Enough for the backward pass, which recomputes the states within a piece.
-            kept.append((state, forward.transition))
-            after = forward.transition.exp()[..., None] * state + forward.state
-            results["o"][:, a:b] = forward.outputs(state)
-            state = after
+        state = tokens.forward(state)
     if not place.is_last:
         _send(state, place, place.rank + 1)
 
     grad = carries.get("dcarry_out", zero) if place.is_last else _receive(zero, place, place.rank + 1)
     results["D_in"] = grad
     with _processors(place):
-        for (a, b), (before, log_decay) in zip(reversed(bounds), reversed(kept), strict=True):
-            operands, do = sequence.cut(inputs, slice(a, b)), inputs["do"][:, a:b]
-            backward = passes.backward(operands, do, (), before, scale, pieces_between(restarts, a, b))
-            backward.overlap()
-            earlier = log_decay.exp()[..., None] * grad + backward.state_grad
-            # The gradient of a constant, which comes last, is not among them.
-            for name, piece in zip(sequence.operands, backward.operand_grads(grad), strict=False):
-                results[f"d{name}"][:, a:b] = piece
-            grad = earlier
+        grad = tokens.backward(grad)
     if place.rank > 0:
         _send(grad, place, place.rank - 1)
     if sequence.carry:
         results["carry_out"] = _from(state, place, place.size - 1)
         results["dcarry_in"] = _from(grad, place, 0)
     return results
+
+
+class _RankTokens:
+    """A rank's tokens in fp64, computed in pieces: once forward, then once backward.
+
+    Attributes:
+        results: o, and the gradients of the operands that have tokens, filled by the passes.
+    """
+
+    def __init__(self, sequence: Sequence, part: dict[str, Tensor], place: Place) -> None:
+        self._sequence, self._inputs = sequence, {name: x.double() for name, x in part.items()}
+        start = place.rank * sequence.tokens
+        # For its document borders only: this scan is never launched.
+        shard = sequence.shard(LocalScan(), start, start + sequence.tokens)
+        self._restarts = shard.pieces(sequence.tokens, torch.device("cpu"))
+        _, num_tokens, _, key_dim = self._inputs["q"].shape
+        self._scale = key_dim**-0.5
+        self._bounds = pieces(num_tokens, max(1, _PIECE_STATES // self.zero_state().numel()) * CHUNK)
+        # In PyTorch, on a CPU.
+        self._passes = OPERATORS[sequence.operator].select(sequence.cut(self._inputs, slice(None)))
+        # Of each piece, the state before it and its transition.
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self.results = {name: torch.empty_like(self._inputs[like]) for name, like in sequence.results.items()}
+
+    def zero_state(self) -> Tensor:
+        """[B, H, K, V]."""
+        batch, _, num_heads, key_dim = self._inputs["q"].shape
+        return torch.zeros(batch, num_heads, key_dim, self._inputs["v"].shape[-1], dtype=torch.float64)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Fill o, given the state before these tokens; the state after them."""
+        for a, b in self._bounds:
+            operands = self._sequence.cut(self._inputs, slice(a, b))
+            forward = self._passes.forward(operands, self._scale, pieces_between(self._restarts, a, b))
+            forward.overlap()
+            # Enough for the backward pass, which recomputes the states within a piece.
+            self._kept.append((state, forward.transition))
+            after = forward.transition.exp()[..., None] * state + forward.state
+            self.results["o"][:, a:b] = forward.outputs(state)
+            state = after
+        return state
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Fill the operands' gradients, given that of the state after these tokens; that of the state before them."""
+        for (a, b), (before, log_decay) in zip(reversed(self._bounds), reversed(self._kept), strict=True):
+            operands, do = self._sequence.cut(self._inputs, slice(a, b)), self._inputs["do"][:, a:b]
+            between = pieces_between(self._restarts, a, b)
+            backward = self._passes.backward(operands, do, (), before, self._scale, between)
+            backward.overlap()
+            earlier = log_decay.exp()[..., None] * grad + backward.state_grad
+            # The gradient of a constant, which comes last, is not among them.
+            for name, piece in zip(self._sequence.operands, backward.operand_grads(grad), strict=False):
+                self.results[f"d{name}"][:, a:b] = piece
+            grad = earlier
+        return grad
 
 
 def is_short(sequence: Sequence) -> bool:

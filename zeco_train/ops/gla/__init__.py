@@ -7,6 +7,7 @@ q, k, g [B, T, H, K]; v, o [B, T, H, V]; g is log-decays, fp32 or fp64, finite a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -36,4 +37,5 @@ GLA = Operator(
     step=recurrent_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    largest_head_dim=math.inf,
 )

@@ -124,17 +124,10 @@ def input_grads(
     """
     check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
     dtype = accumulation_dtype(v.dtype)
-    decays = chunk_states.decays
     states, grads = chunk_states.take_corrected(incoming_state), chunk_grads.take_corrected(incoming_grad)
     queries, keys = to_chunks(q, dtype), to_chunks(k, dtype)
+    _add_state_terms(intra, keys, chunk_states, states, chunk_grads, grads, scale)
     dq, dk, dv = intra.dq, intra.dk, intra.dv
-
-    seen = torch.bmm(chunk_grads.output_grads, matrices(states[:-1]).mT).view(dq.shape)
-    dq.addcmul_(seen, decays.from_start, value=scale)
-    reached = torch.bmm(chunk_states.values, matrices(grads[1:]).mT).view(dk.shape)
-    dk.addcmul_(reached, decays.to_end)
-    dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
-
     token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
     # The last use of both: they are the largest tensors here, so the product overwrites one.
     boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
@@ -145,6 +138,34 @@ def input_grads(
     if pieces is not None:
         dg.masked_fill_(find_restarts(pieces)[:, None, None], 0.0)
     return dq, dk, dv, dg
+
+
+def _add_state_terms(
+    intra: IntraGrads,
+    keys: Tensor,
+    chunk_states: ChunkStates,
+    states: Tensor,
+    chunk_grads: ChunkStateGrads,
+    grads: Tensor,
+    scale: float,
+) -> None:
+    """Add to dq, dk, dv what reaches them through the states at boundaries: the second and third line of `input_grads`.
+
+    Args:
+        intra: dq, dk, dv of `intra_grads`, added to in place.
+        keys: [N, B, H, C, K].
+        chunk_states: of `local_states`.
+        states: [N + 1, B, H, K, V], the true ones.
+        chunk_grads: of `local_state_grads`.
+        grads: [N + 1, B, H, K, V], the true gradients with respect to them.
+        scale: factor of the outputs.
+    """
+    dq, dk, dv, decays = intra.dq, intra.dk, intra.dv, chunk_states.decays
+    seen = torch.bmm(chunk_grads.output_grads, matrices(states[:-1]).mT).view(dq.shape)
+    dq.addcmul_(seen, decays.from_start, value=scale)
+    reached = torch.bmm(chunk_states.values, matrices(grads[1:]).mT).view(dk.shape)
+    dk.addcmul_(reached, decays.to_end)
+    dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
 
 
 def _decay_grads(token_terms: Tensor, boundary_terms: Tensor, pieces: Tensor | None) -> Tensor:

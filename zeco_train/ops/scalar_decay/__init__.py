@@ -57,6 +57,7 @@ SCALAR_DECAY = Operator(
     step=scalar_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    largest_head_dim=_LARGEST_HEAD_DIM,
 )
 
 FIXED_DECAY = Operator(
@@ -67,4 +68,5 @@ FIXED_DECAY = Operator(
     step=fixed_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    largest_head_dim=_LARGEST_HEAD_DIM,
 )

@@ -14,6 +14,7 @@ ValueError that names the tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,10 +91,13 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
 
 
-class ScalarForward:
-    """Forward pass with one decay a head and token, see `zeco_train.ops.passes.ForwardPass`."""
+class _Forward:
+    """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `fixed`: the decays are those of all tokens, [H]."""
 
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, fixed: bool) -> None:
+        if fixed:
+            check_constant(operands[3])
+            operands = _expanded(operands)
         q, k, v, g = operands
         check_inputs(pieces, q=q, k=k, v=v, g=g)
         self._chunks = _Chunks(operands, scale, pieces)
@@ -118,11 +122,8 @@ class ScalarForward:
         return to_tokens(o.flatten(2, 3), chunks.v.shape[1], chunks.v.dtype)
 
 
-class ScalarBackward:
-    """Backward pass with one decay a head and token, see `zeco_train.ops.passes.BackwardPass`."""
-
-    # Whether the decays have a gradient.
-    _varying = True
+class _Backward:
+    """Backward pass, see `zeco_train.ops.passes.BackwardPass`; `fixed` decays have the gradient zero, [H]."""
 
     def __init__(
         self,
@@ -132,11 +133,15 @@ class ScalarBackward:
         incoming_state: Tensor | None,
         scale: float,
         pieces: Tensor | None,
+        *,
+        fixed: bool,
     ) -> None:
         assert incoming_state is not None
+        self._fixed, self._log_decays = fixed, operands[3]
+        operands = _expanded(operands) if fixed else operands
         q, k, v, g = operands
         check_inputs(pieces, q=q, k=k, v=v, g=g, do=do)
-        self._operands, self._do, self._incoming = operands, do, incoming_state
+        self._tokens, self._do, self._incoming = (q, k, v), do, incoming_state
         self._chunks = _Chunks(operands, scale, pieces)
         self._grads = self._chunks.local_state_grads(do)
         self.state_grad = self._grads.at(0)
@@ -154,7 +159,7 @@ class ScalarBackward:
         of_groups = score_grads.sum(3).mul_(chunks.scale)
         self._dq, self._dk = _product(of_groups, chunks.keys), _product(of_groups.mT, chunks.queries)
         self._dv = _product(scores.mul_(products).mT, output_grads)
-        if self._varying:
+        if not self._fixed:
             self._pair_terms = _sum_enclosing(score_grads.mul_(products))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
@@ -167,13 +172,14 @@ class ScalarBackward:
         dk = self._dk.add_(_product(chunks.decayed_values.flatten(-2), after.mT))
         reached = _product(chunks.keys, after).unflatten(-1, states.shape[-2:])
         dv = self._dv.addcmul_(reached.transpose(-3, -2), chunks.decays.to_end.mT[..., None])
-        gradients = [dq, dk, dv.flatten(2, 3)]
-        if self._varying:
-            gradients.append(self._decay_grads(states, grads, reached))
-        *tokens, g = self._operands
-        of_tokens = [to_tokens(grad, x.shape[1], x.dtype) for grad, x in zip(gradients[:3], tokens, strict=True)]
-        # dg: [N, B, G, C, R] → [B, T, H].
-        return (*of_tokens, *(to_tokens(grad, g.shape[1], g.dtype).flatten(2) for grad in gradients[3:]))
+        if self._fixed:
+            dg = torch.zeros_like(self._log_decays)
+        else:
+            # [N, B, G, C, R] → [B, T, H].
+            of_chunks = self._decay_grads(states, grads, reached)
+            dg = to_tokens(of_chunks, self._do.shape[1], self._log_decays.dtype).flatten(2)
+        gradients = zip((dq, dk, dv.flatten(2, 3)), self._tokens, strict=True)
+        return (*(to_tokens(grad, x.shape[1], x.dtype) for grad, x in gradients), dg)
 
     def _decay_grads(self, states: Tensor, grads: Tensor, reached: Tensor) -> Tensor:
         """Compute dg, [N, B, G, C, R]: sums of the terms of the loss that token's decay is in.
@@ -209,36 +215,6 @@ def _sum_enclosing(pair_terms: Tensor) -> Tensor:
     return pair_terms.cumsum_(-1).tril_(-1).sum(-2)
 
 
-class FixedForward(ScalarForward):
-    """Forward pass with one decay a head, the same for all tokens."""
-
-    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> None:
-        check_constant(operands[3])
-        super().__init__(_expanded(operands), scale, pieces)
-
-
-class FixedBackward(ScalarBackward):
-    """Backward pass with one decay a head, the same for all tokens: its gradient is zeros, [H]."""
-
-    _varying = False
-
-    def __init__(
-        self,
-        operands: Sequence[Tensor],
-        do: Tensor,
-        saved: Sequence[Tensor],
-        incoming_state: Tensor | None,
-        scale: float,
-        pieces: Tensor | None,
-    ) -> None:
-        self._log_decay = operands[3]
-        super().__init__(_expanded(operands), do, saved, incoming_state, scale, pieces)
-
-    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        """Compute dq, dk, dv, given D_in [B, H, K, V]; and zeros."""
-        return (*super().operand_grads(incoming_grad), torch.zeros_like(self._log_decay))
-
-
 def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The operands with g [B, T, H], a view, in place of log_decay [H]."""
     q, k, v, log_decay = operands
@@ -246,5 +222,5 @@ def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return q, k, v, log_decay.expand(v.shape[:3])
 
 
-CHUNKED_SCALAR = Passes(ScalarForward, ScalarBackward)
-CHUNKED_FIXED = Passes(FixedForward, FixedBackward)
+CHUNKED_SCALAR = Passes(partial(_Forward, fixed=False), partial(_Backward, fixed=False))
+CHUNKED_FIXED = Passes(partial(_Forward, fixed=True), partial(_Backward, fixed=True))

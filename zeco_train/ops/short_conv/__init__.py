@@ -13,6 +13,7 @@ documents and reverse scans of gradients need nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,5 +59,6 @@ SHORT_CONV = ShortConv(
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
     output=0,
+    largest_head_dim=math.inf,
     neighbours=True,
 )

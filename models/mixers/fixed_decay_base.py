@@ -1,0 +1,143 @@
+"""Linear attention whose heads have one fixed decay each: what RetNet and Lightning Attention share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from models.activations import Activations, TokenTensor, Traffic
+from models.heads import ExpandedHeadsConfig
+from models.mixers.base import Mixer, OperatorFLOPs
+from models.projections import parallel_linear
+from models.rotary import check_rotary, rotate
+from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.mix import mix_at
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.seam import Boundary, Crossing, Place
+
+
+@dataclass
+class FixedDecayConfig(ExpandedHeadsConfig):
+    """Shape of a model with fixed decays.
+
+    Attributes:
+        rope_theta: base of the frequencies of the rotary position embeddings; None: no position embeddings.
+    """
+
+    rope_theta: float | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        super().validate()
+        check_rotary(self.rope_theta, self.head_k_dim)
+
+
+class FixedDecayAttention(Mixer):
+    """One layer: x [B, T, D] → [B, T, D]. A subclass has the log-decays (`constants`), f, and the gated norm.
+
+    q, k, v   = f(x Wq), f(x Wk), f(x Wv), cut into heads; q and k rotated if there is a `rope_theta`
+    o         = linear attention with the heads' decays, over the whole sequence, all shards
+    y         = (o, normed and gated by x Wg) Wo
+
+    Args:
+        config: of the model.
+        layer: number of the layer.
+        scale: of the operator.
+    """
+
+    # [H], of `constants`.
+    log_decay: Tensor
+
+    def __init__(self, config: FixedDecayConfig, layer: int, *, scale: float) -> None:
+        super().__init__(config, layer)
+        self.config, self.rope_theta, self.scale = config, config.rope_theta, scale
+        self.reads_positions = config.rope_theta is not None
+        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
+        width, keys, values = config.hidden_size, config.key_dim, config.value_dim
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.q_proj = nn.Linear(width, keys, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, values, bias=False)
+        self.g_proj = nn.Linear(width, values, bias=False)
+        self.o_proj = nn.Linear(values, width, bias=False)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """f, of the projections of q, k and v; elementwise."""
+        return x
+
+    @abstractmethod
+    def norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
+        """The operator's outputs o [B, T, H, V], normed and gated by x Wg [B, T, H·V]: [B, T, H·V]."""
+
+    def forward(
+        self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
+    ) -> tuple[Tensor, tuple[Crossing, ...]]:
+        """See `Mixer.forward`."""
+        *operands, gate = self._operands(x, place.positions)
+        o, crossing = mix_at("fixed_decay", operands, self.scale, place, boundaries[0])
+        return self.o_proj(self.norm_and_gate(o, gate)), (crossing,)
+
+    def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Mixer.step`."""
+        *operands, gate = self._operands(x, positions[:, None])
+        o = OPERATORS["fixed_decay"].step(*operands, states[0], self.scale)
+        return self.o_proj(self.norm_and_gate(o, gate))
+
+    def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k [B, T, H, K], v [B, T, H, V], the log-decays [H], and x Wg [B, T, H·V]."""
+        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
+        *projected, gate = parallel_linear(x, *(projection.weight for projection in projections))
+        sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
+        q, k, v = (self.activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
+        if self.rope_theta is not None:
+            assert positions is not None, "the model asks for positions"
+            q, k = rotate(q, k, positions, self.rope_theta)
+        return q, k, v, self.log_decay.to(accumulation_dtype(x.dtype)), gate
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """One state."""
+        return ((self.config.num_heads, self.head_k_dim, self.head_v_dim),)
+
+    def operator_flops(self, seq_len: int) -> OperatorFLOPs:
+        """FLOPs of the operator; independent of the sequence length."""
+        operator, (shape,) = OPERATORS["fixed_decay"], self.state_shapes
+        return OperatorFLOPs(operator.forward_flops(*shape), operator.recomputed_flops(*shape))
+
+    def activations(self) -> Activations:
+        """Activations that autograd and the compiler's partitioner save, without those of f and of the norm.
+
+        The operator's kernels keep neither scores nor states of chunks. The positions, 8 bytes per token for all layers
+        together, are not counted.
+        """
+        config, ((heads, key_dim, value_dim),) = self.config, self.state_shapes
+        keys, values = config.key_dim, config.value_dim
+        scores, states = heads * CHUNK, heads * key_dim * value_dim // CHUNK
+        rotated = config.rope_theta is not None
+        in_pytorch = not OPERATORS["fixed_decay"].has_kernels_for(key_dim, value_dim)
+        kept = (
+            TokenTensor("cosines and sines", key_dim * rotated, wide=True, compiled=False),
+            TokenTensor("q", keys),
+            TokenTensor("k", keys),
+            TokenTensor("v", values),
+            TokenTensor("output gate", values),
+            TokenTensor("o", values),
+            TokenTensor("o normed and gated", values),
+        )
+        gradients = (
+            TokenTensor("gradient of o", values),
+            TokenTensor("gradient of the output gate", values),
+            TokenTensor("gradient of q", keys),
+            TokenTensor("gradient of k", keys),
+            TokenTensor("gradient of v", values),
+            TokenTensor("states", states, gpu=in_pytorch),
+            TokenTensor("gradients of states", states, gpu=in_pytorch),
+            # The PyTorch operator makes fp32 copies of all its tensors.
+            TokenTensor("chunks of q, k, v, do", keys, wide=True, gpu=in_pytorch),
+            TokenTensor("scores", scores, gpu=in_pytorch),
+            TokenTensor("scores and their gradients", scores, wide=True, gpu=in_pytorch),
+        )
+        return Activations(kept, gradients, (Traffic("gated norm of o", values, 3, 6),))

@@ -1,0 +1,134 @@
+"""The tables of activations on GPUs, where kernels of one decay a head keep less than the PyTorch passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.activations import TokenTensor
+from models.config import LanguageModelConfig
+from models.mixers.lightning import LightningConfig
+from models.mixers.linear import LinearAttentionConfig
+from models.mixers.mamba2 import _STATE_TOKENS, _SUMMED_CHANNELS, Mamba2Config
+from models.mixers.retnet import RetNetConfig
+from models.registry import MIXERS, mixer_of
+from tests.support.planning import make_case, saved_bytes
+from zeco_train.config.schema import Dtype
+from zeco_train.ops.passes import ForwardPass, Passes
+from zeco_train.ops.recompute import Recompute
+from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
+from zeco_train.plan.case import Case
+from zeco_train.plan.memory import _walk_bytes, kept_bytes_per_token
+
+pytestmark = pytest.mark.numeric
+
+ONE_DECAY = [name for name in MIXERS if name not in ("gla", "hgrn2")]
+
+
+def _case(config: LanguageModelConfig, *arguments: str) -> Case:
+    case = make_case("gpu=h200", "train.compile=never", "train.recompute=none", *arguments)
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
+
+
+def _on(device: str, config: LanguageModelConfig) -> tuple[list[TokenTensor], list[TokenTensor]]:
+    """What a mixer keeps on a device, and its gradients there."""
+    with torch.device("meta"):
+        activations = mixer_of(config)(config, 0).activations()
+    kept, gradients = (
+        [x for x in tensors if getattr(x, device)] for tensors in (activations.kept, activations.gradients)
+    )
+    return kept, gradients
+
+
+def _saving_like(kernels: Passes, plain: Passes) -> Passes:
+    """Passes in PyTorch whose forward pass saves tensors of the kernels' shapes."""
+
+    def forward(operands: Sequence[Tensor], scale: float, pieces: Tensor | None) -> ForwardPass:
+        done: Any = plain.forward(operands, scale, pieces)
+        done.saved = kernels.saved_like(operands)
+        return done
+
+    return kernels._replace(forward=forward)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+@pytest.mark.parametrize("name", ONE_DECAY)
+def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
+    """To the byte, without a compiler; that kernels save what they promise is tested with them."""
+    from zeco_train.ops.scalar_decay import cuda
+
+    pairs = {"fixed_decay": (cuda.CUDA_FIXED, CHUNKED_FIXED), "scalar_decay": (cuda.CUDA_SCALAR, CHUNKED_SCALAR)}
+    saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
+    with_kernels = {
+        operator: dataclasses.replace(OPERATORS[operator], select=lambda operands, passes=passes: passes)
+        for operator, passes in saving.items()
+    }
+    config, plain = MIXERS[name].config_class(num_layers=1), cuda.options_for
+    with (
+        mock.patch.dict(OPERATORS, with_kernels),
+        # One program walks over all tokens, so the states that it starts from do not depend on their number.
+        mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=1)),
+    ):
+        short, long = (saved_bytes(config, dtype.compute, Recompute.none, False, tokens) for tokens in (128, 384))
+    case = _case(config, f"train.dtype={dtype.value}")
+    assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
+
+
+def test_retnet_keeps_no_scores_or_chunk_states_on_gpus() -> None:
+    config = RetNetConfig()
+    kept, gradients = _on("gpu", config)
+    heads, keys, values = config.num_heads, config.key_dim, config.value_dim
+    # Tables of the rotation; q, k, v, gate, o, o normed; 1 / rms.
+    assert sum(x.width for x in kept) == config.head_k_dim + 2 * keys + 4 * values + heads
+    # Of o, gate, v; of q, k.
+    assert sum(x.width for x in gradients) == 3 * values + 2 * keys
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RetNetConfig(hidden_size=640, num_heads=2, expand_v=1.0),
+        LightningConfig(hidden_size=640, num_heads=2),
+        LinearAttentionConfig(hidden_size=640, num_heads=2),
+        LinearAttentionConfig(causal=False),
+        Mamba2Config(hidden_size=128, num_heads=8, head_dim=32, state_size=320),
+    ],
+    ids=["retnet", "lightning", "linear", "unmasked", "mamba2"],
+)
+def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConfig) -> None:
+    """Heads of more than 256 channels, and no mask."""
+    assert _on("gpu", config) == _on("cpu", config)
+    case = _case(config)
+    assert _walk_bytes(case, case.block(0)) == 0
+
+
+@pytest.mark.parametrize("name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
+    from zeco_train.ops.scalar_decay import cuda
+
+    case = make_case(
+        f"model={name}", "gpu=h200", "train.dtype=bf16", f"data.micro_batch={batch}", f"data.global_batch={batch}"
+    )
+    block, tokens = case.block(0), 1 << 18
+    heads, key_dim, value_dim = block.state_shape
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    q, v = torch.empty(batch, tokens, 1, key_dim, **meta), torch.empty(batch, tokens, heads, value_dim, **meta)
+    log_decay = torch.empty(heads, device="meta")
+    (starts,) = cuda.CUDA_FIXED.saved_like((q, q, v, log_decay))
+    assert starts.numel() * 4 <= _walk_bytes(case, block) <= 1.05 * starts.numel() * 4
+
+
+def test_mamba2_counts_what_kernels_keep_for_the_gradient_of_the_decays() -> None:
+    from zeco_train.kernels.scalar_decay.tuning import Tuning
+
+    tuning = Tuning()
+    assert tuning.chunk * tuning.span == _STATE_TOKENS
+    assert tuning.query_grads.columns == tuning.key_grads.columns == _SUMMED_CHANNELS
