@@ -88,15 +88,15 @@ class LanguageModelConfig:
         return {}
 
     def _require_positive(self, *fields: str) -> None:
-        for field in fields:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model.{field}", getattr(self, field), "must be a whole number ≥ 1")
+        for name in fields:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}", getattr(self, name), "must be a whole number ≥ 1")
 
     def _require_finite(self, *fields: str) -> None:
-        for field in fields:
-            value = getattr(self, field)
+        for name in fields:
+            value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"model.{field}", value, "must be finite and > 0")
+                raise ConfigError(f"model.{name}", value, "must be finite and > 0")
 
     def _require_heads_divide(self, widths: Mapping[str, int]) -> None:
         """`widths`: total widths of all heads, by their names in the message."""

@@ -60,7 +60,7 @@ class SoftmaxAttention(Mixer):
         raise NotImplementedError("generation with softmax layers")
 
     def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q [B, T, H, D], k and v [B, T, G, D], and the gate [B, T, H·D]."""
+        """Queries [B, T, H, D], keys and values [B, T, G, D], and the gate [B, T, H·D]."""
         projections = [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
         q, k, v, *gates = parallel_linear(x, *(projection.weight for projection in projections))
         q, k, v = (tensor.unflatten(-1, (-1, self.shape.head_dim)) for tensor in (q, k, v))

@@ -12,7 +12,6 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from models.spec import spec_of
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import find_device

@@ -32,20 +32,21 @@ def attend_at(
 
     Args:
         q: [B, T, H, D], of this rank's tokens, in bf16, fp32 or fp64.
-        k, v: [B, T, G, D] and [B, T, G, V]; G divides H, each head serves H / G heads of q in a row.
+        k: [B, T, G, D]; G divides H, each head serves H / G heads of q in a row.
+        v: [B, T, G, V].
         scale: factor of the scores.
         place: of the tokens; the caller keeps its scan alive until after the backward pass.
         boundaries: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed: the
-            forward pass then computes and communicates nothing, as recomputation requires. The backward pass still does.
+            forward pass then computes and communicates nothing, as recomputation requires.
         window: keys that a query reads at most, itself among them; None: no limit.
 
     Returns:
         o, [B, T, H, V] in the dtype of q; and both, for a later replay, [0] in a replay.
     """
-    replayed = [boundary.incoming_state for boundary in boundaries if boundary.incoming_state is not None]
+    replayed = [boundary.incoming_state for boundary in boundaries]
     where = place.attention, place.offset, place.seq_len, place.borders
-    o, lse = torch.ops.zeco.attend(q, k, v, replayed, scale, *where, window)
-    kept = (o.new_empty(0), lse.new_empty(0)) if replayed else (o.detach(), lse)
+    o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
+    kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
 
 
@@ -54,7 +55,8 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    replayed: list[Tensor],
+    known_o: Tensor | None,
+    known_lse: Tensor | None,
     scale: float,
     method: str,
     offset: int,
@@ -62,11 +64,10 @@ def _attend(
     borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `replayed`: both, or nothing."""
-    if replayed:
+    """o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given."""
+    if known_o is not None and known_lse is not None:
         # The outputs of a custom op must not alias its inputs.
-        o, lse = (tensor.clone() for tensor in replayed)
-        return o, lse
+        return known_o.clone(), known_lse.clone()
     span = Span(offset, offset + q.shape[1], borders, window)
     o, lse = attention_of(method).forward(q, k, v, span, seq_len, scale)
     return o.contiguous(), lse.contiguous()
@@ -105,7 +106,7 @@ def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, *settings = inputs
+    q, k, v, _, _, *settings = inputs
     *where, borders, window = settings
     ctx.save_for_backward(q, k, v, *output, borders)
     ctx.mark_non_differentiable(output[1])
@@ -115,7 +116,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, borders = ctx.saved_tensors
     grads = _attend_backward(do.contiguous(), *tensors, *ctx.where, borders, ctx.window)
-    return *grads, None, None, None, None, None, None, None
+    return *grads, *(None,) * 8
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -115,7 +115,9 @@ class AttentionMethod(Protocol):
         """Attention of this rank's queries; see `zeco_train.ops.attend.attend_at`. Collective.
 
         Args:
-            q, k, v: of this rank's tokens, [B, T, H, D], [B, T, G, D] and [B, T, G, V].
+            q: [B, T, H, D], of this rank's tokens.
+            k: [B, T, G, D].
+            v: [B, T, G, V].
             span: the queries.
             seq_len: length of the whole sequence; rank r of P has its tokens from seq_len · r // P on.
             scale: factor of the scores.
@@ -222,8 +224,8 @@ class SequenceShard:
             tokens; None if the sequence is one document.
         before: tokens of the first piece's document on earlier shards; 0 if it begins here. Without documents the whole
             sequence is the document, this equals `offset`, and it need not be given.
-        borders: [documents + 1] int64 on the CPU, the borders of all documents of the sequence, from 0 to `seq_len`, for
-            softmax attention; None if the sequence is one document, or the model has no such layers.
+        borders: [documents + 1] int64 on the CPU, borders of all documents of the sequence, from 0 to `seq_len`, for
+            softmax attention; None if the sequence is one document.
     """
 
     scan: StateScan

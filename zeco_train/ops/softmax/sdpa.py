@@ -33,7 +33,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
 
     Args:
         q: [B, N, H, D], of the span.
-        k, v: [B, M, G, D] and [B, M, G, V] of consecutive tokens; G divides H, each serves H / G heads of q in a row.
+        k: [B, M, G, D], of consecutive tokens; G divides H, each head serves H / G heads of q in a row.
+        v: [B, M, G, V].
         span: positions of the queries.
         key_start: position of the first key.
         scale: factor of the scores.
@@ -54,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, N, H, D], dk [B, M, G, D], dv [B, M, G, V] in fp32 (fp64 for fp64), of the part that these keys have in o.
+    """The gradients of q, k and v, in fp32 (fp64 for fp64), of the part that these keys have in o.
 
     `attended`: over all keys, of which k and v may be a part.
     """

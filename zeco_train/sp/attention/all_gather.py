@@ -1,8 +1,8 @@
 """Every rank gets the keys and values that its queries read (LASP-2H; Llama 3), and no others.
 
 Causal queries of consecutive tokens differ in work: the last rank's read P times as many keys as the first's. So each
-shard is cut in halves, 2P in all, and rank r computes the queries of halves r and 2P − 1 − r, whose keys number the same
-for every r. Queries and outputs travel for that; the tokens of the other layers stay where they are.
+shard is cut in halves, 2P in all, and rank r computes the queries of halves r and 2P − 1 − r, which read as many keys on
+every rank. Queries and outputs travel for that; the tokens of the other layers stay where they are.
 
 With a window, ranks are equal as they are: each computes its own queries, and receives the few keys before its tokens.
 
@@ -70,8 +70,8 @@ class AllGather(ShardedAttention):
         if not self._is_paired(span):
             return Attended(o, lse.mT)
         back = self._routes(work.queries, work.held)
-        arriving = [back.start([tensor], what) for tensor, what in ((o, "outputs"), (lse, "log-sum-exps"))]
-        (o,), (lse,) = (each.wait() for each in arriving)
+        outputs, sums = back.start([o], "outputs"), back.start([lse], "log-sum-exps")
+        (o,), (lse,) = outputs.wait(), sums.wait()
         return Attended(o, lse.mT)
 
     def backward(
@@ -86,7 +86,9 @@ class AllGather(ShardedAttention):
         k, v = arriving.wait()
         wide, dqs = accumulation_dtype(q.dtype), []
         dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for dop, qp, op, lsep, of_part in zip(*(self._cut(x, work) for x in (do, q, o, lse)), work.computed[rank], strict=True):
+        for dop, qp, op, lsep, of_part in zip(
+            *(self._cut(x, work) for x in (do, q, o, lse)), work.computed[rank], strict=True
+        ):
             found = Attended(op, lsep.mT)
             dqp, dkp, dvp = attend_backward(dop, qp, k, v, found, of_part, work.keys[rank][0], scale)
             dqs.append(dqp)

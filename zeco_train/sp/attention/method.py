@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,10 @@ class ShardedAttention(ABC):
         borders = [seq_len * rank // size for rank in range(size + 1)]
         if (span.start, span.stop) != (first := borders[self.wire.rank], after := borders[self.wire.rank + 1]):
             has = f"{span.start} to {span.stop}"
-            raise ValueError(f"attention over {size} ranks: rank {self.wire.rank} has tokens {has}, not {first} to {after}")
-        return [span.part(*pair) for pair in zip(borders, borders[1:], strict=False)]
+            raise ValueError(
+                f"attention over {size} ranks: rank {self.wire.rank} has tokens {has}, not {first} to {after}"
+            )
+        return [span.part(*pair) for pair in itertools.pairwise(borders)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,13 @@ class Ulysses(ShardedAttention):
         """See `zeco_train.ops.seam.AttentionMethod`."""
         spans, whole = self.spans(span, seq_len), Span(0, seq_len, span.borders, span.window)
         lse = attended.lse.mT.unsqueeze(-1)
-        sent = {"gradients": do, "queries": q, "keys": self._repeated(k), "values": self._repeated(v), "outputs": attended.o}
+        sent = {
+            "gradients": do,
+            "queries": q,
+            "keys": self._repeated(k),
+            "values": self._repeated(v),
+            "outputs": attended.o,
+        }
         do, q, keys, values, o, lse = (
             self._by_heads(x, spans, what) for what, x in {**sent, "log-sum-exps": lse}.items()
         )
