@@ -1,8 +1,8 @@
 """Every rank gets the keys and values that its queries read (LASP-2H; Llama 3), and no others.
 
 Causal queries of consecutive tokens differ in work: the last rank's read P times as many keys as the first's. So each
-shard is cut in halves, 2P in all, and rank r computes the queries of halves r and 2P − 1 − r, which read as many keys on
-every rank. Queries and outputs travel for that; the tokens of the other layers stay where they are.
+shard is cut in halves, 2P in all, and rank r computes the queries of halves r and 2P − 1 − r, which read as many keys
+on every rank. Queries and outputs travel for that; the tokens of the other layers stay where they are.
 
 With a window, ranks are equal as they are: each computes its own queries, and receives the few keys before its tokens.
 
