@@ -14,9 +14,11 @@ class Part(Enum):
     """Part of a block, by recompute setting.
 
     `input` is kept under every `train.recompute`, `mixer` is recomputed by `full`, `mlp` by `full` and `selective`.
+    `replay` lists those tensors of `mixer` that `full` keeps as well, since its second forward pass takes them over.
     """
 
     input = "input"
+    replay = "replay"
     mixer = "mixer"
     mlp = "mlp"
 

@@ -141,6 +141,7 @@ class Block(nn.Module):
         of_mixer = around_mixer + self.attn.activations()
         return {
             Part.input: Activations((TokenTensor("x, the block's input", width, wide=wide),)),
+            Part.replay: Activations(self.attn.replayed()),
             Part.mixer: of_mixer + middle if self.has_mlp else of_mixer,
             Part.mlp: around_mlp + output + self.mlp.activations() if self.has_mlp else output,
         }

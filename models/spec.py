@@ -67,6 +67,21 @@ class TokenFLOPs:
         return TokenFLOPs(self.linear + other.linear, self.operator + other.operator, self.head + other.head)
 
 
+class AttentionSpec(NamedTuple):
+    """Softmax attention of a layer.
+
+    Attributes:
+        heads, key_heads: heads of queries, and of keys and values.
+        head_dim: their width.
+        window: keys that a query reads at most, itself among them; None: all before it.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    window: int | None
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """The blocks of one mixer.
@@ -77,6 +92,7 @@ class BlockSpec:
         mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
         state_shapes: H, K, V of each of the mixer's states.
         operators: name of the operator of each state.
+        attention: softmax attention in place of operators with states, or None.
         operator_flops: see `Mixer`.
         activations: by part.
     """
@@ -87,12 +103,13 @@ class BlockSpec:
     mlp_products: Sequence[Sequence[Product]]
     state_shapes: tuple[tuple[int, int, int], ...]
     operators: Sequence[str]
+    attention: AttentionSpec | None
     operator_flops: Callable[[int], OperatorFLOPs]
     activations: Mapping[Part, Activations]
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """H, K, V of the operator's state."""
+        """H, K, V of the operator's state; softmax layers have none."""
         return self.state_shapes[-1]
 
     @property
@@ -208,7 +225,8 @@ class ModelSpec:
             operator's backward pass    `OperatorFLOPs.again`               always
             recompute=selective         the MLPs' linear layers without the last: the backward pass does not read the
                                         output of down
-            recompute=full              whole blocks, forward, without the product of down
+            recompute=full              whole blocks, forward, without the product of down and softmax attention, whose
+                                        outputs are kept
             segments M > 1              (M−1)/M · blocks, forward       all segments but the last go through the model
                                                                         once more, for their states; without the head
 
@@ -235,7 +253,7 @@ class ModelSpec:
             elif recompute is Recompute.full:
                 again += of_linear - _flops(block.mlp_products[-1:])
             linear += block.count * again
-            replayed = own.forward if recompute is Recompute.full else 0.0
+            replayed = own.forward if recompute is Recompute.full and block.attention is None else 0.0
             operator += block.count * (own.again + replayed + passes * own.forward)
         return TokenFLOPs(linear, operator, 0.0)
 
@@ -266,16 +284,20 @@ def _flops(products: Sequence[Sequence[Product]]) -> int:
 
 
 class _ProductsSeen(TorchDispatchMode):
-    """Records the linear layers that run, grouped by shared input, and the names of the operators."""
+    """Records the linear layers that run, grouped by shared input, the operators' names, and softmax attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[list[Product]] = []
         self.operators: list[str] = []
+        self.attention: AttentionSpec | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.zeco.mix.default:
             self.operators.append(args[1])
+        elif func is torch.ops.zeco.attend.default:
+            (*_, heads, head_dim), key_heads = args[0].shape, args[1].shape[2]
+            self.attention = AttentionSpec(heads, key_heads, head_dim, args[-1])
         elif func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
         # The last argument is Wᵀ, [K, N].
@@ -302,6 +324,7 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         in_mlp.groups,
         block.attn.state_shapes,
         in_mixer.operators,
+        in_mixer.attention,
         block.attn.operator_flops,
         block.activations(),
     )

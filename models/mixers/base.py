@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from models.activations import Activations
+from models.activations import Activations, TokenTensor
 from models.config import LanguageModelConfig
 from models.fla import FlaFormat
 from models.parameters import ParameterRule
@@ -156,6 +156,10 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def activations(self) -> Activations:
         """Activations between the mixer's normed input and its output; those two are counted by the block."""
+
+    def replayed(self) -> tuple[TokenTensor, ...]:
+        """Tensors of `activations` that `train.recompute=full` keeps, since crossings have them (`num_crossings`)."""
+        return ()
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Rules of parameters owned by the mixer itself, not by a submodule."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.activations import Activations, TokenTensor
+from models.activations import Activations, TokenTensor, Traffic
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs
@@ -90,20 +90,41 @@ class SoftmaxAttention(Mixer):
         return OperatorFLOPs(2 * product, product)
 
     def activations(self) -> Activations:
-        """Activations that autograd saves."""
+        """Activations that autograd and the compiler's partitioner save, without what a method of `sp.attention` holds."""
         shape = self.shape
         queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+        gated, normed = self.g_proj is not None, self.q_norm is not None
+        o, lse = self.replayed()
         kept = (
+            TokenTensor("q and k before their norms", (queries + keys) * normed),
+            TokenTensor("1 / rms of q and of k", (shape.heads + shape.key_heads) * normed, wide=True),
+            TokenTensor("cosines and sines", shape.head_dim * self.reads_positions, wide=True, compiled=False),
             TokenTensor("q", queries),
             TokenTensor("k", keys),
             TokenTensor("v", keys),
-            TokenTensor("o", queries),
-            TokenTensor("log-sum-exp", shape.heads, wide=True),
+            o,
+            lse,
+            TokenTensor("output gate", queries * gated),
+            TokenTensor("o gated", queries * gated),
         )
         gradients = (
             TokenTensor("gradient of o", queries),
+            TokenTensor("gradient of the output gate", queries * gated),
             TokenTensor("gradient of q", queries, wide=True),
             TokenTensor("gradient of k", keys, wide=True),
             TokenTensor("gradient of v", keys, wide=True),
         )
-        return Activations(kept, gradients)
+        traffic = (
+            Traffic("norms of q and k", (queries + keys) * normed, 2, 3),
+            Traffic("rotation of q and k", (queries + keys) * self.reads_positions, 2, 2),
+            Traffic("gated o", queries * gated, 3, 5),
+        )
+        return Activations(kept, gradients, traffic)
+
+    def replayed(self) -> tuple[TokenTensor, ...]:
+        """The output and its log-sum-exp."""
+        shape = self.shape
+        return (
+            TokenTensor("o", shape.heads * shape.head_dim),
+            TokenTensor("log-sum-exp", shape.heads, wide=True),
+        )

@@ -11,7 +11,7 @@ from torch import Tensor
 from models.config import LanguageModelConfig
 from models.language_model import Block
 from models.parameters import cast
-from models.registry import mixer_of
+from models.registry import LAYERS
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard
@@ -59,7 +59,7 @@ def saved_bytes(
     config: LanguageModelConfig, dtype: torch.dtype, recompute: Recompute, compiled: bool, tokens: int
 ) -> int:
     """What autograd keeps of a block, its parameters aside."""
-    block = Block(config, mixer_of(config), 0)
+    block = Block(config, LAYERS[config.mixer_of(0)], 0)
     cast(block, dtype)
     block.recompute = recompute
     if compiled:

@@ -1,0 +1,102 @@
+"""Softmax layers in numbers: kept activations to the byte, FLOPs that grow with length, and what recomputation leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from models.activations import Part
+from models.attn import AttnConfig
+from models.config import SOFTMAX
+from models.mixers.gla import GLAConfig
+from models.registry import MIXERS
+from models.spec import AttentionSpec, spec_of
+from tests.support.planning import make_case, saved_bytes
+from zeco_train.config.schema import Dtype
+from zeco_train.ops.recompute import Recompute
+from zeco_train.plan.memory import kept_bytes_per_token
+
+pytestmark = pytest.mark.numeric
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped, no positions": {"num_kv_heads": 1, "rope_theta": None},
+    "normed and gated": {"qk_norm": True, "gate": True},
+    "wide window": {"head_dim": 48, "num_heads": 6, "num_kv_heads": 2, "window": 64, "qk_norm": True},
+    "gated, no positions": {"gate": True, "rope_theta": None},
+}
+# Slow: compiled for each case.
+COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
+
+
+def _config(**attn: Any) -> GLAConfig:
+    return GLAConfig(num_layers=1, attn=AttnConfig(**{"every": 1, **attn}))
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
+@pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), COMPILED])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activations_of_softmax_are_what_autograd_keeps(
+    variant: str, dtype: Dtype, compiled: bool, recompute: Recompute
+) -> None:
+    torch._dynamo.reset()
+    config = _config(**VARIANTS[variant])
+    how = ["always" if compiled else "never", dtype.value, recompute.value]
+    case = make_case("gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
+    case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
+    short, long = (saved_bytes(config, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
+    # The compiled block keeps no table of angles, but the positions that it makes them of, 8 bytes for all layers.
+    assert (long - short) / 256 == kept_bytes_per_token(case, spec_of(config).blocks[SOFTMAX])
+
+
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+def test_full_recompute_keeps_input_output_and_sums(dtype: Dtype) -> None:
+    config = _config(num_kv_heads=2)
+    case = make_case("gpu=cpu", "train.compile=never", f"train.dtype={dtype.value}", "train.recompute=full")
+    case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
+    short, long = (saved_bytes(config, dtype.compute, Recompute.full, False, tokens) for tokens in (128, 384))
+    kept = kept_bytes_per_token(case, spec_of(config).blocks[SOFTMAX])
+    assert kept == 2 * 128 * dtype.compute.itemsize + 4 * 4
+    # And the positions, 8 bytes per token of all layers together.
+    assert (long - short) / 256 == kept + 8
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_layers_of_a_hybrid_are_counted_by_kind(name: str) -> None:
+    config = MIXERS[name].config_class(num_layers=6, attn=AttnConfig(every=3, num_heads=4, num_kv_heads=2, window=7))
+    blocks = spec_of(config).blocks
+    plain = spec_of(MIXERS[name].config_class(num_layers=4))
+    assert {kind: block.count for kind, block in blocks.items()} == {name: 4, SOFTMAX: 2}
+    assert blocks[SOFTMAX].attention == AttentionSpec(4, 2, 32, 7)
+    assert (blocks[SOFTMAX].state_shapes, blocks[SOFTMAX].operators) == ((), [])
+    assert blocks[name].attention is None
+    assert spec_of(config).state_elements == plain.state_elements
+    assert spec_of(config).num_parameters == sum(p.numel() for p in spec_of(config).build().parameters())
+
+
+def test_flops_of_softmax_grow_with_length_up_to_the_window() -> None:
+    def operator(seq_len: int, **attn: Any) -> float:
+        return spec_of(_config(**attn)).flops_per_token(seq_len, backward=False).operator
+
+    # Two products of 128 channels with the (seq_len + 1) / 2 keys that a query reads on average.
+    assert operator(1000) == 4 * 128 * 1001 / 2
+    assert operator(1000, head_dim=64) == 2 * operator(1000)
+    pairs = sum(min(position + 1, 10) for position in range(1000))
+    assert operator(1000, window=10) == pytest.approx(4 * 128 * pairs / 1000)
+    assert operator(5, window=10) == operator(5)
+
+
+def test_full_recompute_does_not_repeat_softmax_attention() -> None:
+    spec = spec_of(_config())
+    own = spec.flops_per_token(1000, backward=False).operator
+    for recompute in Recompute:
+        # Scores, which every backward pass computes again.
+        assert spec.recomputed_flops_per_token(1000, recompute).operator == own / 2
+
+
+def test_tensors_kept_for_a_replay_are_among_those_kept_otherwise() -> None:
+    for block in spec_of(GLAConfig(attn=AttnConfig(every=2))).blocks.values():
+        assert set(block.activations[Part.replay].kept) <= set(block.activations[Part.mixer].kept)
