@@ -90,7 +90,7 @@ class SoftmaxAttention(Mixer):
         return OperatorFLOPs(2 * product, product)
 
     def activations(self) -> Activations:
-        """Activations that autograd and the compiler's partitioner save, without what a method of `sp.attention` holds."""
+        """Activations that autograd and the compiler's partitioner save; methods of `sp.attention` list their own."""
         shape = self.shape
         queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         gated, normed = self.g_proj is not None, self.q_norm is not None

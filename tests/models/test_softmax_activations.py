@@ -1,4 +1,4 @@
-"""Softmax layers in numbers: kept activations to the byte, FLOPs that grow with length, and what recomputation leaves."""
+"""Softmax layers in numbers: kept activations to the byte, FLOPs that grow with length, recomputation."""
 
 from __future__ import annotations
 
@@ -28,17 +28,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide window": {"head_dim": 48, "num_heads": 6, "num_kv_heads": 2, "window": 64, "qk_norm": True},
     "gated, no positions": {"gate": True, "rope_theta": None},
 }
-# Slow: compiled for each case.
-COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
 
 
 def _config(**attn: Any) -> GLAConfig:
     return GLAConfig(num_layers=1, attn=AttnConfig(**{"every": 1, **attn}))
 
 
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
-@pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), COMPILED])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype", "compiled", "recompute"),
+    [
+        *((variant, Dtype.bf16, False, Recompute.none) for variant in VARIANTS),
+        ("normed and gated", Dtype.fp32, False, Recompute.none),
+        ("plain", Dtype.fp32, False, Recompute.selective),
+        # Slow: compiled for each case.
+        *(
+            pytest.param(variant, Dtype.bf16, True, Recompute.none, marks=pytest.mark.slow)
+            for variant in ("grouped, no positions", "normed and gated")
+        ),
+    ],
+)
 def test_activations_of_softmax_are_what_autograd_keeps(
     variant: str, dtype: Dtype, compiled: bool, recompute: Recompute
 ) -> None:
@@ -48,8 +56,9 @@ def test_activations_of_softmax_are_what_autograd_keeps(
     case = make_case("gpu=cpu", *map("train.{}={}".format, ("compile", "dtype", "recompute"), how))
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))
     short, long = (saved_bytes(config, dtype.compute, recompute, compiled, tokens) for tokens in (128, 384))
-    # The compiled block keeps no table of angles, but the positions that it makes them of, 8 bytes for all layers.
-    assert (long - short) / 256 == kept_bytes_per_token(case, spec_of(config).blocks[SOFTMAX])
+    # Compiled code keeps the positions in place of a table: 8 bytes per token, for all layers together.
+    positions = 8 * (compiled and config.attn.rope_theta is not None)
+    assert (long - short) / 256 == kept_bytes_per_token(case, spec_of(config).blocks[SOFTMAX]) + positions
 
 
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])

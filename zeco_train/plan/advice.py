@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from zeco_train.ops.recompute import Recompute
+from zeco_train.plan.attention import attention_blocks, problem_of
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.step_time import StepTime, plan_step
@@ -50,9 +51,9 @@ def options(case: Case, headroom: float) -> list[Option]:
 def legal_segments(case: Case) -> list[int]:
     """Numbers of segments that divide the sequence, with at least `LEAST_TOKENS` tokens of each on a rank.
 
-    Only 1 for an unmasked model, which reads the whole sequence at once.
+    Only 1 for models with layers that read the whole sequence at once: unmasked ones, and softmax attention.
     """
-    if not case.config.model.causal:
+    if not case.config.model.causal or any(attention_blocks(case)):
         return [1]
     length = case.config.data.seq_len // case.sp_size
     return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
@@ -86,6 +87,8 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
         return None
     while case.world_size < _MOST_RANKS:
         case = dataclasses.replace(case, world_size=2 * case.world_size, sp_size=2 * case.sp_size)
+        if problem_of(case, case.config.sp.attention.value) is not None:
+            return None
         if case.config.data.seq_len % case.sp_size or case.config.data.seq_len // case.sp_size < LEAST_TOKENS:
             return None
         if fitting := options(case.with_changes(segments=1), headroom):

@@ -95,6 +95,11 @@ def operator_time(operator: str, is_cpu: bool) -> tuple[str, OperatorTime]:
     return measured, times[measured]
 
 
+# Rate of softmax attention relative to that of matrix products, over the pairs that queries read, forward and backward:
+# about what FlashAttention-2 publishes for H100s and 128 channels, 380 and 330 TFLOP/s. Assumed on all devices and in
+# all dtypes; not measured here.
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
+
 # Shares of the operator's pass that overlap a scan (scores, forward; recomputed states and scores' gradients,
 # backward), and of forward + backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4
 # GPUs (exposed time relative to the operator's, 16k and 32k, H 16 and 32).

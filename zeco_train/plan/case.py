@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
-from zeco_train.collectives.cost_model import assumed_costs
+from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.config.schema import Compile, Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.mesh import resolve_sp_size
@@ -121,6 +121,11 @@ class Case:
         return self.sp_size > self.gpus_per_node or straddles
 
     @property
+    def link(self) -> Link:
+        """The link of messages between the processes of a sequence; symmetric memory is All-Scan's alone."""
+        return Link.gloo if self.machine.is_cpu else Link.nccl_across_nodes if self.crosses_nodes else Link.nccl
+
+    @property
     def shards(self) -> int:
         """Ranks over which a parameter is sharded."""
         match self.config.parallel.strategy:
@@ -135,6 +140,16 @@ class Case:
     def spec(self) -> ModelSpec:
         """The model."""
         return spec_of(self.config.model)
+
+    @property
+    def last_layers(self) -> dict[str, int]:
+        """The last layer of each kind of block, by its name; that of the very last layer comes first."""
+        found: dict[str, int] = {}
+        for layer in reversed(range(self.config.model.num_layers)):
+            found.setdefault(self.config.model.mixer_of(layer), layer)
+            if len(found) == len(self.spec.blocks):
+                break
+        return found
 
     def block(self, layer: int) -> BlockSpec:
         """Block of a layer; negative numbers count from the last one."""

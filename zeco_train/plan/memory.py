@@ -4,6 +4,8 @@ The peak of a step is in one of four phases, each of which is summed up by kind:
 
     loss            activations of all blocks, and the loss with a chunk of logits
     last block      backward pass of the last block: activations of all blocks, and that block's gradients
+    layer N         with several kinds of blocks, backward pass of the last block of another kind than the last one's: a
+                    softmax layer may hold the keys and values of the whole sequence
     first block     backward pass of the first block: its activations, and the gradients of all parameters
     optimizer       weights, gradients and optimizer state
 
@@ -25,6 +27,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
+from zeco_train.plan.attention import method_costs
 from zeco_train.plan.case import Case
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
@@ -32,7 +35,7 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits",
 _KEPT_PARTS = {
     Recompute.none: (Part.input, Part.mixer, Part.mlp),
     Recompute.selective: (Part.input, Part.mixer),
-    Recompute.full: (Part.input,),
+    Recompute.full: (Part.input, Part.replay),
 }
 
 
@@ -82,6 +85,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     """The memory of the rank with the highest peak."""
     blocks = list(case.spec.blocks.values())
     first, last = case.block(0), case.block(-1)
+    others = dict(list(case.last_layers.items())[1:])
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
     # Master weights of this rank; its reduced gradients take as much again.
     parameters = parameter_bytes(case, case.master_bytes)
@@ -110,6 +114,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
             "gradients": max(carried, max(unit_bytes(case, case.master_bytes)) / case.shards),
             "activations": whole + passing_back,
         },
+        **{f"backward of layer {at}, {name}": {**everywhere, **_back_to(case, at)} for name, at in others.items()},
         "backward of the first block": {
             **everywhere,
             "gradients": parameters,
@@ -127,6 +132,21 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     outside = 0.0 if case.machine.is_cpu else calibration.OUTSIDE_BYTES
     ordered = {name: {kind: kinds.get(kind, 0.0) for kind in KINDS} for name, kinds in phases.items()}
     return Memory(ordered, outside, headroom, case.machine.memory / ranks)
+
+
+def _back_to(case: Case, layer: int) -> dict[str, float]:
+    """Gradients and activations in the backward pass of a layer: the blocks after it are done."""
+    block, model = case.block(layer), case.config.model
+    after = [case.block(later) for later in range(layer + 1, model.num_layers)]
+    done = sum(_local(shape, case.shards) for each in after for shape in each.parameters) * case.master_bytes
+    kept = sum(each.count * kept_bytes_per_token(case, each) for each in case.spec.blocks.values())
+    kept -= sum(kept_bytes_per_token(case, each) for each in after)
+    parameters = parameter_bytes(case, case.master_bytes)
+    own = max(unit_bytes(case, case.master_bytes)) / case.shards
+    return {
+        "gradients": parameters if case.passes > 1 else min(parameters, done + own),
+        "activations": case.tokens * (kept + 16.0) + _passing_back(case, block),
+    }
 
 
 def _heap_share(case: Case) -> float:
@@ -177,7 +197,9 @@ def _passing_back(case: Case, block: BlockSpec) -> float:
     """
     kept = {part: _sum(case, activations.kept) for part, activations in block.activations.items()}
     gradients = {part: _sum(case, activations.gradients) for part, activations in block.activations.items()}
-    again = sum(size for part, size in kept.items() if part not in _KEPT_PARTS[case.recompute])
+    if block.attention is not None and case.tokens:
+        gradients[Part.mixer] += method_costs(case, block.attention).held / case.tokens
+    again = sum(kept[part] for part in _KEPT_PARTS[Recompute.none] if part not in _KEPT_PARTS[case.recompute])
     output = case.config.model.hidden_size * case.compute_bytes if case.recompute is Recompute.full else 0
     backward = max(gradients[Part.mlp], gradients[Part.mixer] - kept[Part.mlp])
     return case.tokens * backward + case.tokens * (again + output)
@@ -208,6 +230,8 @@ def _state_bytes(case: Case) -> float:
 
 def _walk_bytes(case: Case, block: BlockSpec) -> float:
     """The initial states of the walks of the operator's kernels, in one layer."""
+    if not block.state_shapes:
+        return 0.0
     name, (heads, key_dim, value_dim) = block.operators[-1], block.state_shape
     if case.machine.is_cpu or not OPERATORS[name].has_kernels_for(key_dim, value_dim):
         return 0.0

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from models.spec import AttentionSpec
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
+from zeco_train.plan.attention import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
 from zeco_train.plan.case import Case
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
@@ -19,9 +21,12 @@ from zeco_train.plan.wire import (
     plan_halos,
     scan_bytes,
     scan_choice,
+    scanning_blocks,
     step_bytes,
     ways,
 )
+from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.backend import BackendSpec
 
 
@@ -68,6 +73,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "scans": {"forward": scans.forward, "backward": scans.backward, "with_carry": scans.with_carry},
             "parameters": {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed},
             "halos": _halos(case),
+            "attention": _attention(case),
             "backends": _backends(case),
         },
         "advice": {
@@ -193,6 +199,35 @@ def _halos(case: Case) -> dict[str, float] | None:
     return {"messages": halos.messages, "bytes_per_step": halos.sent, "seconds": halos.seconds}
 
 
+def _attention(case: Case) -> list[dict[str, Any]]:
+    """Softmax layers, and what they exchange and hold by method on the same ranks, or why they cannot."""
+    return [
+        {
+            "layers": block.count,
+            **attention._asdict(),
+            "flops_per_token": block.operator_flops(case.config.data.seq_len).forward,
+            "methods": {name: _method(case, attention, method) for name, method in METHODS.items()},
+        }
+        for block, attention in attention_blocks(case)
+    ]
+
+
+def _method(case: Case, attention: AttentionSpec, method: MethodSpec) -> dict[str, Any]:
+    if (problem := problem_of(case, method.name)) is not None:
+        return {"problem": problem, "planned": False}
+    costs, backend = method_costs(case, attention, method), case.config.sp.spec
+    exchanges, time = plan_exchanges(case, backend, method), plan_step(case, method=method)
+    return {
+        "bytes_forward": costs.forward,
+        "bytes_backward": costs.backward,
+        "bytes_per_step": exchanges.sent,
+        "seconds": exchanges.seconds,
+        "held_bytes": costs.held,
+        "tokens_per_second_per_device": time.per_device,
+        "planned": case.sp_size > 1 and method is method_of(case, attention),
+    }
+
+
 def _is_planned(case: Case, backend: BackendSpec, scan: ScanSpec | None) -> bool:
     """Whether a row is the one selected by the configuration."""
     choice = scan_choice(case, backend)
@@ -207,6 +242,7 @@ def _wire(case: Case) -> list[str]:
         "on the wire, sent by a rank",
         f"  parameters: gathered {traffic.gathered / 1e9:.4g}, gradients {reduced:.4g} GB a step",
         *_halo_lines(case),
+        *_attention_lines(case),
         f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:",
         f"  {head[0]:<17}{head[1]:>10}{head[2]:>11}{head[3]:>11}{head[4]:>12}{head[5]:>17}",
     ]
@@ -227,6 +263,29 @@ def _halo_lines(case: Case) -> list[str]:
     milliseconds = halos["seconds"] * 1e3
     sent = f"{halos['bytes_per_step'] / 1e9:.4g} GB and {milliseconds:.4g} ms a step"
     return [f"  halos of convolutions: {halos['messages']} messages to the next rank, {sent}"]
+
+
+def _attention_lines(case: Case) -> list[str]:
+    """A table of the methods of softmax layers."""
+    lines = []
+    for row in _attention(case):
+        window = "" if row["window"] is None else f", window {row['window']:,}"
+        heads = f"{row['heads']} heads of {row['head_dim']}, {row['key_heads']} of keys{window}"
+        flops = f"{row['layers'] * row['flops_per_token'] / 1e9:.3g} GFLOP a token"
+        lines.append(f"  softmax attention at {row['layers']} layers ({heads}): {flops}, by method on the same ranks:")
+        head = ("", "MB forward", "MB backward", "GB a step", "ms a step", "GB held", "tokens/s/device")
+        lines.append(f"  {head[0]:<17}{head[1]:>10}{head[2]:>12}{head[3]:>11}{head[4]:>11}{head[5]:>10}{head[6]:>17}")
+        for name, found in row["methods"].items():
+            if "problem" in found:
+                lines.append(f"  {name:<17}{found['problem']}")
+                continue
+            mark = "  (as planned)" if found["planned"] else ""
+            lines.append(
+                f"  {name:<17}{found['bytes_forward'] / 1e6:>10.4g}{found['bytes_backward'] / 1e6:>12.4g}"
+                f"{found['bytes_per_step'] / 1e9:>11.4g}{found['seconds'] * 1e3:>11.4g}"
+                f"{found['held_bytes'] / 1e9:>10.4g}{found['tokens_per_second_per_device']:>17,.0f}{mark}"
+            )
+    return lines
 
 
 def _option(option: Option, settings: PlanSettings) -> dict[str, Any]:
@@ -274,7 +333,8 @@ def _assumptions(case: Case) -> dict[str, str]:
 def _operators(case: Case) -> dict[str, str]:
     """The times of the operators, and where another one's measurement is taken."""
     rows = {}
-    for block in case.spec.blocks.values():
+    blocks = scanning_blocks(case)
+    for block in blocks:
         operator = block.operators[-1]
         measured, time = calibration.operator_time(operator, case.machine.is_cpu)
         row = (
@@ -282,5 +342,8 @@ def _operators(case: Case) -> dict[str, str]:
         )
         if operator != measured:
             row += f"; {operator} has no measurement, so {measured}'s is taken, scaled by K + V"
-        rows["operator" if len(case.spec.blocks) == 1 else f"operator {operator}"] = row
+        rows["operator" if len(blocks) == 1 else f"operator {operator}"] = row
+    if any(attention_blocks(case)):
+        rates = calibration.ATTENTION_FORWARD, calibration.ATTENTION_BACKWARD
+        rows["softmax attention"] = "{:.0%} of the matrix products' rate forward, {:.0%} backward".format(*rates)
     return rows

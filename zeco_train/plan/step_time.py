@@ -1,11 +1,13 @@
 """Time of a step: the sum over kinds of work, each at its rate in `calibration` and for the device.
 
 products      FLOPs of the linear layers and the head, including recomputation / rate
+attention     FLOPs of softmax attention, which grow with the sequence / an assumed rate; only for models that have it
 operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`)
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides
 scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
+exchanges     messages of softmax layers, without overlap; only for models that have them
 halos         messages of convolutions' inputs to the next rank, without overlap; only for models that have them
 gaps          idle time between kernels; launch-bound time; synchronisation of a step
 """
@@ -20,9 +22,18 @@ from zeco_train.collectives.spec import ScanSpec
 from zeco_train.config.schema import Dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
+from zeco_train.plan.attention import attention_blocks, attention_seconds, plan_exchanges
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
-from zeco_train.plan.wire import count_scans, forward_passes, parameter_traffic, plan_halos, scan_choice
+from zeco_train.plan.wire import (
+    count_scans,
+    forward_passes,
+    parameter_traffic,
+    plan_halos,
+    scan_choice,
+    scanning_blocks,
+)
+from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.training.optim.spec import Precision
 
@@ -57,26 +68,39 @@ class StepTime:
         return self.tokens_per_second / self.world_size
 
 
-def plan_step(case: Case, backend: BackendSpec | None = None, scan: ScanSpec | None = None) -> StepTime:
+def plan_step(
+    case: Case,
+    backend: BackendSpec | None = None,
+    scan: ScanSpec | None = None,
+    method: MethodSpec | None = None,
+) -> StepTime:
     """Predicted time of a step.
 
     Args:
         case: the configuration on its ranks.
         backend: instead of the configured one, on the same ranks and tokens.
         scan: one of its algorithms; None is the configured one, or the fastest.
+        method: of softmax attention, instead of the configured one.
     """
+    backend, has_attention = backend or case.config.sp.spec, any(attention_blocks(case))
     seconds = _compute_seconds(case)
+    if has_attention:
+        seconds["attention"] = attention_seconds(case, backend, method)
     busy = sum(seconds.values())
     seconds["parameters"] = _exposed_traffic(case, busy)
-    seconds["scans"] = exposed_scan_seconds(case, backend or case.config.sp.spec, scan)
+    seconds["scans"] = exposed_scan_seconds(case, backend, scan)
+    if has_attention:
+        seconds["exchanges"] = plan_exchanges(case, backend, method).seconds
     if case.spec.needs_halo:
-        seconds["halos"] = plan_halos(case, backend or case.config.sp.spec).seconds
+        seconds["halos"] = plan_halos(case, backend).seconds
     seconds["gaps"] = _gaps(case, busy)
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
 
 def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
-    """Forward and backward time of one layer's operator over the tokens of a pass, within a step."""
+    """Forward and backward time of one layer's operator over the tokens of a pass, within a step; softmax has none."""
+    if not block.state_shapes:
+        return 0.0, 0.0
     dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
     _, measured = known.operator_time(block.operators[-1], case.machine.is_cpu)
     seconds = measured.seconds
@@ -90,21 +114,23 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
 
 def exposed_scan_seconds(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> float:
     """Exposed communication of the scans per step."""
-    choice, scans = scan_choice(case, backend, scan), count_scans(case)
+    return sum(_exposed_of(case, backend, scan, block) for block in scanning_blocks(case))
+
+
+def _exposed_of(case: Case, backend: BackendSpec, scan: ScanSpec | None, block: BlockSpec) -> float:
+    choice, passes = scan_choice(case, backend, scan, block), block.count * case.passes
     if choice is None:
         return 0.0
-    forward, backward = operator_seconds(case, case.block(0))
+    forward, backward = operator_seconds(case, block)
     if choice.scan.in_series:
         # Each rank computes its outputs between receive and send, serialised over the ranks.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
-        turns = (scans.forward, choice.seconds + serial * forward), (scans.backward, choice.seconds + serial * backward)
-        seconds = _compute_seconds(case)
-        drift = known.LASP1_DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / scans.total
-        layers = case.config.model.num_layers
-        return sum(count * max(0.0, turn - drift) + count / layers * min(turn, drift) for count, turn in turns)
-    return scans.forward * max(0.0, choice.seconds - known.OVERLAP_FORWARD * forward) + scans.backward * max(
-        0.0, choice.seconds - known.OVERLAP_BACKWARD * backward
-    )
+        turns = (choice.seconds + serial * forward, choice.seconds + serial * backward)
+        seconds, layers = _compute_seconds(case), sum(block.count for block in scanning_blocks(case))
+        drift = known.LASP1_DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
+        return sum(passes * max(0.0, turn - drift) + passes / layers * min(turn, drift) for turn in turns)
+    overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
+    return passes * sum(max(0.0, choice.seconds - work) for work in overlapped)
 
 
 def _compute_seconds(case: Case) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.neighbour import NEIGHBOUR
 from zeco_train.collectives.spec import Choice, ScanSpec, choose
@@ -39,18 +40,23 @@ class Scans:
 
 
 def count_scans(case: Case) -> Scans:
-    """Count the scans of a step: one per layer, pass and direction.
+    """Count the scans of a step: one per layer with a state, pass and direction.
 
     Recomputation adds none, since received states are replayed. With segments a carry is passed on, forward from each
     segment but the last, and its gradient back from each. An unmasked model reads the state after the last rank, in
     every scan.
     """
-    layers = case.config.model.num_layers
+    layers = sum(block.count for block in scanning_blocks(case))
     passes = layers * case.passes
     carries = 0 if case.segments == 1 else layers * case.micro_steps * (2 * case.segments - 1)
     if not case.config.model.causal:
         carries = 2 * passes
     return Scans(passes, passes, carries)
+
+
+def scanning_blocks(case: Case) -> list[BlockSpec]:
+    """The kinds of blocks that exchange states; softmax layers have none."""
+    return [block for block in case.spec.blocks.values() if block.state_shapes]
 
 
 def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
@@ -67,48 +73,53 @@ def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
 
 def costs_of(case: Case, scans: Sequence[ScanSpec]) -> Costs:
     """Costs of the link of the scans to choose from."""
-    link = Link.nccl
-    if case.machine.is_cpu:
-        link = Link.gloo
-    elif case.crosses_nodes:
-        link = Link.nccl_across_nodes
-    elif case.config.sp.all_scan.transport is not AllScanTransport.p2p and any(scan.kernel for scan in scans):
+    link, transport = case.link, case.config.sp.all_scan.transport
+    if link is Link.nccl and transport is not AllScanTransport.p2p and any(scan.kernel for scan in scans):
         link = Link.symmetric
     return case.machine.scans[link]
 
 
-def scan_choice(case: Case, backend: BackendSpec, scan: ScanSpec | None = None) -> Choice | None:
+def scan_choice(
+    case: Case, backend: BackendSpec, scan: ScanSpec | None = None, block: BlockSpec | None = None
+) -> Choice | None:
     """Time of one scan from launch to wait, without overlapped work; None if nothing is communicated.
 
     Args:
         case: the configuration on its ranks.
         backend: instead of the configured one.
         scan: one of its algorithms; None is the configured one, or the fastest.
+        block: whose state is scanned; None: the largest of the model.
     """
-    if not backend.scans or case.sp_size == 1:
+    if not backend.scans or case.sp_size == 1 or not scanning_blocks(case):
         return None
     settings = replace(case.config.sp, backend=Backend[backend.name])
     scans = settings.scans if scan is None else (scan,)
     # A configured number of blocks implies a fixed algorithm.
     blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
-    return choose(scans, costs_of(case, scans), load_of(case), blocks)
+    return choose(scans, costs_of(case, scans), load_of(case, block), blocks)
 
 
-def load_of(case: Case) -> Load:
-    """The size of a scan of the model's states."""
-    return Load(case.sp_size, (case.batch, *case.spec.state_shape), case.wide_bytes)
+def load_of(case: Case, block: BlockSpec | None = None) -> Load:
+    """The size of a scan of a block's states; of the largest state of the model, if none is given."""
+    shape = case.spec.state_shape if block is None else block.state_shape
+    return Load(case.sp_size, (case.batch, *shape), case.wide_bytes)
 
 
-def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False) -> float:
-    """Bytes that the busiest rank sends for one scan of the model's states; None: nothing is communicated."""
-    return 0.0 if scan is None or case.sp_size == 1 else scan.bytes_sent(load_of(case), want_carry)
+def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False, block: BlockSpec | None = None) -> float:
+    """Bytes that the busiest rank sends for one scan of a block's states; None: nothing is communicated."""
+    return 0.0 if scan is None or case.sp_size == 1 else scan.bytes_sent(load_of(case, block), want_carry)
 
 
 def step_bytes(case: Case, scan: ScanSpec | None) -> float:
     """Bytes that a rank sends in a step for all scans."""
-    scans = count_scans(case)
-    plain = scans.total - scans.with_carry
-    return plain * scan_bytes(case, scan) + scans.with_carry * scan_bytes(case, scan, want_carry=True)
+    scans, blocks = count_scans(case), scanning_blocks(case)
+    plain, layers = scans.total - scans.with_carry, sum(block.count for block in blocks)
+    of_layers = (
+        plain * scan_bytes(case, scan, block=block)
+        + scans.with_carry * scan_bytes(case, scan, want_carry=True, block=block)
+        for block in blocks
+    )
+    return sum(block.count * sent for block, sent in zip(blocks, of_layers, strict=True)) / max(1, layers)
 
 
 @dataclass(frozen=True)
@@ -130,8 +141,7 @@ def plan_halos(case: Case, backend: BackendSpec) -> Halos:
     """The halos of a step: one message per layer, pass and direction, beside the scans; none where no rank shares."""
     messages, sent, seconds = 0, 0.0, 0.0
     if backend.scans and case.sp_size > 1:
-        # Always by messages: symmetric memory is All-Scan's.
-        link = Link.gloo if case.machine.is_cpu else Link.nccl_across_nodes if case.crosses_nodes else Link.nccl
+        link = case.link
         for block in case.spec.blocks.values():
             for shape in block.halo_shapes:
                 load = Load(case.sp_size, (case.batch, *shape), case.wide_bytes)

@@ -23,7 +23,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.sdpa import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.method import MethodSpec, ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
 from zeco_train.sp.attention.routes import Range, Routes
 
 
@@ -136,10 +136,44 @@ def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks
     return (ranks - 1) * tokens * 2 * key_heads * head_dim + queries
 
 
+def _costs(load: AttentionLoad) -> MethodCosts:
+    if load.window is not None:
+        return _window_costs(load, load.window)
+    ranks, sums, operands = load.ranks, load.tokens * load.heads * load.wide, load.queries * load.itemsize
+    candidates = []
+    # In halves of a shard: queries that leave for another rank, outputs that do, and gradients of keys and values. Rank
+    # 0 computes the last queries, which read all keys; from rank 1 on both halves leave, as far as there are ranks.
+    first, second = (1, 1, 2 * ranks - 2), (min(2, ranks - 1), min(2, ranks - 1), 2 * ranks - 3)
+    keys = (ranks - 1) * load.tokens * load.keys_per_token * load.itemsize
+    for queries, outputs, gradients in (first, second):
+        forward = keys + (queries + outputs) / 2 * operands + outputs / 2 * sums
+        backward = keys + queries / 2 * (3 * operands + sums) + outputs / 2 * load.queries * load.wide
+        candidates.append((forward, backward + gradients / 2 * load.tokens * load.keys_per_token * load.wide))
+    forward, backward = (max(sent) for sent in zip(*candidates, strict=True))
+    return MethodCosts(forward, backward, (4, 5), _held(load, ranks * load.tokens))
+
+
+def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
+    """Each rank sends the keys before its successors' tokens on, and their gradients back: never both to the last."""
+    ahead, most = window - 1, (load.ranks - 1) * load.tokens
+    forward = min(ahead, most) * load.keys_per_token * load.itemsize
+    back = (
+        min(ahead, (load.ranks - 1 - rank) * load.tokens) * load.itemsize + min(ahead, rank * load.tokens) * load.wide
+        for rank in {min(-(-ahead // load.tokens), load.ranks - 1), load.ranks - 1}
+    )
+    return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), _held(load, load.tokens + min(ahead, most)))
+
+
+def _held(load: AttentionLoad, keys: int) -> float:
+    """Keys and values, in the message and unpacked; their gradients: summed, of the last part, and in the message."""
+    return keys * load.keys_per_token * (2.0 * load.itemsize + 3.0 * load.wide)
+
+
 ALL_GATHER = MethodSpec(
     name="all_gather",
     description="every rank gets the keys and values that it needs; queries travel in pairs, so that no rank waits",
     build=AllGather,
     heads_problem=lambda heads, key_heads, ranks: None,
     elements_sent=_elements_sent,
+    costs=_costs,
 )

@@ -6,6 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -50,6 +51,54 @@ class ShardedAttention(ABC):
         return [span.part(*pair) for pair in itertools.pairwise(borders)]
 
 
+class AttentionLoad(NamedTuple):
+    """The size of one layer's attention, for `MethodSpec.costs`.
+
+    Attributes:
+        heads, key_heads, head_dim: of queries; of keys and values; their width.
+        tokens: of one sequence, on a rank.
+        ranks: that share the sequence.
+        window: keys that a query reads at most, itself among them; None: all before it.
+        itemsize, wide: bytes per element of operands, and of sums and gradients.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    tokens: int
+    ranks: int
+    window: int | None
+    itemsize: int
+    wide: int
+
+    @property
+    def queries(self) -> int:
+        """Elements of a rank's queries, and of its outputs."""
+        return self.tokens * self.heads * self.head_dim
+
+    @property
+    def keys_per_token(self) -> int:
+        """Elements of keys and values."""
+        return 2 * self.key_heads * self.head_dim
+
+
+class MethodCosts(NamedTuple):
+    """What a method costs one layer, for one sequence, on the rank with the most.
+
+    Attributes:
+        forward, backward: bytes that a rank sends.
+        exchanges: collectives of a forward and of a backward pass, one after another.
+        held: bytes that exist at the peak of the backward pass beside the tensors that the layer lists itself.
+        slowest: work of the rank with the most, relative to the mean.
+    """
+
+    forward: float
+    backward: float
+    exchanges: tuple[int, int]
+    held: float
+    slowest: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class MethodSpec:
     """Descriptor of a method, for settings, tables and plans.
@@ -60,6 +109,7 @@ class MethodSpec:
         build: wire → the method.
         heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
         elements_sent: (heads of queries, of keys, head dim, tokens of a rank, ranks) → sent per rank, forward.
+        costs: bytes and memory, for the planner.
     """
 
     name: str
@@ -67,3 +117,4 @@ class MethodSpec:
     build: Callable[[Wire], ShardedAttention]
     heads_problem: Callable[[int, int, int], str | None]
     elements_sent: Callable[[int, int, int, int, int], float]
+    costs: Callable[[AttentionLoad], MethodCosts]

@@ -15,7 +15,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.sdpa import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.method import MethodSpec, ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
 
 
 class Ulysses(ShardedAttention):
@@ -100,10 +100,21 @@ def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks
     return 2 * (heads + repeated) * head_dim * tokens * (1 - 1 / ranks)
 
 
+def _costs(load: AttentionLoad) -> MethodCosts:
+    """Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens."""
+    repeated = load.tokens * load.keys_per_token * _repeats(load.key_heads, load.ranks)
+    sums, leaving = load.tokens * load.heads * load.wide, 1 - 1 / load.ranks
+    forward = (2 * load.queries + repeated) * load.itemsize + sums
+    operands = (3 * load.queries + repeated) * load.itemsize
+    gradients = (load.queries + repeated) * load.wide
+    return MethodCosts(leaving * forward, leaving * (operands + gradients + sums), (5, 9), operands + 2.0 * gradients)
+
+
 ULYSSES = MethodSpec(
     name="ulysses",
     description="every rank gets some heads of the whole sequence; needs as many heads as ranks",
     build=Ulysses,
     heads_problem=_heads_problem,
     elements_sent=_elements_sent,
+    costs=_costs,
 )

@@ -1,0 +1,163 @@
+"""Plans of hybrids: softmax layers in memory, time and on the wire; bytes against those that the methods send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.config import SOFTMAX
+from tests.support.distributed import run_distributed
+from tests.support.planning import command, make, make_case
+from zeco_train.errors import ConfigError
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.softmax.span import Span
+from zeco_train.plan.advice import legal_segments
+from zeco_train.plan.attention import attention_blocks, attention_seconds, method_costs, plan_exchanges, problem_of
+from zeco_train.plan.memory import kept_bytes_per_token, plan_memory
+from zeco_train.plan.report import as_json
+from zeco_train.plan.step_time import plan_step
+from zeco_train.plan.wire import count_scans, step_bytes
+from zeco_train.sp.attention.method import AttentionLoad
+from zeco_train.sp.attention.registry import METHODS, build_attention
+from zeco_train.sp.registry import BACKENDS
+
+HYBRID = ["model=gla_1b", "model.attn.every=4", "train.dtype=bf16", "data.global_batch=1"]
+TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 12, 4, 2, 6
+
+
+def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Bytes that this rank sends to others, forward and backward, by method and window."""
+    group, sent, found = dist.group.WORLD, Counter[str](), {}
+    assert group is not None
+    original, way = dist.all_to_all_single, "forward"
+
+    def record(into: Any, parts: Any, received: Any = None, to: Any = None, **options: Any) -> Any:
+        own = len(parts) // world_size if to is None else to[rank]
+        sent[way] += (parts.numel() - own) * parts.element_size()
+        return original(into, parts, received, to, **options)
+
+    def tensor(heads: int) -> torch.Tensor:
+        return torch.randn(1, TOKENS, heads, HEAD_DIM, dtype=dtype)
+
+    with mock.patch.object(dist, "all_to_all_single", record):
+        for name, spec in METHODS.items():
+            for window in (None, 5, 30):
+                sent.clear()
+                method, seq_len = build_attention(spec, group, timedelta(seconds=60)), world_size * TOKENS
+                span = Span(rank * TOKENS, (rank + 1) * TOKENS, None, window)
+                q, k, v = tensor(HEADS), tensor(KEY_HEADS), tensor(KEY_HEADS)
+                way = "forward"
+                attended = method.forward(q, k, v, span, seq_len, 1.0)
+                way = "backward"
+                method.backward(tensor(HEADS), q, k, v, attended, span, seq_len, 1.0)
+                found[f"{name} {window}"] = sent["forward"], sent["backward"]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
+def test_bytes_of_each_method_are_those_of_the_rank_that_sends_most(ranks: int, dtype: torch.dtype) -> None:
+    of_ranks = run_distributed(_sent, ranks, dtype)
+    for name, spec in METHODS.items():
+        for window in (None, 5, 30):
+            shape = HEADS, KEY_HEADS, HEAD_DIM, TOKENS, ranks, window
+            costs = spec.costs(AttentionLoad(*shape, dtype.itemsize, accumulation_dtype(dtype).itemsize))
+            most = tuple(max(sent[f"{name} {window}"][way] for sent in of_ranks) for way in (0, 1))
+            assert (costs.forward, costs.backward) == pytest.approx(most, rel=1e-12), (name, window)
+
+
+def test_plan_of_hybrid_lists_softmax_layers_and_methods() -> None:
+    code, text, err = command(*HYBRID, "data.seq_len=1048576", "world_size=64")
+    assert (code, err) == (0, "")
+    assert "softmax attention at 5 layers (16 heads of 128, 16 of keys)" in text
+    assert "\n  ulysses          needs ranks that divide the 16 heads of queries, not 64" in text
+    assert text.count("(as planned)") == 3  # the backend, the method, and the setting
+    (found,) = as_json(make(*HYBRID, "data.seq_len=131072", "world_size=8", "sp.attention=all_gather"))["wire"][
+        "attention"
+    ]
+    assert (found["layers"], found["heads"], found["window"]) == (5, 16, None)
+    assert [name for name, row in found["methods"].items() if row["planned"]] == ["all_gather"]
+    assert found["methods"]["all_gather"]["held_bytes"] > 5 * found["methods"]["ulysses"]["held_bytes"]
+    assert as_json(make("model=gla_1b"))["wire"]["attention"] == []
+
+
+def test_scans_and_operator_time_are_those_of_layers_with_states() -> None:
+    arguments = ["data.seq_len=131072", "world_size=8"]
+    hybrid, plain = make_case(*HYBRID, *arguments), make_case("model=gla_1b", *HYBRID[2:], *arguments)
+    assert (count_scans(hybrid).total, count_scans(plain).total) == (2 * 15, 2 * 20)
+    for scan in BACKENDS["zeco"].scans:
+        assert step_bytes(hybrid, scan) == pytest.approx(0.75 * step_bytes(plain, scan))
+    for backend in BACKENDS.values():
+        mixed, whole = plan_step(hybrid, backend).seconds, plan_step(plain, backend).seconds
+        assert mixed["operator"] == pytest.approx(0.75 * whole["operator"])
+        assert mixed["attention"] > 0
+        assert "attention" not in whole
+        assert (mixed["exchanges"] == 0) is (not backend.scans)
+    everywhere = make_case(*HYBRID, *arguments, "model.attn.every=1")
+    assert (count_scans(everywhere).total, everywhere.state_bytes) == (0, 0)
+    assert plan_step(everywhere).seconds["scans"] == plan_step(everywhere).seconds["operator"] == 0
+
+
+def test_time_of_softmax_grows_with_length_and_stops_at_the_window() -> None:
+    zeco = BACKENDS["zeco"]
+
+    def seconds(length: int, *more: str) -> float:
+        return attention_seconds(make_case(*HYBRID, "world_size=8", f"data.seq_len={length}", *more), zeco)
+
+    assert seconds(1 << 20) == pytest.approx(4 * seconds(1 << 19), rel=1e-3)
+    window = "model.attn.window=4096"
+    assert seconds(1 << 20, window) == pytest.approx(2 * seconds(1 << 19, window), rel=1e-2)
+    # Without a shared sequence each rank has a short one.
+    case = make_case(*HYBRID, "world_size=8", "data.seq_len=1048576")
+    assert attention_seconds(case, BACKENDS["dp"]) == pytest.approx(attention_seconds(case, zeco) / 8, rel=1e-3)
+    assert plan_exchanges(case, BACKENDS["dp"]).sent == 0
+
+
+@pytest.mark.parametrize("settings", [["model.attn.every=4"], ["model.attn.every=4", "model.attn.offset=0"]])
+def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: list[str]) -> None:
+    arguments = [
+        "model=gla_1b",
+        *settings,
+        "train.dtype=bf16",
+        "data.global_batch=1",
+        "data.seq_len=1048576",
+        "world_size=16",
+    ]
+    gathered = make_case(*arguments, "sp.attention=all_gather")
+    spread = make_case(*arguments, "sp.attention=ulysses")
+    (_, attention), *_ = attention_blocks(gathered)
+    more = method_costs(gathered, attention).held - method_costs(spread, attention).held
+    peaks = [plan_memory(case, 0.05) for case in (gathered, spread)]
+    assert peaks[0].peak - peaks[1].peak == pytest.approx(more, rel=0.2)
+    keys = 2 * 16 * 128 * (1 << 20)
+    assert method_costs(gathered, attention).held == keys * (2 * 2 + 3 * 4)
+
+
+def test_full_recompute_keeps_outputs_of_softmax() -> None:
+    case = make_case(*HYBRID, "train.recompute=full", "world_size=1", "data.seq_len=16384")
+    own = {name: kept_bytes_per_token(case, block) for name, block in case.spec.blocks.items()}
+    assert own == {"gla": 2 * 2048, SOFTMAX: 2 * 2048 + 2 * 2048 + 4 * 16}
+
+
+def test_method_that_cannot_spread_the_heads_ends_in_one_line() -> None:
+    arguments = [*HYBRID, "data.seq_len=1048576", "world_size=64", "sp.attention=ulysses"]
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: sp.attention=ulysses: needs ranks that divide the 16 heads of queries, not 64")
+    assert err.count("\n") == 1
+    case = make_case(*arguments)
+    assert problem_of(case, "auto") is None
+    with pytest.raises(ConfigError):
+        plan_memory(case, 0.05)
+    # More ranks are not advised where the method has no heads for them.
+    small = [*HYBRID, "data.seq_len=65536", "world_size=16", "memory_gb=4", "sp.attention=ulysses"]
+    assert make(*small).elsewhere is None
+
+
+def test_softmax_layers_take_no_segments() -> None:
+    assert legal_segments(make_case(*HYBRID, "data.seq_len=65536", "world_size=1")) == [1]

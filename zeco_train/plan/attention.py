@@ -1,0 +1,99 @@
+"""Softmax attention in a plan: FLOPs that grow with length; bytes on the wire and memory by method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.spec import AttentionSpec, BlockSpec
+from zeco_train.plan import calibration as known
+from zeco_train.plan.case import Case
+from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
+from zeco_train.sp.attention.registry import METHODS, choose
+from zeco_train.sp.backend import BackendSpec
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """What softmax layers exchange per step, on the rank with the most.
+
+    Attributes:
+        sent: bytes.
+        seconds: of the messages; nothing is computed meanwhile.
+    """
+
+    sent: float
+    seconds: float
+
+
+def attention_blocks(case: Case) -> Iterator[tuple[BlockSpec, AttentionSpec]]:
+    """The kinds of softmax layers, with their shape."""
+    for block in case.spec.blocks.values():
+        if block.attention is not None:
+            yield block, block.attention
+
+
+def method_of(case: Case, attention: AttentionSpec) -> MethodSpec:
+    """The method of `sp.attention` for these heads on the case's ranks.
+
+    Raises:
+        ConfigError: it cannot spread these heads over these ranks.
+    """
+    shape = attention.heads, attention.key_heads, attention.head_dim
+    return choose(case.config.sp.attention, *shape, case.sp_size)
+
+
+def problem_of(case: Case, method: str) -> str | None:
+    """Why a method, or `auto`, cannot spread the heads of the softmax layers over the case's ranks; None: it can."""
+    if method not in METHODS:
+        return None
+    spec = METHODS[method]
+    problems = (spec.heads_problem(shape.heads, shape.key_heads, case.sp_size) for _, shape in attention_blocks(case))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def method_costs(case: Case, attention: AttentionSpec, method: MethodSpec | None = None) -> MethodCosts:
+    """Bytes and memory of one layer, for all sequences of a micro-batch.
+
+    Args:
+        case: the configuration on its ranks; one rank exchanges and holds nothing.
+        attention: shape of the layer.
+        method: instead of the configured one.
+    """
+    if case.sp_size == 1:
+        return MethodCosts(0.0, 0.0, (0, 0), 0.0)
+    of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
+    load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes)
+    costs = (method or method_of(case, attention)).costs(load)
+    times = case.batch
+    return costs._replace(forward=times * costs.forward, backward=times * costs.backward, held=times * costs.held)
+
+
+def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None = None) -> Exchanges:
+    """The messages of all softmax layers in a step; none where no rank shares a sequence. A replay sends nothing."""
+    sent = seconds = 0.0
+    if backend.scans and case.sp_size > 1:
+        link = case.machine.node_link if case.crosses_nodes else case.machine.link
+        latency = case.machine.scans[case.link].exchange
+        for block, attention in attention_blocks(case):
+            costs, passes = method_costs(case, attention, method), block.count * case.passes
+            sent += passes * (costs.forward + costs.backward)
+            seconds += passes * ((costs.forward + costs.backward) / link + sum(costs.exchanges) * latency)
+    return Exchanges(sent, seconds)
+
+
+def attention_seconds(case: Case, backend: BackendSpec, method: MethodSpec | None = None) -> float:
+    """Seconds of the softmax layers' scores and outputs in a step, without their linear layers.
+
+    Where no rank shares a sequence, each has a sequence of its own of as many tokens.
+    """
+    shared = bool(backend.scans) or case.sp_size == 1
+    seq_len, total = case.config.data.seq_len // (1 if shared else case.sp_size), 0.0
+    rate = case.machine.flops[case.config.train.dtype]
+    for block, attention in attention_blocks(case):
+        flops = block.operator_flops(seq_len)
+        per_token = flops.forward / known.ATTENTION_FORWARD
+        per_token += (2 * flops.forward + flops.again) / known.ATTENTION_BACKWARD
+        slowest = method_costs(case, attention, method).slowest if shared else 1.0
+        total += block.count * case.passes * case.tokens * slowest * per_token / rate
+    return total
