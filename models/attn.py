@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeco_train.errors import ConfigError
 
@@ -44,6 +44,21 @@ class AttnConfig:
         if self.every is None:
             return range(0)
         return range(self.every - 1 if self.offset is None else self.offset, num_layers, self.every)
+
+    def canonical(self, num_layers: int, num_heads: int, hidden_size: int) -> AttnConfig:
+        """The same layers in canonical form, one by one: equal ones compare equal."""
+        if not (chosen := self.chosen(num_layers)):
+            return AttnConfig()
+        shape = AttnShape.of(self, num_heads, hidden_size)
+        return replace(
+            self,
+            every=None,
+            offset=None,
+            layers=list(chosen),
+            num_heads=shape.heads,
+            num_kv_heads=None if shape.key_heads == shape.heads else shape.key_heads,
+            head_dim=None if shape.head_dim * shape.heads == hidden_size else shape.head_dim,
+        )
 
     def validate(self, num_layers: int, num_heads: int, hidden_size: int) -> None:
         """Raise `ConfigError` for a value out of range, in a model of that shape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from models.attn import AttnConfig
@@ -81,7 +81,7 @@ class LanguageModelConfig:
 
     def canonical(self) -> Self:
         """The same model in canonical form: equal models compare equal."""
-        return self
+        return replace(self, attn=self.attn.canonical(self.num_layers, self.num_heads, self.hidden_size))
 
     def describe(self) -> Mapping[str, str]:
         """Model-card rows that are specific to this kind of model, by name."""

@@ -102,7 +102,8 @@ class GLAConfig(ExpandedHeadsConfig):
 
     def canonical(self) -> Self:
         """See `LanguageModelConfig`; `num_kv_heads` equal to `num_heads` becomes None."""
-        return replace(self, num_kv_heads=None) if self.num_kv_heads == self.num_heads else self
+        model = super().canonical()
+        return replace(model, num_kv_heads=None) if self.num_kv_heads == self.num_heads else model
 
     def describe(self) -> Mapping[str, str]:
         """See `LanguageModelConfig`."""

@@ -64,7 +64,7 @@ class HGRN2Config(LanguageModelConfig):
 
     def canonical(self) -> Self:
         """See `LanguageModelConfig`; `expand_ratio` says nothing that `num_heads` does not."""
-        return replace(self, expand_ratio=None)
+        return replace(super().canonical(), expand_ratio=None)
 
     def describe(self) -> Mapping[str, str]:
         """See `LanguageModelConfig`."""

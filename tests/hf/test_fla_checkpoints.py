@@ -206,7 +206,7 @@ def test_every_key_of_fla_is_read_refused_or_known_to_change_nothing(name: str) 
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("attn", {"layers": [1], "num_heads": 4}, "layers of softmax attention: not supported, only None"),
+    ("attn", {"layers": [1], "num_heads": 4, "sinks": 1}, "not supported, only layers, num_heads"),
     ("attnres_block_size", 2, "residuals over blocks of layers: not supported, only None"),
     ("elementwise_affine", False, "norms without weights: not supported, only True"),
     ("hidden_act", "powlu", "another activation of the MLP and the output gate: not supported, only swish"),

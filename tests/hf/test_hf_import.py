@@ -65,7 +65,6 @@ def test_published_fla_config_is_read() -> None:
         ("model_type", "gsa", "only 'gla', "),
         ("architectures", ["GLAForSequenceClassification"], "only GLAForCausalLM can be read"),
         ("use_short_conv", True, "short convolutions before the operator: not supported"),
-        ("attn", {"layers": [3], "num_heads": 4}, "layers of softmax attention: not supported"),
         ("attnres_block_size", 4, "residuals over blocks of layers: not supported"),
         ("elementwise_affine", False, "norms without weights: not supported"),
         ("hidden_act", "powlu", "another activation of the MLP and the output gate: not supported"),

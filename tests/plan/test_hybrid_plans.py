@@ -118,22 +118,24 @@ def test_time_of_softmax_grows_with_length_and_stops_at_the_window() -> None:
     assert plan_exchanges(case, BACKENDS["dp"]).sent == 0
 
 
-@pytest.mark.parametrize("settings", [["model.attn.every=4"], ["model.attn.every=4", "model.attn.offset=0"]])
-def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: list[str]) -> None:
-    arguments = [
-        "model=gla_1b",
-        *settings,
-        "train.dtype=bf16",
-        "data.global_batch=1",
-        "data.seq_len=1048576",
-        "world_size=16",
-    ]
+@pytest.mark.parametrize(
+    ("settings", "phase"),
+    [
+        (["model.attn.every=4"], "backward of the last block"),
+        (["model.attn.every=4", "model.attn.offset=0"], "backward of layer 16, softmax"),
+        (["model.attn.layers=[0]"], "backward of the first block"),
+    ],
+)
+def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: list[str], phase: str) -> None:
+    arguments = ["model=gla_1b", *settings, *HYBRID[2:], "data.seq_len=1048576", "world_size=16"]
     gathered = make_case(*arguments, "sp.attention=all_gather")
     spread = make_case(*arguments, "sp.attention=ulysses")
     (_, attention), *_ = attention_blocks(gathered)
     more = method_costs(gathered, attention).held - method_costs(spread, attention).held
-    peaks = [plan_memory(case, 0.05) for case in (gathered, spread)]
-    assert peaks[0].peak - peaks[1].peak == pytest.approx(more, rel=0.2)
+    memory, less = (plan_memory(case, 0.05) for case in (gathered, spread))
+    assert sum(memory.phases[phase].values()) - sum(less.phases[phase].values()) == pytest.approx(more, rel=0.05)
+    # Where the last layer is early, so are few activations left.
+    assert phase != "backward of layer 16, softmax" or memory.phase == phase
     keys = 2 * 16 * 128 * (1 << 20)
     assert method_costs(gathered, attention).held == keys * (2 * 2 + 3 * 4)
 

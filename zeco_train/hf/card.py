@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, DataKind
+from models.attn import AttnShape
+from models.config import LanguageModelConfig
 from models.fla import FlaFormat
 from models.registry import mixer_of
 from models.spec import spec_of
@@ -44,6 +46,7 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
         "parameters": f"{spec_of(model).num_parameters:,}",
         "layers, width": f"{model.num_layers}, {model.hidden_size}",
         **model.describe(),
+        **_softmax(model),
         "vocabulary": f"{model.vocab_size:,}, tokenizer: {origin['tokenizer'].get('kind', 'unknown')}",
         "weights": origin["dtype"],
         "trained for": f"{progress.step:,} steps, {progress.tokens:,} tokens, seed {config.seed}",
@@ -59,11 +62,28 @@ def model_card(config: Config, progress: Progress, losses: Mapping[str, float], 
         f"- {fla.model_type}\n- linear-attention\n---\n\n"
         f"# {config.name}, step {progress.step}\n\n"
         f"A language model with {fla.title}, trained with ZeCO-Train "
-        f"{origin['version']}. Its memory is a state of one size: it knows no longest sequence, but it was trained on "
-        f"{data.seq_len:,} tokens at once.\n\n"
+        f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
         f"| | |\n|---|---|\n{table}\n\n## Use\n\n{_use(fla)}\n\n"
         "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
     )
+
+
+def _softmax(model: LanguageModelConfig) -> dict[str, str]:
+    """A row on the softmax layers of a hybrid."""
+    attn = model.canonical().attn
+    if attn.layers is None:
+        return {}
+    shape = AttnShape.of(attn, model.num_heads, model.hidden_size)
+    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.key_heads} of keys and values"
+    window = "" if attn.window is None else f", window of {attn.window:,} tokens"
+    return {"softmax attention": f"layers {', '.join(map(str, attn.layers))}, counted from 0: {heads}{window}"}
+
+
+def _memory(model: LanguageModelConfig) -> str:
+    if not model.attn.chosen(model.num_layers):
+        return "Its memory is a state of one size: it knows no longest sequence"
+    kept = "all tokens before" if model.attn.window is None else f"the last {model.attn.window:,} tokens"
+    return f"Its memory is a state of one size in most layers, and keys and values of {kept} in softmax layers"
 
 
 def _use(fla: FlaFormat) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from data.tokenizer import BYTES, HuggingFaceTokenizer
 from models.config import LanguageModelConfig
@@ -25,13 +26,23 @@ def check_continuation(folder: Path, model: LanguageModelConfig) -> None:
         CheckpointError: its files cannot be read, or do not match its own configuration.
     """
     found = checked_fla_model(folder).model
-    # Those of `found`: a model with another mixer has other fields, and `mixer` is the first.
-    fields = [entry.name for entry in dataclasses.fields(found) if entry.name not in _NOT_OF_THE_MODEL]
-    different = [name for name in fields if not hasattr(model, name) or getattr(found, name) != getattr(model, name)]
+    # Keys of `found`: a model with another mixer has other ones, and `mixer` is the first.
+    theirs, own = _keys(found), _keys(model.canonical())
+    different = [key for key, value in theirs.items() if key not in own or own[key] != value]
     if different:
-        overrides = " ".join(f"model.{name}={as_override(getattr(found, name))}" for name in different)
-        own = as_override(getattr(model, different[0]))
-        raise ConfigError(f"model.{different[0]}", own, f"the model in {folder} is another one; it takes: {overrides}")
+        overrides = " ".join(f"model.{key}={as_override(theirs[key])}" for key in different)
+        value = as_override(_keys(model).get(different[0]))
+        raise ConfigError(
+            f"model.{different[0]}", value, f"the model in {folder} is another one; it takes: {overrides}"
+        )
+
+
+def _keys(model: LanguageModelConfig) -> dict[str, Any]:
+    """The values of a configuration by key, `attn.layers` and its like among them."""
+    values = {entry.name: getattr(model, entry.name) for entry in dataclasses.fields(model)}
+    del values["attn"]
+    values |= {f"attn.{entry.name}": getattr(model.attn, entry.name) for entry in dataclasses.fields(model.attn)}
+    return {key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL}
 
 
 def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:

@@ -20,6 +20,8 @@ from models.mixers.base import Mixer
 from models.registry import MIXERS, mixer_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import ConfigError
+from zeco_train.hf.fla_attention import KEY as ATTENTION_KEY
+from zeco_train.hf.fla_attention import attention_from_fla, attention_to_fla
 
 # fla's defaults, for keys missing from a file.
 _DEFAULTS: dict[str, int | float | bool] = {
@@ -44,7 +46,6 @@ _SAME = ("hidden_size", "initializer_range", "intermediate_size", "norm_eps", "t
 _INFINITY = {"__float__": "Infinity"}
 # Keys with the only supported value, and the meaning of other values.
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "attn": (None, "layers of softmax attention"),
     "attnres_block_size": (None, "residuals over blocks of layers"),
     "elementwise_affine": (True, "norms without weights"),
     "hidden_act": ("swish", "another activation of the MLP and the output gate"),
@@ -94,11 +95,13 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     _check_refused(file, record, fla)
     values = dict(fla.fixed) | _values(file, _own_names(file, record, fla), fla)
     inner, ratio, is_fused = (values.pop(key, None) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
+    attn = attention_from_fla(file, record.get(ATTENTION_KEY))
     try:
         model = mixer.config_class(
             name=str(path.resolve().name),
             num_layers=values.pop("num_hidden_layers"),
             intermediate_size=_default_inner(values["hidden_size"], ratio) if inner is None else inner,
+            attn=attn,
             **values,
         )
     except ConfigError as error:
@@ -110,7 +113,8 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
 def _check_refused(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> None:
     """Raise `ConfigError` for the first key with a value that our model does not support."""
     fixed = {name: (value, f"another one than {fla.owner} layer has") for name, value in fla.fixed.items()}
-    for key, (supported, meaning) in {**_REFUSED, **fla.refused, **fixed}.items():
+    softmax = {} if fla.library == "fla" else {ATTENTION_KEY: (None, "layers of softmax attention")}
+    for key, (supported, meaning) in {**_REFUSED, **softmax, **fla.refused, **fixed}.items():
         value, same = record.get(key, supported), fla.equals.get(key)
         if value == supported or (same is not None and value == record.get(same, fla.numbers[same])):
             continue
@@ -186,12 +190,13 @@ def to_fla(
         if (own := getattr(model, name)) > most:
             allowed = f"{fla.owner} {fla.name} takes at most {most}, so this model cannot be exported"
             raise ConfigError(f"model.{name}", own, allowed)
+    attn = attention_to_fla(model, fla)
     own_keys = (*_SAME, *fla.numbers, *fla.pairs, *fla.optional, *fla.switches)
     fields = {key: getattr(model, key) for key in own_keys if key not in fla.fixed}
     fields |= {key: [_written(value) for value in fields[key]] for key in fla.pairs}
     choices = {key: getattr(model, key) for key in fla.choices}
     record = {
-        **(_written_of_fla(seq_len) if fla.library == "fla" else {}),
+        **({**_written_of_fla(seq_len), ATTENTION_KEY: attn} if fla.library == "fla" else {}),
         "architectures": [fla.architecture],
         "bos_token_id": None,
         "dtype": dtype,
@@ -211,7 +216,6 @@ def to_fla(
 def _written_of_fla(seq_len: int) -> dict[str, Any]:
     """Keys that are the same in all models of fla."""
     return {
-        "attn": None,
         "elementwise_affine": True,
         "fuse_cross_entropy": True,
         "fuse_norm": True,

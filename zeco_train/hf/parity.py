@@ -13,6 +13,7 @@ if __name__ == "__main__":
     # Before the other imports, which take seconds.
     run_command("zeco_train.hf.parity")
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,6 +163,8 @@ def main(arguments: Sequence[str]) -> int:
     trained = find_trained(arguments[0])
     if not is_hf_folder(trained.path):
         raise ConfigError("EXPORT", arguments[0], "is none; make one with: python -m zeco_train.export RUN OUT")
+    if trained.model.attn.chosen(trained.model.num_layers) and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError("EXPORT", arguments[0], "fla's softmax layers need the package flash-attn, which is missing")
     if not torch.cuda.is_available():
         raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")
     mesh = init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(minutes=5))

@@ -154,12 +154,15 @@ def _costs(load: AttentionLoad) -> MethodCosts:
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
-    """Each rank sends the keys before its successors' tokens on, and their gradients back: never both to the last."""
+    """Each rank sends keys to ranks after it, and gradients of those of ranks before it back.
+
+    Gradients are no narrower than keys, so the rank with the most is about the first that returns all it can.
+    """
     ahead, most = window - 1, (load.ranks - 1) * load.tokens
     forward = min(ahead, most) * load.keys_per_token * load.itemsize
     back = (
         min(ahead, (load.ranks - 1 - rank) * load.tokens) * load.itemsize + min(ahead, rank * load.tokens) * load.wide
-        for rank in {min(-(-ahead // load.tokens), load.ranks - 1), load.ranks - 1}
+        for rank in (min(number, load.ranks - 1) for number in (ahead // load.tokens, -(-ahead // load.tokens)))
     )
     return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), _held(load, load.tokens + min(ahead, most)))
 
