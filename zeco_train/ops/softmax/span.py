@@ -31,7 +31,8 @@ class Span:
     @property
     def first_key(self) -> int:
         """Position of the first key that any of these queries reads."""
-        return int(self.first_keys()[0]) if self.stop > self.start else self.start
+        # It never falls, so one query is enough.
+        return int(self.part(self.start, self.start + 1).first_keys()) if self.stop > self.start else self.start
 
     def first_keys(self) -> Tensor:
         """[queries] int64 on the CPU: position of the first key that each query reads; it never falls."""

@@ -60,6 +60,7 @@ class MethodSpec:
         build: wire → the method.
         heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
         elements_sent: (heads of queries, of keys, head dim, tokens of a rank, ranks) → sent per rank, forward.
+        automatic: `auto` may choose it: all ranks have the same work.
     """
 
     name: str
@@ -67,3 +68,4 @@ class MethodSpec:
     build: Callable[[Wire], ShardedAttention]
     heads_problem: Callable[[int, int, int], str | None]
     elements_sent: Callable[[int, int, int, int, int], float]
+    automatic: bool = True
