@@ -14,6 +14,7 @@ import torch.distributed as dist
 from models.config import SOFTMAX
 from tests.support.distributed import run_distributed
 from tests.support.planning import command, make, make_case
+from zeco_train.collectives.wire import Wire
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.span import Span
@@ -45,7 +46,12 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
     def tensor(heads: int) -> torch.Tensor:
         return torch.randn(1, TOKENS, heads, HEAD_DIM, dtype=dtype)
 
-    with mock.patch.object(dist, "all_to_all_single", record):
+    def post(self: Wire, messages: Any, *names: Any) -> Any:
+        sent[way] += sum(message.tensor.nbytes for kind, message in messages if kind is dist.isend)
+        return posted(self, messages, *names)
+
+    posted = Wire._post
+    with mock.patch.object(dist, "all_to_all_single", record), mock.patch.object(Wire, "_post", post):
         for name, spec in METHODS.items():
             for window in (None, 5, 30):
                 sent.clear()
@@ -159,6 +165,18 @@ def test_method_that_cannot_spread_the_heads_ends_in_one_line() -> None:
     # More ranks are not advised where the method has no heads for them.
     small = [*HYBRID, "data.seq_len=65536", "world_size=16", "memory_gb=4", "sp.attention=ulysses"]
     assert make(*small).elsewhere is None
+
+
+def test_ring_computes_longest_and_holds_least() -> None:
+    arguments = [*HYBRID, "data.seq_len=131072", "world_size=8"]
+    cases = {name: make_case(*arguments, f"sp.attention={name}") for name in METHODS}
+    zeco = BACKENDS["zeco"]
+    seconds = {name: attention_seconds(case, zeco) for name, case in cases.items()}
+    assert seconds["ring"] == pytest.approx((2 - 1 / 8) * seconds["ulysses"])
+    held = {name: plan_memory(case, 0.05).peak for name, case in cases.items()}
+    assert held["ring"] < held["all_gather"]
+    # Blocks travel under the attention that they are read by.
+    assert plan_exchanges(cases["ring"], zeco).seconds < plan_exchanges(cases["all_gather"], zeco).seconds / 5
 
 
 def test_softmax_layers_take_no_segments() -> None:

@@ -7,14 +7,31 @@ wait and returns at once, like NCCL's own `wait`; there the timeout of the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from zeco_train.errors import CommunicationError
+
+_T = TypeVar("_T")
+
+
+class Message(NamedTuple):
+    """A message of `Wire.exchange`.
+
+    Attributes:
+        tensor: contiguous; to send, or to receive into.
+        position: of the other rank.
+        what: its contents, for errors.
+    """
+
+    tensor: Tensor
+    position: int
+    what: str
 
 
 class Transfer:
@@ -93,6 +110,26 @@ class Wire:
             lambda: dist.irecv(into, group=self._group, group_src=peer, tag=tag), f"receive of {what}", peer, into
         )
 
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Transfer]:
+        """Start to send and receive messages in one group, so that NCCL waits for no order among them.
+
+        At most one message goes each way between two ranks. Before the first, all ranks must have called a collective.
+        """
+        messages = [*((dist.isend, message) for message in sent), *((dist.irecv, message) for message in received)]
+        if not messages:
+            return []
+        peers = [self.group_rank(message.position) for _, message in messages]
+        names = [f"{'send' if post is dist.isend else 'receive'} of {message.what}" for post, message in messages]
+        works = self._post(messages, peers, names)
+        if len(works) == len(messages):
+            return [
+                Transfer(self, work, name, peer, message.tensor)
+                for work, name, peer, (_, message) in zip(works, names, peers, messages, strict=True)
+            ]
+        # NCCL completes the group as a whole.
+        tensors = [message.tensor for _, message in messages]
+        return [Transfer(self, work, ", ".join(names), None, *tensors) for work in works]
+
     def broadcast(self, tensor: Tensor, position: int, what: str) -> Transfer:
         """Start to copy `tensor` of the rank at `position` into that of every other rank."""
         source = self.group_rank(position)
@@ -134,7 +171,7 @@ class Wire:
             part,
         )
 
-    def guard(self, action: Callable[[], Work | bool | None], what: str, peer: int | None) -> Work | bool | None:
+    def guard(self, action: Callable[[], _T], what: str, peer: int | None) -> _T:
         """Run one call into `torch.distributed`, converting its failures to `CommunicationError`."""
         try:
             return action()
@@ -145,6 +182,17 @@ class Wire:
                 self._problem(str(error)),
                 None if peer is None else dist.get_global_rank(self._group, peer),
             ) from error
+
+    def _post(
+        self, messages: Sequence[tuple[Callable[..., Work | None], Message]], peers: list[int], names: list[str]
+    ) -> list[Work]:
+        operations = [
+            dist.P2POp(post, message.tensor, group=self._group, group_peer=peer)
+            for (post, message), peer in zip(messages, peers, strict=True)
+        ]
+        return self.guard(
+            lambda: dist.batch_isend_irecv(operations), ", ".join(names), peers[0] if len(peers) == 1 else None
+        )
 
     def _start(self, post: Callable[[], Work | None], what: str, peer: int | None, *tensors: Tensor) -> Transfer:
         work = self.guard(post, what, peer)

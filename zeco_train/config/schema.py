@@ -37,6 +37,7 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
+from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
@@ -364,6 +365,7 @@ def describe(overrides: list[str]) -> str:
     return (
         "usage: torchrun --nproc-per-node N train.py [KEY=VALUE ...]      (python train.py ...: one rank)\n\n"
         f"Groups:\n{groups}\n\nMixers:\n{describe_mixers()}\n\nBackends:\n{describe_backends()}\n\n"
+        f"Softmax layers (model.attn.every=N):\n{describe_methods()}\n\n"
         f"Keys, as this command line sets them:\n\n{config}"
     )
 

@@ -1,8 +1,8 @@
 """Conversion of softmax layers: the key `attn` of fla's configurations (0.6.0) and section `model.attn`.
 
-fla's layer (`fla.layers.attn`) always rotates queries and keys and has heads of hidden_size / num_heads; its models give
-it neither norms of queries and keys nor a gate. Its window counts the query itself, as ours: it asks flash-attn for w − 1
-keys before it.
+fla's layer (`fla.layers.attn`) always rotates queries and keys and has heads of hidden_size / num_heads; its models have
+neither norms of queries and keys nor a gate there. Its window counts the query itself, as ours: it asks flash-attn for
+w − 1 keys before it.
 """
 
 from __future__ import annotations

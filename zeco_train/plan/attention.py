@@ -19,7 +19,7 @@ class Exchanges:
 
     Attributes:
         sent: bytes.
-        seconds: of the messages; nothing is computed meanwhile.
+        seconds: of the messages, less what is computed meanwhile.
     """
 
     sent: float
@@ -78,7 +78,10 @@ def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None =
         for block, attention in attention_blocks(case):
             costs, passes = method_costs(case, attention, method), block.count * case.passes
             sent += passes * (costs.forward + costs.backward)
-            seconds += passes * ((costs.forward + costs.backward) / link + sum(costs.exchanges) * latency)
+            computing = _layer_seconds(case, block, case.config.data.seq_len)
+            for moved, messages, busy in zip(costs[:2], costs.exchanges, computing, strict=True):
+                hidden = busy if costs.overlaps and not case.machine.is_cpu else 0.0
+                seconds += passes * max(0.0, moved / link + messages * latency - hidden)
     return Exchanges(sent, seconds)
 
 
@@ -87,13 +90,16 @@ def attention_seconds(case: Case, backend: BackendSpec, method: MethodSpec | Non
 
     Where no rank shares a sequence, each has a sequence of its own of as many tokens.
     """
-    shared = bool(backend.scans) or case.sp_size == 1
-    seq_len, total = case.config.data.seq_len // (1 if shared else case.sp_size), 0.0
-    rate = case.machine.flops[case.config.train.dtype]
+    shared, total = bool(backend.scans) or case.sp_size == 1, 0.0
+    seq_len = case.config.data.seq_len // (1 if shared else case.sp_size)
     for block, attention in attention_blocks(case):
-        flops = block.operator_flops(seq_len)
-        per_token = flops.forward / known.ATTENTION_FORWARD
-        per_token += (2 * flops.forward + flops.again) / known.ATTENTION_BACKWARD
         slowest = method_costs(case, attention, method).slowest if shared else 1.0
-        total += block.count * case.passes * case.tokens * slowest * per_token / rate
+        total += block.count * case.passes * slowest * sum(_layer_seconds(case, block, seq_len))
     return total
+
+
+def _layer_seconds(case: Case, block: BlockSpec, seq_len: int) -> tuple[float, float]:
+    """Forward and backward time of one layer's scores and outputs over the tokens of a pass, on the average rank."""
+    flops, tokens = block.operator_flops(seq_len), case.tokens / case.machine.flops[case.config.train.dtype]
+    backward = tokens * (2 * flops.forward + flops.again) / known.ATTENTION_BACKWARD
+    return tokens * flops.forward / known.ATTENTION_FORWARD, backward

@@ -7,7 +7,7 @@ elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides
 scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
-exchanges     messages of softmax layers, without overlap; only for models that have them
+exchanges     messages of softmax layers, less the attention that overlaps with them; only for models that have them
 halos         messages of convolutions' inputs to the next rank, without overlap; only for models that have them
 gaps          idle time between kernels; launch-bound time; synchronisation of a step
 """

@@ -31,7 +31,8 @@ class Span:
     @property
     def first_key(self) -> int:
         """Position of the first key that any of these queries reads."""
-        return int(self.first_keys()[0]) if self.stop > self.start else self.start
+        # It never falls, so one query is enough.
+        return int(self.part(self.start, self.start + 1).first_keys()) if self.stop > self.start else self.start
 
     def first_keys(self) -> Tensor:
         """[queries] int64 on the CPU: position of the first key that each query reads; it never falls."""
@@ -40,6 +41,12 @@ class Span:
         if self.borders is not None:
             first = self.borders[torch.searchsorted(self.borders, positions, right=True) - 1]
         return first if self.window is None else torch.maximum(first, positions - (self.window - 1))
+
+    def inner_borders(self) -> list[int]:
+        """Positions at which documents begin among these queries, the first query's not counted."""
+        if self.borders is None:
+            return []
+        return self.borders[(self.borders > self.start) & (self.borders < self.stop)].tolist()
 
     def part(self, start: int, stop: int) -> Span:
         """The queries [start, stop) of these."""

@@ -87,9 +87,10 @@ class MethodCosts(NamedTuple):
 
     Attributes:
         forward, backward: bytes that a rank sends.
-        exchanges: collectives of a forward and of a backward pass, one after another.
+        exchanges: messages of a forward and of a backward pass, one after another.
         held: bytes that exist at the peak of the backward pass beside the tensors that the layer lists itself.
         slowest: work of the rank with the most, relative to the mean.
+        overlaps: attention is computed meanwhile.
     """
 
     forward: float
@@ -97,6 +98,7 @@ class MethodCosts(NamedTuple):
     exchanges: tuple[int, int]
     held: float
     slowest: float = 1.0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,7 @@ class MethodSpec:
         heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
         elements_sent: (heads of queries, of keys, head dim, tokens of a rank, ranks) → sent per rank, forward.
         costs: bytes and memory, for the planner.
+        automatic: `auto` may choose it: all ranks have the same work.
     """
 
     name: str
@@ -118,3 +121,4 @@ class MethodSpec:
     heads_problem: Callable[[int, int, int], str | None]
     elements_sent: Callable[[int, int, int, int, int], float]
     costs: Callable[[AttentionLoad], MethodCosts]
+    automatic: bool = True

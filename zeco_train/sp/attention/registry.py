@@ -14,6 +14,7 @@ from zeco_train.ops.seam import AttentionMethod
 from zeco_train.sp.attention.all_gather import ALL_GATHER
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.attention.ring import RING
 from zeco_train.sp.attention.ulysses import ULYSSES
 
 # In table order.
@@ -22,6 +23,7 @@ METHODS: dict[str, MethodSpec] = {
     for spec in (
         ALL_GATHER,
         ULYSSES,
+        RING,
     )
 }
 AUTO = "auto"
@@ -37,7 +39,7 @@ class AttentionChoice(Enum):
 
 
 def choose(choice: AttentionChoice, heads: int, key_heads: int, head_dim: int, ranks: int) -> MethodSpec:
-    """The method of a setting, for heads of queries and of keys; `auto` is the one that sends least.
+    """The method of a setting, for heads of queries and of keys; `auto` is the balanced one that sends least.
 
     Raises:
         ConfigError: it cannot spread these heads over these ranks.
@@ -49,7 +51,8 @@ def choose(choice: AttentionChoice, heads: int, key_heads: int, head_dim: int, r
             others = ", ".join(spec.name for spec in METHODS.values() if spec.heads_problem(*shape, ranks) is None)
             raise ConfigError("sp.attention", choice.value, f"{problem}; here: auto, {others}")
         return found
-    possible = [spec for spec in METHODS.values() if spec.heads_problem(*shape, ranks) is None]
+    balanced = [spec for spec in METHODS.values() if spec.automatic]
+    possible = [spec for spec in balanced if spec.heads_problem(*shape, ranks) is None]
     return min(possible, key=lambda spec: spec.elements_sent(*shape, head_dim, 1, ranks))
 
 
@@ -62,5 +65,5 @@ def build_attention(spec: MethodSpec, group: ProcessGroup, timeout: timedelta) -
 
 def describe_methods() -> str:
     """For `--help`: the methods, one per line."""
-    lines = ["  sp.attention=auto        of these the one that sends least"]
+    lines = ["  sp.attention=auto        of those with equal work on all ranks the one that sends least"]
     return "\n".join([*lines, *(f"  sp.attention={name:<12}{spec.description}" for name, spec in METHODS.items())])

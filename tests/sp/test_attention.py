@@ -1,0 +1,275 @@
+"""Softmax attention over ranks, with every method, against a naive softmax over the whole sequence, and torch's own."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from tests.support.distributed import run_distributed
+from zeco_train.collectives.wire import Wire
+from zeco_train.errors import CommunicationError
+from zeco_train.ops.attend import attend_at
+from zeco_train.ops.seam import Boundary, Place, handle_of
+from zeco_train.ops.softmax import sdpa
+from zeco_train.sp.attention import ring
+from zeco_train.sp.attention.all_gather import AllGather
+from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.registry import METHODS
+
+pytestmark = pytest.mark.numeric
+
+BATCH, HEAD_DIM, SCALE = 2, 6, 0.7
+NAMES = ("o", "dq", "dk", "dv")
+# Sums of up to 24 terms near 1, each rounded by 2^-53; the bound is the issue's.
+TOLERANCE = 1e-12
+TIMEOUT = timedelta(seconds=60)
+UNPAIRED = "all_gather, unpaired"
+# Where only some ranks read others' keys: at a border of 2 and of 4 shards, of 3, inside them, a document of one token.
+DOCUMENTS = (0, 1, 5, 12, 13, 24)
+THIRDS = (0, 8, 9, 16, 24)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole sequence.
+
+    Attributes:
+        tokens: its length; None: one less than there are ranks, so that a rank has none.
+        queries_per_key: heads of queries for each of keys; None: all of them.
+    """
+
+    tokens: int | None = 24
+    borders: tuple[int, ...] | None = None
+    window: int | None = None
+    queries_per_key: int | None = 1
+
+
+CASES = {
+    "plain": Case(),
+    "documents": Case(borders=DOCUMENTS),
+    "documents of whole shards": Case(borders=THIRDS),
+    "window within a shard": Case(window=3),
+    "window of one key": Case(window=1),
+    "window wider than a shard": Case(window=15),
+    "window wider than the sequence": Case(window=40),
+    "four queries a key": Case(queries_per_key=4),
+    "one head of keys": Case(queries_per_key=None),
+    "unequal shards": Case(tokens=23),
+    "unequal shards, window": Case(tokens=23, window=9, queries_per_key=4),
+    "documents, window": Case(borders=DOCUMENTS, window=5),
+    "documents, wide window, four queries a key": Case(borders=THIRDS, window=15, queries_per_key=4),
+    "a rank without tokens": Case(tokens=None),
+    "a rank without tokens, window": Case(tokens=None, window=2),
+}
+
+
+class Whole:
+    """Inputs and results of a case, of heads that every method can spread over the ranks."""
+
+    def __init__(self, case: Case, ranks: int, dtype: torch.dtype = torch.float64) -> None:
+        self.case, self.ranks = case, ranks
+        self.tokens = max(1, ranks - 1) if case.tokens is None else case.tokens
+        self.heads = 4 * ranks
+        self.key_heads = self.heads // (case.queries_per_key or self.heads)
+        self.borders = None if case.borders is None else torch.tensor(case.borders)
+        generator = torch.Generator().manual_seed(self.tokens)
+        heads = {"q": self.heads, "k": self.key_heads, "v": self.key_heads, "do": self.heads}
+        self.inputs = {
+            name: torch.randn(
+                BATCH, self.tokens, count, HEAD_DIM, generator=generator, dtype=torch.float64
+            ).to(dtype)
+            for name, count in heads.items()
+        }  # fmt: skip
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        return [*itertools.pairwise(self.tokens * rank // self.ranks for rank in range(self.ranks + 1))]
+
+    def mask(self) -> Tensor:
+        """[queries, keys], by the definition."""
+        borders, window = self.case.borders or (0, self.tokens), self.case.window or self.tokens
+        document = [sum(border <= position for border in borders) for position in range(self.tokens)]
+        return torch.tensor(
+            [
+                [
+                    key <= query and query - key < window and document[key] == document[query]
+                    for key in range(self.tokens)
+                ]
+                for query in range(self.tokens)
+            ]
+        )
+
+    def results(self, attention: Any) -> dict[str, Tensor]:
+        """Of a function of q, k, v [B, H, T, D], with a head of keys for each of queries."""
+        q, k, v = (self.inputs[name].double().requires_grad_() for name in ("q", "k", "v"))
+        wide = [x.repeat_interleave(self.heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v)]
+        o = attention(*wide).transpose(1, 2)
+        grads = torch.autograd.grad(o, (q, k, v), self.inputs["do"].double())
+        return dict(zip(NAMES, (o.detach(), *grads), strict=True))
+
+    def naive(self) -> dict[str, Tensor]:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = SCALE * torch.einsum("bhik,bhjk->bhij", q, k)
+            return scores.masked_fill(~self.mask(), -torch.inf).softmax(-1) @ v
+
+        return self.results(attention)
+
+    def torchs(self) -> dict[str, Tensor]:
+        return self.results(
+            lambda *operands: functional.scaled_dot_product_attention(*operands, attn_mask=self.mask(), scale=SCALE)
+        )
+
+    def of_rank(self, method: Any, rank: int) -> dict[str, Tensor]:
+        """By a method, through the op, checked against a replay, which gives the same bits."""
+        start, stop = self.shards[rank]
+        place = Place("", None, "", None, handle_of(method), start, self.tokens, self.borders)
+        boundaries = Boundary(), Boundary()
+        found: list[dict[str, Tensor]] = []
+        for _ in ("first", "replay"):
+            leaves = [self.inputs[name][:, start:stop].clone().requires_grad_() for name in ("q", "k", "v")]
+            o, crossings = attend_at(*leaves, SCALE, place, boundaries, self.case.window)
+            grads = torch.autograd.grad(o, leaves, self.inputs["do"][:, start:stop])
+            found.append(dict(zip(NAMES, (o.detach(), *grads), strict=True)))
+            boundaries = tuple(Boundary(crossing.received) for crossing in crossings)
+        for name in NAMES:
+            assert torch.equal(found[0][name], found[1][name]), f"{name} of a replay"
+        return found[0]
+
+
+def check(found: dict[str, Tensor], whole: dict[str, Tensor], shard: tuple[int, int], bound: float, where: str) -> None:
+    for name, x in found.items():
+        expected = whole[name][:, slice(*shard)]
+        assert x.shape == expected.shape, f"{name}: {where}"
+        scale = max(1.0, whole[name].abs().max().item())
+        error = (x.double() - expected).abs().max().item() / scale if x.numel() else 0.0
+        assert error <= bound, f"{name} off by {error:.1e}: {where}"  # a NaN fails too
+
+
+def build_methods(world_size: int, timeout: timedelta = TIMEOUT) -> dict[str, Any]:
+    if world_size == 1:
+        return {"local": LocalAttention()}
+
+    def wire() -> Wire:
+        return Wire(dist.new_group(range(world_size)), "softmax attention", False, timeout)
+
+    return {**{name: spec.build(wire()) for name, spec in METHODS.items()}, UNPAIRED: AllGather(wire(), paired=False)}
+
+
+def exact(rank: int, world_size: int) -> None:
+    # Several blocks of queries a shard.
+    sdpa._BLOCK = 4
+    methods = build_methods(world_size)
+    for name, case in CASES.items():
+        whole = Whole(case, world_size)
+        naive = whole.naive()
+        check(whole.torchs(), naive, (0, whole.tokens), TOLERANCE, f"torch, {name}")
+        for method, attention in methods.items():
+            where = f"{method}, {name}, {world_size} ranks"
+            found = whole.of_rank(attention, rank)
+            check(found, naive, whole.shards[rank], TOLERANCE, where)
+            again = whole.of_rank(attention, rank)
+            assert all(torch.equal(found[of], again[of]) for of in NAMES), f"other bits: {where}"
+    dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
+def test_every_method_equals_softmax_over_the_whole_sequence(world_size: int) -> None:
+    run_distributed(exact, world_size)
+
+
+def narrow(rank: int, world_size: int) -> None:
+    sdpa._BLOCK = 4
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for name in ("plain", "documents, wide window, four queries a key"):
+            whole = Whole(CASES[name], world_size, dtype)
+            naive = whole.naive()
+            for method, attention in build_methods(world_size).items():
+                found, again = (whole.of_rank(attention, rank) for _ in range(2))
+                where = f"{method}, {name}, {dtype}"
+                assert all(x.dtype == dtype for x in found.values()), where
+                check(found, naive, whole.shards[rank], bound, where)
+                assert all(torch.equal(found[of], again[of]) for of in NAMES), f"other bits: {where}"
+    dist.barrier()
+
+
+def test_narrow_dtypes_give_their_own_accuracy_and_the_same_bits_twice() -> None:
+    run_distributed(narrow, 3)
+
+
+class Recorded:
+    """The messages and the compute of a ring's forward pass, in their order."""
+
+    def __init__(self, method: ShardedAttention) -> None:
+        self.events: list[str] = []
+        self.sent = 0
+        exchange, compute = method.wire.exchange, sdpa.attend
+
+        def recorded(sent: Any, received: Any) -> Any:
+            self.events += ["send"] * len(sent) + ["receive"] * len(received)
+            self.sent += sum(message.tensor.numel() for message in sent)
+            return exchange(sent, received)
+
+        def computed(*arguments: Any) -> Any:
+            self.events.append("compute")
+            return compute(*arguments)
+
+        method.wire.exchange = recorded  # type: ignore[method-assign]
+        ring.attend = computed
+
+
+def frugal(rank: int, world_size: int) -> list[int]:
+    group, sent = dist.new_group(range(world_size)), []
+    for name, case in CASES.items():
+        method = METHODS["ring"].build(Wire(group, "softmax attention", False, TIMEOUT))
+        recorded, whole = Recorded(method), Whole(case, world_size)
+        start, stop = whole.shards[rank]
+        place = Place("", None, "", None, handle_of(method), start, whole.tokens, whole.borders)
+        attend_at(
+            *(whole.inputs[of][:, start:stop] for of in ("q", "k", "v")), SCALE, place, [Boundary()] * 2, case.window
+        )
+        # Of each block up to this rank's, the keys from the first that later queries read.
+        read = whole.mask()[stop:].any(0).tolist()
+        tokens = sum(
+            last - next((key for key in range(first, last) if read[key]), last)
+            for first, last in whole.shards[: rank + 1]
+        )
+        assert recorded.sent == 2 * BATCH * tokens * whole.key_heads * HEAD_DIM, f"{name}, rank {rank}"
+        if name == "plain":
+            # The next block is under way before the one that is here is computed.
+            sends = ["send"] * (rank + 1 < world_size)
+            rounds = [*sends, "receive", "compute"] * rank + [*sends, "compute"]
+            assert recorded.events == rounds, f"{recorded.events} on rank {rank}"
+            sent.append(recorded.sent)
+    dist.barrier()
+    return sent
+
+
+def test_ring_sends_only_what_later_ranks_read_and_computes_meanwhile() -> None:
+    found = run_distributed(frugal, 3)
+    whole = Whole(CASES["plain"], 3)
+    most = METHODS["ring"].elements_sent(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3)
+    assert max(*found) == [BATCH * most]
+
+
+def abandoned(rank: int, world_size: int) -> None:
+    method = build_methods(world_size, timedelta(seconds=2))["ring"]
+    whole = Whole(CASES["plain"], world_size)
+    whole.of_rank(method, rank)
+    if rank == 1:
+        expected = r"receive of keys of rank 0 with rank 0: no answer within 2 s"
+        with pytest.raises(CommunicationError, match=expected):
+            whole.of_rank(method, rank)
+    dist.barrier()
+
+
+def test_ring_names_a_missing_peer_within_the_timeout() -> None:
+    run_distributed(abandoned, 2)
