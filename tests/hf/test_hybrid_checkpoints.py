@@ -154,7 +154,7 @@ def test_what_fla_cannot_say_is_not_exported(change: dict[str, Any], problem: st
     model = GLAConfig(attn=AttnConfig(**{"every": 2, **change}))
     with pytest.raises(ConfigError) as caught:
         to_fla(model, TOKENIZER, None, 128, "float32")
-    assert caught.value.line.startswith(problem)
+    assert caught.value.line.startswith(f"error: {problem}")
     assert "\n" not in caught.value.line
 
 
@@ -186,6 +186,7 @@ def test_models_of_transformers_have_no_softmax_layers() -> None:
         ({"rope_theta": 10**400}, "must be finite and > 1"),
         ({"window_size": 10**400}, "must be a whole number ≥ 1"),
         ({"x" * 10**6: 1}, "not supported, only layers"),
+        ({"a\nb\x1b[2J": 1}, "not supported, only layers"),
     ],
     ids=lambda value: f"{value!s:.20}",
 )

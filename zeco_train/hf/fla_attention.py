@@ -1,6 +1,6 @@
 """Conversion of softmax layers: the key `attn` of fla's configurations (0.6.0) and section `model.attn`.
 
-fla's layer (`fla.layers.attn`) always rotates queries and keys and has heads of hidden_size / num_heads; its models have
+fla's layer (`fla.layers.attn`) always rotates queries and keys, with heads of hidden_size / num_heads; its models have
 neither norms of queries and keys nor a gate there. Its window counts the query itself, as ours: it asks flash-attn for
 w − 1 keys before it.
 """
@@ -37,7 +37,7 @@ def attention_from_fla(file: Path, record: Any) -> AttnConfig:
         raise _refusal(file, KEY, record, "must be null or one mapping: all softmax layers have one shape")
     for key, value in record.items():
         if key not in _KEYS:
-            raise _refusal(file, f"{KEY}.{key}", value, f"not supported, only {', '.join(_KEYS)}")
+            raise _refusal(file, f"{KEY}.{key!s:.80}", value, f"not supported, only {', '.join(_KEYS)}")
     if (bias := record.get("qkv_bias", False)) is not False:
         raise _refusal(file, f"{KEY}.qkv_bias", bias, "biases of queries, keys and values: not supported, only False")
     layers = record.get("layers")
