@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections import ChainMap
+from collections.abc import Mapping
 
 from models.config import SOFTMAX, LanguageModelConfig
 from models.mixers.base import Mixer
@@ -31,7 +33,8 @@ MIXERS: dict[str, type[Mixer]] = {
 }
 
 # Of a layer, by its name in `LanguageModelConfig.mixer_of`: softmax layers are part of models with another mixer.
-LAYERS: dict[str, type[Mixer]] = {**MIXERS, SOFTMAX: SoftmaxAttention}
+# A view, not a copy, so that a mixer added to `MIXERS` is here as well.
+LAYERS: Mapping[str, type[Mixer]] = ChainMap({SOFTMAX: SoftmaxAttention}, MIXERS)
 
 # Of the default mixer, which is also that of files and stored configurations that name none.
 DEFAULT_CONFIG: type[LanguageModelConfig] = MIXERS["gla"].config_class

@@ -52,7 +52,7 @@ class _Scaled(GatedLinearAttention):
 @pytest.fixture
 def hybrid(monkeypatch: pytest.MonkeyPatch) -> _HybridConfig:
     monkeypatch.setitem(MIXERS, "scaled", _Scaled)
-    return _HybridConfig(**{**dataclasses.asdict(SMALL), "num_layers": 5})
+    return _HybridConfig(**{**vars(SMALL), "num_layers": 5})
 
 
 def test_hybrid_layers_set_counts_flops_states_and_rules(hybrid: _HybridConfig) -> None:
