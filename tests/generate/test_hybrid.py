@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_a_prompt_goes_on_from_given_states_with_a_larger_capacity(mesh: Process
         assert second is not None
         assert relative_error(second[0], whole_logits(model, ids[None])[:, -1]) <= TOLERANCE
         assert all(torch.equal(*pair) for pair in zip(first[1], kept, strict=True))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_segments_with_documents_equal_the_whole_sequence(name: str) -> None:
+    """Of any sizes; documents begin in segments, and go on in later ones."""
+    model, ids, scan = build(name), texts()[0][None], LocalScan()
+    borders, total = [0, 20, 90, 130, 162], 162
+    whole_shard = SequenceShard(scan, 0, total, torch.tensor(borders), 0, torch.tensor(borders))
+    found, states = [], model.zero_states(1, ids.device, total)
+    for start, stop in itertools.pairwise([0, 1, 64, 120, 121, total]):
+        inside = [border - start for border in borders if start < border < stop]
+        pieces, before = torch.tensor([0, *inside, stop - start]), start - max(b for b in borders if b <= start)
+        shard = SequenceShard(scan, start, total, pieces, before, torch.tensor(borders), (start, stop))
+        carried = LayerStates(carry_in=states, want_carry=True)
+        found.append(model(ids[:, start:stop], shard, states=carried))
+        states = carried.carry_out
+    assert relative_error(torch.cat(found, 1), model(ids, whole_shard)) <= TOLERANCE
+    assert relative_error(torch.cat(found, 1), whole_logits(model, ids)) > 1e-3
 
 
 def _tokens(generator: Generator, **settings: Any) -> list[list[int]]:
