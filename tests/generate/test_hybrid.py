@@ -237,6 +237,23 @@ def test_texts_over_ranks_equal_whole_sequence_reference() -> None:
     assert run_distributed(_texts_over_ranks, 2) == [expected] * 2
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_repeated_at_a_position_leave_no_trace_in_caches(mesh: ProcessMesh, name: str) -> None:
+    """A CUDA graph's warm-up steps write caches, and only the other states are restored."""
+    model = build(name)
+    found = Prefill(model, mesh, LocalScan(), 100).run([text[:-STEPS] for text in texts()], capacity=max(LENGTHS) + 1)
+    assert found is not None
+    decoders = [Decoder(model, [state.clone() for state in found[1]], torch.tensor(LENGTHS)) for _ in range(2)]
+    kept = [state.clone() for state in found[1]]
+    for _ in range(2):
+        model.step(torch.zeros(len(LENGTHS), dtype=torch.int64), decoders[0]._states, torch.tensor(LENGTHS))
+    for state, before, kind in zip(decoders[0]._states, kept, model.states, strict=True):
+        if not kind.is_cache:
+            state.copy_(before)
+    first, second = (decoder.step(torch.arange(len(LENGTHS))) for decoder in decoders)
+    assert torch.equal(first, second)
+
+
 def test_window_keeps_only_the_tokens_that_are_read() -> None:
     """Keys are their positions: pieces of all lengths, over many turns of the ring."""
     for window in (1, 4, 7):
