@@ -303,8 +303,8 @@ def test_caches_larger_than_memory_are_refused_before_they_are_made(
     prompts = [generator.encode("abc")]
     # Of the prompt, and of its two texts.
     assert generator.cache_bytes(prompts, Limits(10), samples=2) == 3 * 640
-    monkeypatch.setattr(generator_module, "total_memory", lambda device: (1919, "this toy"))
-    with pytest.raises(ConfigError, match=r"batch=32.*take 1\.92e-06 GB, this toy has 1\.92e-06 GB"):
+    monkeypatch.setattr(generator_module, "total_memory", lambda device: (639, "this toy"))
+    with pytest.raises(ConfigError, match=r"batch=32.*take 6\.4e-07 GB, this toy has 6\.39e-07 GB"):
         generator.generate(prompts, Sampling(), Limits(10), samples=2)
     plain = ModelSpec(dataclasses.replace(model.config, attn=AttnConfig())).build()
     assert plain.cache_bytes(50) == 0

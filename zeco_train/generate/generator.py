@@ -224,7 +224,7 @@ class Generator:
         """
         sampling.validate()
         limits.validate()
-        self._check_memory(self.cache_bytes(prompts, limits, samples))
+        self.cache_bytes(prompts, limits, samples)
         longest = max(map(len, prompts), default=0) + limits.max_tokens
         check_document(self._model.config, "tokens of a prompt and max_tokens", longest)
         request = _Request(sampling, limits, samples, on_text)
@@ -239,22 +239,26 @@ class Generator:
         return sorted((c for part in everyone for c in part), key=lambda c: (c.prompt, c.sample))
 
     def cache_bytes(self, prompts: Sequence[Tensor], limits: Limits, samples: int = 1) -> int:
-        """Most bytes that the caches of softmax layers take on a rank in `generate`; 0 without such layers."""
-        largest = 0
+        """Most bytes that the caches of softmax layers take on a rank in `generate`; 0 without such layers.
+
+        Raises:
+            ConfigError: those of the prompts alone are larger than memory.
+        """
+        least = most = 0
         for dp_rank in range(self._mesh.dp_size):
             for group in self._groups(len(prompts), samples, dp_rank):
                 longest = max(len(prompts[number]) for number in group) + limits.max_tokens
-                # Of all prompts of the group, and of the texts of one rank, or of the prompts that go on in prefill.
-                rows = len(group) + max(min(self._batch, len(group) * samples), len(group) - 1)
-                largest = max(largest, rows * self._model.cache_bytes(longest))
-        return largest
-
-    def _check_memory(self, needed: int) -> None:
+                of_one = self._model.cache_bytes(longest)
+                least = max(least, len(group) * of_one)
+                # Copies: the texts of one rank, or in prefill the prompts that go on.
+                copies = max(min(self._batch, len(group) * samples), len(group) - 1)
+                most = max(most, (len(group) + copies) * of_one)
         available, owner = total_memory(self._mesh.device)
-        if needed > available:
-            sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
-            problem = f"keys and values of softmax layers take {sizes}; fewer at once, or shorter ones, need less"
-            raise ConfigError("batch", self._batch, problem)
+        if least > available:
+            sizes = f"{least / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
+            problem = f"keys and values of softmax layers take {sizes}; fewer texts at once or a smaller max_tokens"
+            raise ConfigError("batch", self._batch, f"{problem} need less")
+        return most
 
     def _groups(self, num_prompts: int, samples: int, dp_rank: int) -> Iterator[Sequence[int]]:
         """Numbers of the prompts that an SP group processes together."""
