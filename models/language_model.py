@@ -11,6 +11,7 @@ The model itself is rank-agnostic: all communication happens in `zeco_train.ops.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from models.mixers.base import Mixer, Shared
 from models.modules import RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
 from models.projections import parallel_linear, unread_linear
+from models.states import StateOf, TokenCache
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
 from zeco_train.ops.recompute import Recompute, recomputed
@@ -72,7 +74,7 @@ class Block(nn.Module):
 
     Attributes:
         recompute: what the backward pass recomputes.
-        num_states: of its mixer's crossings (`Mixer.num_crossings`).
+        num_states: of its mixer's crossings (`Mixer.num_crossings`), and of what it keeps (`Mixer.states`).
         wide_residual: whether x, h and y are fp32 even if the block computes in bf16.
         has_mlp: whether it has an MLP.
     """
@@ -293,14 +295,15 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(self, input_ids: Tensor, states: Sequence[Tensor], positions: Tensor, states_only: bool = False) -> Tensor:
-        """Recurrent form: process one more token of each sequence, at a cost independent of the context length.
+        """Recurrent form: process one more token of each sequence.
+
+        The cost is independent of the context length, but for softmax layers, which read their whole caches.
 
         Not for models sharded by FSDP2: their parameters are gathered around `forward` only.
 
         Args:
             input_ids: [B] int64.
-            states: [B, H, K, V] each, after the previous tokens (`zero_states`, or `LayerStates.carry_out`); updated in
-                place.
+            states: after the previous tokens (`zero_states`, or `LayerStates.carry_out`); updated in place.
             positions: [B] int64, of these tokens in their sequences.
             states_only: skip the head.
 
@@ -310,12 +313,40 @@ class LanguageModel(nn.Module):
         hidden = self.model.step(input_ids, states, positions)
         return hidden if states_only else self.lm_head(hidden)
 
-    def zero_states(self, batch_size: int, device: torch.device) -> list[Tensor]:
-        """Initial states of a sequence, [B, H, K, V] each, layer by layer, fp32 (fp64 for an fp64 model)."""
-        # Under FSDP2 the weight's dtype alternates between master and compute dtype; this gives the same for both.
-        dtype = accumulation_dtype(self.model.norm.weight.dtype)
-        shapes = [shape for layer in self.model.blocks() for shape in layer.attn.state_shapes]
-        return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in shapes]
+    @property
+    def states(self) -> list[StateOf | TokenCache]:
+        """What the layers keep between tokens, layer by layer."""
+        return [state for layer in self.model.blocks() for state in layer.attn.states]
+
+    def zero_states(self, batch_size: int, device: torch.device, capacity: int | None = None) -> list[Tensor]:
+        """Initial states of sequences, layer by layer.
+
+        Args:
+            batch_size: B.
+            device: of the states.
+            capacity: of the caches of softmax layers, in tokens of a sequence; needed if the model has some.
+
+        Returns:
+            [B, H, K, V] each, fp32 (fp64 for an fp64 model); caches [B, G, tokens, D] in the model's dtype.
+        """
+        # Under FSDP2 the weight's dtype alternates between master and compute dtype; states have the same for both.
+        compute = self.model.norm.weight.dtype
+        return [
+            torch.zeros(batch_size, *state.shape(capacity), dtype=state.dtype(compute), device=device)
+            for state in self.states
+        ]
+
+    def grown(self, states: Sequence[Tensor], capacity: int) -> list[Tensor]:
+        """Copies of states, with caches of at least as much capacity as theirs."""
+        copies = self.zero_states(len(states[0]), states[0].device, capacity)
+        for copy, state in zip(copies, states, strict=True):
+            copy[:, :, : state.shape[2]] = state
+        return copies
+
+    def cache_bytes(self, capacity: int) -> int:
+        """Bytes of the caches of softmax layers, for one sequence of at most `capacity` tokens."""
+        itemsize = self.model.norm.weight.dtype.itemsize
+        return sum(itemsize * math.prod(state.shape(capacity)) for state in self.states if state.is_cache)
 
     def sharding_units(self) -> list[nn.Module | list[nn.Module]]:
         """Modules to shard as separate FSDP2 units, in forward order; shard the model itself last.

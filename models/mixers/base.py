@@ -13,6 +13,7 @@ from models.activations import Activations, TokenTensor
 from models.config import LanguageModelConfig
 from models.fla import FlaFormat
 from models.parameters import ParameterRule
+from models.states import StateOf, TokenCache
 from zeco_train.ops.seam import Boundary, Crossing, Place
 
 
@@ -81,7 +82,7 @@ class Mixer(nn.Module, ABC):
         Args:
             x: [B, T, D].
             place: of the tokens.
-            boundaries: of each state, in the order of `state_shapes`.
+            boundaries: of each state, in the order of `states`.
             shared: this layer's part of `Mixer.shared`, or the result of `wide_parameters`; None without either.
 
         Returns:
@@ -94,7 +95,7 @@ class Mixer(nn.Module, ABC):
 
         Args:
             x: [B, 1, D].
-            states: [B, H, K, V] each, in the order of `state_shapes`; updated in place.
+            states: in the order of `states`; updated in place.
             positions: [B] int64, of the tokens in their sequences.
             shared: as in `forward`.
 
@@ -105,7 +106,12 @@ class Mixer(nn.Module, ABC):
     @property
     @abstractmethod
     def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """H, K, V of each state [B, H, K, V]; the last one is the operator's."""
+        """H, K, V of each state of constant size, [B, H, K, V]; the last one is the operator's."""
+
+    @property
+    def states(self) -> tuple[StateOf | TokenCache, ...]:
+        """What the layer keeps between tokens, each at the place of a crossing."""
+        return tuple(StateOf(shape) for shape in self.state_shapes)
 
     @property
     def num_crossings(self) -> int:

@@ -17,8 +17,10 @@ from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import RMSNorm
 from models.projections import parallel_linear
 from models.rotary import rotate
+from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.seam import Boundary, Crossing, Place
+from zeco_train.ops.softmax.cache import attend_next
 
 
 class SoftmaxAttention(Mixer):
@@ -52,12 +54,13 @@ class SoftmaxAttention(Mixer):
         """See `Mixer.forward`."""
         q, k, v, gate = self._operands(x, place.positions)
         o, crossings = attend_at(q, k, v, self.shape.head_dim**-0.5, place, boundaries, self.window)
-        o = o.flatten(-2)
-        return self.o_proj(o if gate is None else o * gate.sigmoid()), crossings
+        return self._output(o, gate), crossings
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
-        """See `Mixer.step`."""
-        raise NotImplementedError("generation with softmax layers")
+        """See `Mixer.step`. Reads the whole capacity of the caches."""
+        q, k, v, gate = self._operands(x, positions[:, None])
+        o = attend_next(q, k, v, states, positions, self.shape.head_dim**-0.5, self.window)
+        return self._output(o, gate)
 
     def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries [B, T, H, D], keys and values [B, T, G, D], and the gate [B, T, H·D]."""
@@ -71,6 +74,11 @@ class SoftmaxAttention(Mixer):
             q, k = rotate(q, k, positions, self.rope_theta)
         return q, k, v, gates[0] if gates else None
 
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """[B, T, D] of the heads' outputs [B, T, H, D]."""
+        o = o.flatten(-2)
+        return self.o_proj(o if gate is None else o * gate.sigmoid())
+
     @property
     def state_shapes(self) -> tuple[tuple[int, int, int], ...]:
         """None of constant size."""
@@ -80,6 +88,11 @@ class SoftmaxAttention(Mixer):
     def num_crossings(self) -> int:
         """The output and its log-sum-exp."""
         return 2
+
+    @property
+    def states(self) -> tuple[TokenCache, ...]:
+        """Caches of keys, normed and rotated, and of values."""
+        return (TokenCache(self.shape.key_heads, self.shape.head_dim, self.window),) * 2
 
     def operator_flops(self, seq_len: int) -> OperatorFLOPs:
         """FLOPs of the pairs that queries read; the backward pass computes their scores again."""

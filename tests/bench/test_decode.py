@@ -43,6 +43,19 @@ def test_result_rows_and_plot_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
+def test_states_of_a_hybrid_include_its_caches(tmp_path: Path) -> None:
+    """With the capacity of the context and the steps after it."""
+    outcome = run_here(
+        command.main, "decode", *QUICK, "model.attn.every=2", "model.attn.num_kv_heads=2", f"out={tmp_path}"
+    )
+    assert outcome.code == 0, outcome
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
+        assert row["relative_error"] < 1e-12
+        # One linear layer; and k and v of one softmax layer, with 2 heads of 8 and a warm-up of 1 and 4 steps.
+        of_one = 4 * 4 * 8 * 8 + 2 * 2 * 8 * (row["context"] + 5) * 8
+        assert row["state_mb"] == pytest.approx(row["batch"] * of_one / 1e6)
+
+
 def test_exceeded_budget_skips_remaining_contexts(tmp_path: Path) -> None:
     outcome = run_here(command.main, "decode", *QUICK, "budget_seconds=0.001", f"out={tmp_path}")
     assert outcome.code == 0, outcome

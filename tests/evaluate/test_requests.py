@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,16 +10,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from tests.models.test_model import build, whole
 from tests.support.distributed import run_distributed
 from tests.support.steps import TINY, make_mesh
+from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.parallelize import Strategy, parallelize
 from zeco_train.evaluate.requests import Score, ScoreRequest, _deal, score
 from zeco_train.sp.registry import Backend, SPConfig, build_scan
 from zeco_train.training.forward import SequenceForward
 
 # (tokens, first scored): one scored token, one token of context, longer than a rank's limit, and equal lengths.
+HYBRID = AttnConfig(every=2, num_kv_heads=1)
 LENGTHS = [(2, 1), (3, 1), (9, 8), (9, 4), (40, 1), (131, 1), (131, 130), (64, 10), (65, 64), (1, 1), (300, 200)]
 
 
@@ -30,6 +34,26 @@ def requests() -> list[ScoreRequest]:
     for place in range(4, len(tokens)):
         tokens[place] = int(_logits(model, tokens[:place])[-1].argmax())
     return [*found, ScoreRequest(tokens, 4)]
+
+
+def scores_of_hybrid(rank: int, world_size: int) -> list[list[Score]]:
+    mesh, config = make_mesh(rank, world_size, world_size), dataclasses.replace(TINY, attn=HYBRID)
+    scan = build_exchange(SPConfig(Backend.zeco), config, mesh)
+    forward = SequenceForward(build(config, spread=1.0), scan, mesh)
+    return [score(forward, requests(), batch_tokens) for batch_tokens in (16, 1 << 14)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scores_of_a_hybrid_do_not_depend_on_segments_and_ranks(world_size: int) -> None:
+    """Later segments of a text read the keys of earlier ones from caches."""
+    model, expected = build(dataclasses.replace(TINY, attn=HYBRID), spread=1.0), []
+    for request in requests():
+        logits = _logits(model, request.tokens[:-1])[request.first - 1 :] if len(request.tokens) > 1 else None
+        wanted = torch.from_numpy(request.tokens[request.first :])
+        expected.append(0.0 if logits is None else -F.cross_entropy(logits, wanted, reduction="sum").item())
+    for of_rank in run_distributed(scores_of_hybrid, world_size):
+        for scores in of_rank:
+            assert [score.log_likelihood for score in scores] == pytest.approx(expected, rel=1e-11)
 
 
 def _logits(model: LanguageModel, tokens: np.ndarray) -> torch.Tensor:

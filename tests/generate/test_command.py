@@ -19,7 +19,7 @@ import pytest
 from data.tokenizer import ByteTokenizer
 from tests.support.commands import Command, Outcome, check_line, run_here, train_here
 from zeco_train import export
-from zeco_train.generate import command
+from zeco_train.generate import command, generator
 from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import ORIGIN_FILE
 
@@ -117,6 +117,28 @@ def test_two_ranks_generate_same_texts_as_one(run: Path, tmp_path: Path) -> None
     assert texts(tmp_path / "two.json") == texts(tmp_path / "one.json")
     assert outcome.out == alone.out
     assert len(texts(tmp_path / "two.json")) == 3
+
+
+@pytest.mark.processes
+def test_hybrid_generates_the_same_on_one_rank_and_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with prompts of which both ranks have a part; the caches' size is said before they are made."""
+    of_model = ["model.mixer=mamba2", "model.num_layers=2", "model.attn.every=2", "model.attn.num_kv_heads=2"]
+    settings = [f"run_dir='{tmp_path / 'run'}'", "train.steps=2", "train.dtype=fp64", "data.seq_len=128", *of_model]
+    assert (outcome := train_here("name=run", *settings)).code == 0, outcome
+    (tmp_path / "long.txt").write_text("import os\n" * 40)
+    prompts = ["--prompt-file", tmp_path / "long.txt", "--prompt", "x = ", "--max-tokens", "20", "--ignore-eos"]
+    monkeypatch.setattr(command, "_MENTIONED_BYTES", 1)
+    alone = generate(tmp_path / "run", *prompts, "--json", tmp_path / "one.json")
+    assert alone.code == 0, alone
+    assert alone.err.startswith("keys and values of softmax layers take up to ")
+    monkeypatch.setattr(generator, "total_memory", lambda device: (1, "this toy"))
+    check_line(generate(tmp_path / "run", *prompts), 2, "keys and values of softmax layers take ")
+    arguments = [tmp_path / "run", *prompts, "--json", tmp_path / "two.json"]
+    with Command(launcher(2, *arguments), tmp_path) as two:
+        outcome = two.wait()
+    assert outcome.code == 0, outcome
+    assert texts(tmp_path / "two.json") == texts(tmp_path / "one.json")
+    assert len(texts(tmp_path / "two.json")) == 2
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
+from models.attn import AttnConfig
 from models.language_model import LanguageModel
 from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
@@ -91,6 +93,31 @@ def test_cuda_graph_equals_eager_steps(mesh: ProcessMesh, dtype: torch.dtype) ->
     network = model(dtype)
     prompts = [ids(n) for n in (5, 70, 30)]
     found = Prefill(network, mesh, LocalScan(), 128).run(prompts)
+    assert found is not None
+    positions = torch.tensor([len(prompt) for prompt in prompts], device=DEVICE)
+    decoders = [
+        Decoder(network, [state.clone() for state in found[1]], positions, cuda_graph=graph) for graph in (True, False)
+    ]
+    tokens = found[0].argmax(-1)
+    for step in range(20):
+        if step == 10:
+            tokens = tokens[[2, 0]]
+            for decoder in decoders:
+                decoder.keep([2, 0])
+        graphed, eager = (decoder.step(tokens) for decoder in decoders)
+        assert torch.equal(graphed, eager), step
+        tokens = eager.argmax(-1)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graph_of_a_hybrid_equals_eager_steps(mesh: ProcessMesh, dtype: torch.dtype, window: int | None) -> None:
+    """Bit for bit, with caches of keys and values, whose slots the warm-up of a capture writes."""
+    config = dataclasses.replace(CONFIG, attn=AttnConfig(every=2, num_kv_heads=2, window=window))
+    network = ModelSpec(config).build().to(DEVICE, dtype)
+    network.init_weights(0)
+    prompts = [ids(n) for n in (5, 16, 9)]
+    found = Prefill(network, mesh, LocalScan(), 128).run(prompts, capacity=36)
     assert found is not None
     positions = torch.tensor([len(prompt) for prompt in prompts], device=DEVICE)
     decoders = [

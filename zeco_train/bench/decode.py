@@ -8,7 +8,8 @@ which costs the same as real ones. Contexts, batches and variants take turns, a 
 disturbances of the machine affect all of them alike.
 
 Memory is that of the rank during decoding, weights included: on CUDA the peak allocation, on CPUs the resident set size
-of the process, with everything that libraries and allocators keep, including from prompts of longer contexts.
+of the process, with everything that libraries and allocators keep, including from prompts of longer contexts. States of
+a hybrid include its caches of keys and values, with the capacity of the context and the tokens after it.
 
 Before timing, logits by steps and those of the chunked operator are both compared with the chunked operator's in fp64:
 bf16 rounds both, and over many random layers by so much (0.1 of gla_1b's logits) that a tolerance for their difference
@@ -36,6 +37,7 @@ from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import in_rounds
 from zeco_train.config.schema import Dtype
+from zeco_train.distributed.exchange import build_softmax
 from zeco_train.errors import ConfigError
 from zeco_train.generate.decode import Decoder
 from zeco_train.generate.prefill import Prefill, whole_logits
@@ -112,6 +114,7 @@ class _Measurement:
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
         scan = session.scan("zeco", state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
+        scan.attention = build_softmax(self._run.sp.attention, self._run.model, session.mesh)
         self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 
@@ -140,14 +143,16 @@ class _Measurement:
     def _contexts(self) -> Iterator[_Context]:
         """The contexts that fit in the budget."""
         # No rate is measured before the first context: it counts as free.
-        states, position, rate = self._model.zero_states(1, self._session.device), 0, math.inf
+        states, position, rate = None, 0, math.inf
+        timed = self._config.warmup + self._config.steps
         for context in self._config.contexts:
             if not self._session.within_budget((context - position) / rate):
                 self._report.note(f"contexts from {context:,} on are not measured: budget_seconds is over")
                 return
             self._session.enter(f"a context of {context:,} tokens")
             started = time.monotonic()
-            found = self._prefill.run([self._random(context - position)], states=states, position=position)
+            ids = self._random(context - position)
+            found = self._prefill.run([ids], states=states, position=position, capacity=context + timed)
             assert found is not None
             logits, states = found
             rate, position = (context - position) / self._seconds_since(started), context
@@ -201,7 +206,7 @@ class _Measurement:
             expected: all logits [T, vocab] in fp64.
         """
         half, device = len(ids) // 2, self._session.device
-        started = self._prefill.run([ids[:half]])
+        started = self._prefill.run([ids[:half]], capacity=len(ids))
         assert started is not None
         positions = torch.tensor([half], device=device)
         decoder = Decoder(self._model, started[1], positions, cuda_graph=variant == "graph")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 
 import torch
@@ -42,3 +43,10 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def total_memory(device: torch.device) -> tuple[int, str]:
+    """Bytes of memory, free or not, and whose they are."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "this GPU"
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"

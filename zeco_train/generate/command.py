@@ -32,6 +32,9 @@ _ADVICE = Advice(
     timeout_key="parallel.timeout_seconds",
 )
 
+# Caches of softmax layers from this size on are mentioned before they are allocated.
+_MENTIONED_BYTES = 10**9
+
 
 def main(arguments: list[str]) -> int:
     """Generate; returns the process's exit code."""
@@ -71,6 +74,10 @@ def _generate(arguments: list[str], job: Job) -> int:
     job.enter("reading the prompts")
     # Signals still end the process: stdin may be a terminal that a user leaves by Ctrl-C.
     texts, prompts = _share_prompts(options, generator, trained, mesh)
+    cached = generator.cache_bytes(prompts, options.limits, options.samples)
+    if mesh.is_main and cached >= _MENTIONED_BYTES:
+        size = f"{cached / 1e9:.3g} GB of memory on each rank"
+        print(f"keys and values of softmax layers take up to {size}; smaller --batch needs less", file=sys.stderr)
     job.enter("generating")
     with stop:
         completions = generator.generate(

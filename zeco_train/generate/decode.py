@@ -1,4 +1,8 @@
-"""The decode step: tokens and states in, logits out. Memory is that of the states, independent of sequence length."""
+"""The decode step: tokens and states in, logits out.
+
+Memory is that of the states, independent of sequence length, and of the caches of softmax layers, whose capacity is set
+beforehand.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,7 @@ class Decoder:
 
     Args:
         model: replicated on this rank.
-        states: recurrent states after the tokens so far, per layer [B, H, K, V]; owned by the decoder, updated in
-            place.
+        states: after the tokens so far (`LanguageModel.zero_states`); owned by the decoder, updated in place.
         positions: [B] int64, of the next tokens in their sequences.
         cuda_graph: on CUDA, capture a step as a CUDA graph: a step has about a dozen small kernels per layer, which
             take longer to launch than to run.
@@ -40,10 +43,13 @@ class Decoder:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         index = torch.tensor(rows, device=self._positions.device)
-        self._states = [state[index] for state in self._states]
+        # A graph is bound to the addresses and shapes of its buffers.
+        is_graphed, self._graph = self._graph is not None, None
+        # One by one: caches may be too large to be there twice.
+        for place, state in enumerate(self._states):
+            self._states[place] = state[index]
         self._positions = self._positions[index]
-        if self._graph is not None:
-            # A graph is bound to the addresses and shapes of its buffers.
+        if is_graphed:
             self._graph = _GraphedStep(self._model, self._states, self._positions)
 
 
@@ -54,8 +60,9 @@ class _GraphedStep:
         device = positions.device
         self._tokens = torch.zeros_like(positions)
         # Warm up before capture: the first run compiles, autotunes and allocates. It also changes the states, so
-        # restore them afterwards.
-        before = [state.clone() for state in states]
+        # restore them afterwards; but not caches, where it writes only what the first step replaces.
+        changed = [state for state, kind in zip(states, model.states, strict=True) if not kind.is_cache]
+        before = [state.clone() for state in changed]
         stream = _recording_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -66,7 +73,7 @@ class _GraphedStep:
         with torch.cuda.graph(self._graph, stream=stream):
             self._logits = model.step(self._tokens, states, positions)
             positions += 1
-        for state, value in zip(states, before, strict=True):
+        for state, value in zip(changed, before, strict=True):
             state.copy_(value)
 
     def step(self, tokens: Tensor) -> Tensor:

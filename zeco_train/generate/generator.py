@@ -2,12 +2,15 @@
 
 The model is replicated on every rank. After prefill, all ranks of an SP group hold the states of its prompts and divide
 the texts. Decoding is local; ranks synchronise every 16 steps to detect completion.
+
+Softmax layers have caches for the longest prompt of a batch and its text: whole ones on every rank, of all prompts of
+an SP group until they are divided.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
 from models.registry import check_document
+from zeco_train.distributed.device import total_memory
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate.decode import Decoder
@@ -214,19 +218,19 @@ class Generator:
             Sorted by prompt, then sample. After a stop, only texts that had begun.
 
         Raises:
-            ConfigError: prompt and text could be longer than the model's longest document.
+            ConfigError: prompt and text could be longer than the model's longest document, or caches are larger than
+                memory.
             NonFiniteError: the model's logits are NaN or infinite.
         """
         sampling.validate()
         limits.validate()
+        self.cache_bytes(prompts, limits, samples)
         longest = max(map(len, prompts), default=0) + limits.max_tokens
         check_document(self._model.config, "tokens of a prompt and max_tokens", longest)
         request = _Request(sampling, limits, samples, on_text)
-        own = list(range(len(prompts)))[self._mesh.dp_rank :: self._mesh.dp_size]
-        at_once = max(1, self._batch * self._mesh.sp_size // samples)
         done: list[Completion] = []
-        for start in range(0, len(own), at_once):
-            done += self._run({i: prompts[i] for i in own[start : start + at_once]}, request)
+        for group in self._groups(len(prompts), samples, self._mesh.dp_rank):
+            done += self._run({number: prompts[number] for number in group}, request)
         # A rank without work keeps meeting: the others would wait for it in their next all-reduce.
         while not self._meetings.meet(in_batch=False, finished=True).all_finished:
             pass
@@ -234,10 +238,43 @@ class Generator:
         dist.all_gather_object(everyone, done)
         return sorted((c for part in everyone for c in part), key=lambda c: (c.prompt, c.sample))
 
+    def cache_bytes(self, prompts: Sequence[Tensor], limits: Limits, samples: int = 1) -> int:
+        """Most bytes that the caches of softmax layers take on a rank in `generate`; 0 without such layers.
+
+        Raises:
+            ConfigError: those of the prompts alone are larger than memory.
+        """
+        least = most = 0
+        for dp_rank in range(self._mesh.dp_size):
+            for group in self._groups(len(prompts), samples, dp_rank):
+                longest = max(len(prompts[number]) for number in group) + limits.max_tokens
+                of_one = self._model.cache_bytes(longest)
+                least = max(least, len(group) * of_one)
+                # Copies: the texts of one rank, or in prefill the prompts that go on.
+                copies = max(min(self._batch, len(group) * samples), len(group) - 1)
+                most = max(most, (len(group) + copies) * of_one)
+        available, owner = total_memory(self._mesh.device)
+        if least > available:
+            sizes = f"{least / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
+            problem = f"keys and values of softmax layers take {sizes}; fewer texts at once or a smaller max_tokens"
+            raise ConfigError("batch", self._batch, f"{problem} need less")
+        return most
+
+    def _groups(self, num_prompts: int, samples: int, dp_rank: int) -> Iterator[Sequence[int]]:
+        """Numbers of the prompts that an SP group processes together."""
+        own = range(num_prompts)[dp_rank :: self._mesh.dp_size]
+        at_once = max(1, self._batch * self._mesh.sp_size // samples)
+        for start in range(0, len(own), at_once):
+            yield own[start : start + at_once]
+
     def _run(self, prompts: dict[int, Tensor], request: _Request) -> list[Completion]:
         """Prefill and decode some prompts of this SP group; returns this rank's texts."""
         started = time.perf_counter()
-        found = self._prefill.run(list(prompts.values()), proceed=lambda: not self._meetings.meet(in_batch=True).signal)
+        found = self._prefill.run(
+            list(prompts.values()),
+            proceed=lambda: not self._meetings.meet(in_batch=True).signal,
+            capacity=max(map(len, prompts.values())) + request.limits.max_tokens,
+        )
         if self._mesh.device.type == "cuda":
             # The last piece may still be running.
             torch.cuda.synchronize(self._mesh.device)
@@ -257,7 +294,8 @@ class Generator:
             rows = [_Row(key, request.limits, self._tokenizer, prompts[key.prompt]) for key in own]
             index = torch.tensor([places[key.prompt] for key in own], dtype=torch.int64, device=logits.device)
             positions = torch.tensor([len(prompts[key.prompt]) for key in own], device=logits.device)
-            decoder = self._decoder([state[index] for state in states], positions) if rows else None
+            taken = _taken(states, index, is_last=start + at_once >= len(keys))
+            decoder = self._decoder(taken, positions) if rows else None
             self._decode(rows, logits[index], decoder, request)
             done += [row.completion() for row in rows]
         self.speed.decode_seconds += time.perf_counter() - started
@@ -302,6 +340,16 @@ class Generator:
         if token < 0:
             place = f"prompt {row.key.prompt + 1}, token {len(row.tokens) + 1} after it"
             raise NonFiniteError(f"rank {self._mesh.rank}: {place}: the model's logits are NaN or infinite")
+
+
+def _taken(states: list[Tensor], index: Tensor, *, is_last: bool) -> list[Tensor]:
+    """The states of some rows; the last ones leave nothing behind, since caches may be too large to be there twice."""
+    if not is_last:
+        return [state[index] for state in states]
+    if not torch.equal(index, torch.arange(len(states[0]), device=index.device)):
+        for place, state in enumerate(states):
+            states[place] = state[index]
+    return states
 
 
 class _Meeting(NamedTuple):

@@ -22,7 +22,8 @@ _DESCRIPTION = """Generate text with a trained model.
 
 RUN is a run's folder (its newest checkpoint), one of its checkpoints, or an export. A prompt goes through the chunked
 operator, in pieces, split over the ranks there are; what follows goes through one recurrent step a token, with constant
-memory. Text goes to stdout as it comes, all else to stderr."""
+memory, in hybrids beside that of the keys and values of prompt and text. Text goes to stdout as it comes, all else to
+stderr."""
 _EPILOG = f"""KEY=VALUE are settings of train.py, on top of the run's own: {", ".join(_SETTINGS)}.
 Ranks share each prompt and divide the texts; with sp=dp, or a smaller sp.size, they divide the prompts, too.
 

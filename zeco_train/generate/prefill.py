@@ -5,6 +5,10 @@ end of the next, and so on. In between, tokens are processed in pieces of bounde
 sharded over the ranks of the sequence: memory is that of one piece, whatever the prompt's length. Nothing is padded, so
 only the rounding of a prompt's result depends on the rest of the batch.
 
+Softmax layers write the keys and values of each piece to caches of fixed capacity, whole on every rank, and read those
+of all earlier pieces there: memory of generation is then that of one piece and of the caches. Where prompts differ in
+length, the caches of those that go on are copied once a piece.
+
 Prompts of a few tokens go through the recurrent step instead: the operator's kernels take seconds to compile on a
 machine's first call, and the step is needed for decoding anyway.
 """
@@ -49,21 +53,27 @@ class Prefill:
         proceed: Callable[[], bool] = lambda: True,
         states: Sequence[Tensor] | None = None,
         position: int = 0,
+        capacity: int | None = None,
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Logits [B, vocab] after each prompt's last token, and the states there, [B, H, K, V] each.
+        """Logits [B, vocab] after each prompt's last token, and the states there (`LanguageModel.zero_states`).
 
         Args:
             prompts: [T_i] int64 each, T_i ≥ 1, the same on all ranks of a sequence.
             proceed: called before each piece; must return the same value on all these ranks.
             states: initial states, the same on all these ranks; None for zeros.
             position: of the prompts' first tokens, the tokens that `states` have seen.
+            capacity: of the caches of softmax layers, in tokens of a sequence; None: up to the end of the longest.
 
         Returns:
             None if `proceed` returned false.
         """
         device, lengths = self._mesh.device, [len(prompt) for prompt in prompts]
-        # The caller's are cloned: they are written in place below.
-        states = self._model.zero_states(len(prompts), device) if states is None else [s.clone() for s in states]
+        capacity = position + max(lengths) if capacity is None else capacity
+        if states is None:
+            states = self._model.zero_states(len(prompts), device, capacity)
+        else:
+            # Copies: they are written in place below.
+            states = self._model.grown(states, capacity)
         width, dtype = self._model.config.hidden_size, self._model.model.norm.weight.dtype
         last = torch.zeros(len(prompts), width, dtype=dtype, device=device)
         process = self._steps if max(lengths) <= _STEPS else self._piece
@@ -73,10 +83,12 @@ class Prefill:
             rows = [row for row, length in enumerate(lengths) if length >= stop]
             index = torch.tensor(rows, device=device)
             tokens = torch.stack([prompts[row][start:stop] for row in rows])
-            # Indexing with a tensor copies, so `_steps` may update the carries in place.
-            carries, hidden = process(tokens, position + start, [state[index] for state in states])
+            # Indexing with a tensor copies, which caches are too large for if all prompts go on.
+            carries = [state[index] for state in states] if len(rows) < len(prompts) else states
+            carries, hidden = process(tokens, position + start, carries)
             for state, carry in zip(states, carries, strict=True):
-                state[index] = carry
+                if carry is not state:
+                    state[index] = carry
             # Overwritten by later pieces, so the value of each prompt's last piece remains.
             last[index] = hidden
         return self._model.lm_head(last), states
@@ -93,7 +105,7 @@ class Prefill:
                 start = stop
 
     def _steps(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """`_piece`, token by token on this rank alone."""
+        """`_piece`, token by token on this rank alone; updates the carries in place."""
         hidden = torch.empty(0)
         for position, column in enumerate(tokens.to(self._mesh.device).unbind(1), start):
             positions = torch.full_like(column, position)
@@ -101,14 +113,18 @@ class Prefill:
         return carries, hidden
 
     def _piece(self, tokens: Tensor, start: int, carries: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Process one piece, [B, T] on all ranks; returns the states after it and the last token's hidden [B, D]."""
+        """Process one piece, [B, T] on all ranks; returns the states after it and the last token's hidden [B, D].
+
+        Caches are updated in place, and returned with the other states.
+        """
         total, ranks = tokens.shape[1], self._mesh.sp_size
         first, after = 0, total
         # Shard only if each rank gets a chunk: every rank needs a token, and smaller shards do not pay off.
         is_shared = ranks > 1 and total >= ranks * CHUNK
         if is_shared:
             first, after = (total * rank // ranks for rank in (self._mesh.sp_rank, self._mesh.sp_rank + 1))
-        shard = SequenceShard(self._scan if is_shared else self._alone, start + first, start + total)
+        scan, segment = self._scan if is_shared else self._alone, (start, start + total)
+        shard = SequenceShard(scan, start + first, start + total, segment=segment)
         states = LayerStates(carry_in=carries, want_carry=True)
         own = tokens[:, first:after].to(self._mesh.device)
         hidden = self._model(own, shard, states=states, states_only=True)[:, -1].contiguous()

@@ -16,6 +16,8 @@ from torch.library import custom_op
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import Boundary, Crossing, Place, attention_of
 from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.cache import extend
+from zeco_train.ops.softmax.sdpa import attend
 from zeco_train.ops.softmax.span import Span
 
 
@@ -30,6 +32,9 @@ def attend_at(
 ) -> tuple[Tensor, tuple[Crossing, ...]]:
     """Causal softmax attention of this rank's tokens to those before them, exact over the whole sequence.
 
+    After earlier segments of a sequence, or pieces of a prompt, their keys and values are in caches, and those of this
+    one are appended, in place and on every rank. There is no gradient then.
+
     Args:
         q: [B, T, H, D], of this rank's tokens, in bf16, fp32 or fp64.
         k: [B, T, G, D]; G divides H, each head serves H / G heads of q in a row.
@@ -37,17 +42,49 @@ def attend_at(
         scale: factor of the scores.
         place: of the tokens; the caller keeps its scan alive until after the backward pass.
         boundaries: two, with the output and the log-sum-exp of a first forward pass, or without. They are replayed: the
-            forward pass then computes and communicates nothing, as recomputation requires.
+            forward pass then computes and communicates nothing, as recomputation requires. Or with the caches of keys
+            and of values as `carry_in`, [B, G, capacity, D], see `zeco_train.ops.softmax.cache`.
         window: keys that a query reads at most, itself among them; None: no limit.
 
     Returns:
-        o, [B, T, H, V] in the dtype of q; and both, for a later replay, [0] in a replay.
+        o, [B, T, H, V] in the dtype of q; and both, for a later replay, [0] in a replay or with caches, which are
+        carried out.
+
+    Raises:
+        ValueError: caches are wanted, and none given.
+        NotImplementedError: a gradient through caches.
     """
+    caches = [boundary.carry_in for boundary in boundaries if boundary.carry_in is not None]
+    if caches:
+        o = _attend_after(q, k, v, scale, place, caches, window)
+        return o, tuple(Crossing(o.new_empty(0), cache) for cache in caches)
+    if any(boundary.want_carry for boundary in boundaries):
+        raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [boundary.incoming_state for boundary in boundaries]
     where = place.attention, place.offset, place.seq_len, place.borders
     o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(Crossing(tensor, lse.new_empty(0)) for tensor in kept)
+
+
+def _attend_after(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, place: Place, caches: Sequence[Tensor], window: int | None
+) -> Tensor:
+    """Attention of a segment to the tokens in the caches and to its own, which are appended; [B, T, H, V].
+
+    Every rank gets the keys and values of all ranks' tokens, since each keeps whole caches. So queries stay where they
+    are; those of the last rank read more keys than those of the first, by less than one segment.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *caches)):
+        problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
+        raise NotImplementedError(problem)
+    segment = place.segment or (0, place.seq_len)
+    k, v = attention_of(place.attention).gather([k, v], segment)
+    (keys, first), (values, _) = (
+        extend(cache, new, segment[0], window) for cache, new in zip(caches, (k, v), strict=True)
+    )
+    span = Span(place.offset, place.offset + q.shape[1], place.borders, window)
+    return attend(q, keys, values, span, first, scale).o
 
 
 @custom_op("zeco::attend", mutates_args=())

@@ -17,6 +17,7 @@ no scan alive.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, cast
@@ -130,6 +131,15 @@ class AttentionMethod(Protocol):
         """The gradients of q, k and v, in any dtype. Collective."""
         ...
 
+    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+        """Tensors [B, T, ...] of this rank's tokens → [B, tokens of the segment, ...] of all ranks'. Collective.
+
+        Args:
+            tensors: of one dtype.
+            segment: positions of the first token and after the last; rank r of P has those from r / P of it on.
+        """
+        ...
+
 
 # Weak in both directions: neither names nor the graphs that contain them keep a scan, and its group, alive.
 _NAMED: WeakValueDictionary[str, StateScan | AttentionMethod] = WeakValueDictionary()
@@ -179,7 +189,7 @@ class Place(NamedTuple):
         halo: name of the scan for states that cross one border only, as those of a convolution.
         positions: [T] int64, of the tokens in the whole sequence; None for a model that does not read them.
         attention: name of the method of softmax attention.
-        offset, seq_len, borders: see `SequenceShard`.
+        offset, seq_len, borders, segment: see `SequenceShard`.
     """
 
     scan: str
@@ -190,10 +200,11 @@ class Place(NamedTuple):
     offset: int = 0
     seq_len: int = 0
     borders: Tensor | None = None
+    segment: tuple[int, int] | None = None
 
 
 class Boundary(NamedTuple):
-    """One of a layer's states at the boundaries of its tokens; see `zeco_train.ops.mix.mix`."""
+    """One of a layer's states at the boundaries of its tokens; see `zeco_train.ops.mix.mix`, `ops.attend.attend_at`."""
 
     incoming_state: Tensor | None = None
     carry_in: Tensor | None = None
@@ -226,6 +237,8 @@ class SequenceShard:
             sequence is the document, this equals `offset`, and it need not be given.
         borders: [documents + 1] int64 on the CPU, borders of all documents of the sequence, from 0 to `seq_len`, for
             softmax attention; None if the sequence is one document.
+        segment: positions of the first token and after the last of those that go through the model together, on all
+            ranks, for softmax attention after a cache (`LayerStates.carry_in`); None: the whole sequence.
     """
 
     scan: StateScan
@@ -234,6 +247,7 @@ class SequenceShard:
     cu_seqlens: Tensor | None = None
     before: int = 0
     borders: Tensor | None = None
+    segment: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -252,6 +266,7 @@ class SequenceShard:
             offset=self.offset,
             seq_len=self.seq_len,
             borders=self.borders,
+            segment=self.segment,
         )
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:

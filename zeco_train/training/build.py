@@ -28,7 +28,7 @@ from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_wei
 from zeco_train.config.document_rules import check_documents
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
-from zeco_train.distributed.device import Device, find_device
+from zeco_train.distributed.device import Device, find_device, total_memory
 from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import (
     Launch,
@@ -135,10 +135,7 @@ def _check_memory(config: Config, device: torch.device) -> None:
     """Refuse a model too large to initialise on a rank, before the OOM killer ends this or another process."""
     count = spec_of(config.model).num_parameters
     needed = count * config.train.dtype.master.itemsize
-    if device.type == "cuda":
-        available, owner = torch.cuda.get_device_properties(device).total_memory, "this GPU"
-    else:
-        available, owner = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    available, owner = total_memory(device)
     if needed > available:
         sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
         raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")

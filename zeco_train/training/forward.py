@@ -65,7 +65,9 @@ class SequenceForward:
         """The initial states of a sequence; None if it is not segmented and needs none."""
         if len(segments) == 1:
             return None
-        return self.model.zero_states(segments[0].input_ids.shape[0], self.mesh.device)
+        batch, tokens = segments[0].input_ids.shape
+        capacity = tokens * self.mesh.sp_size * len(segments)
+        return self.model.zero_states(batch, self.mesh.device, capacity)
 
     def _in_order(self, segments: Sequence[Batch]) -> Iterator[tuple[Batch, LayerStates]]:
         """Yield each segment with the states of the previous one; the caller runs it before taking the next."""
@@ -76,7 +78,12 @@ class SequenceForward:
             carries = states.carry_out
 
     def _shard(self, batch: Batch, seq_len: int) -> SequenceShard:
-        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, batch.before, batch.borders)
+        # Shards of a segment are equal.
+        tokens = batch.input_ids.shape[1]
+        start = batch.offset - self.mesh.sp_rank * tokens
+        segment = None if tokens * self.mesh.sp_size == seq_len else (start, start + tokens * self.mesh.sp_size)
+        before, borders = batch.before, batch.borders
+        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, before, borders, segment)
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device

@@ -29,10 +29,11 @@ class _Zeroed:
 
 
 class ZeroedScan:
-    """Wraps a `StateScan`; the states that ranks and segments receive are zero."""
+    """Wraps a `StateScan`; the states that ranks and segments receive are zero. Softmax layers are as they were."""
 
     def __init__(self, scan: StateScan) -> None:
         self._scan = scan
+        self.attention = getattr(scan, "attention", None)
         neighbour = getattr(scan, "neighbour", None)
         self.neighbour = None if neighbour is None else ZeroedScan(neighbour)
 

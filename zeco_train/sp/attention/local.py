@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from zeco_train.ops.softmax.attended import Attended
@@ -21,3 +23,8 @@ class LocalAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         return attend_backward(do, q, k, v, attended, span, span.start, scale)
+
+    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        del segment
+        return list(tensors)

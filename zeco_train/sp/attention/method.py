@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.routes import Range, Routes
 
 
 class ShardedAttention(ABC):
@@ -41,14 +42,31 @@ class ShardedAttention(ABC):
         Raises:
             ValueError: this rank's tokens are not its share of the sequence.
         """
-        size = self.wire.size
-        borders = [seq_len * rank // size for rank in range(size + 1)]
-        if (span.start, span.stop) != (first := borders[self.wire.rank], after := borders[self.wire.rank + 1]):
-            has = f"{span.start} to {span.stop}"
+        shares = self._shares(0, seq_len)
+        if (span.start, span.stop) != (share := shares[self.wire.rank]):
+            has, wanted = (f"{start} to {stop}" for start, stop in ((span.start, span.stop), share))
             raise ValueError(
-                f"attention over {size} ranks: rank {self.wire.rank} has tokens {has}, not {first} to {after}"
+                f"attention over {len(shares)} ranks: rank {self.wire.rank} has tokens {has}, not {wanted}"
             )
-        return [span.part(*pair) for pair in itertools.pairwise(borders)]
+        return [span.part(*share) for share in shares]
+
+    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`.
+
+        Raises:
+            ValueError: this rank's tokens are not its share of the segment.
+        """
+        shares = self._shares(*segment)
+        own, (first, after) = tensors[0].shape[1], shares[self.wire.rank]
+        if own != after - first:
+            raise ValueError(f"rank {self.wire.rank} has {own} tokens of the segment {segment}, not {after - first}")
+        routes = Routes(self.wire, [[share] for share in shares], [[segment]] * self.wire.size)
+        return routes.start(tensors, "keys and values").wait()
+
+    def _shares(self, start: int, stop: int) -> list[Range]:
+        """Each rank's tokens of [start, stop)."""
+        size = self.wire.size
+        return list(itertools.pairwise(start + (stop - start) * rank // size for rank in range(size + 1)))
 
 
 class AttentionLoad(NamedTuple):

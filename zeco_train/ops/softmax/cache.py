@@ -1,0 +1,76 @@
+"""Caches of keys and values: tensors of fixed size, [B, G, capacity, D], which a CUDA graph can be bound to.
+
+The token at position p is in slot p, or with a window in slot p mod window, where it replaces the token that no later
+query reads. So one rule masks both: a query at position p reads slots 0 to p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def extend(cache: Tensor, new: Tensor, start: int, window: int | None) -> tuple[Tensor, int]:
+    """Append consecutive tokens to a cache, in place.
+
+    Args:
+        cache: [B, G, capacity, D], of the tokens before position `start`.
+        new: [B, T, G, D], of the tokens from there on.
+        start: position of the first new token.
+        window: keys that a query reads at most, itself among them; None: no limit.
+
+    Returns:
+        Keys, or values, of consecutive tokens: those that the new ones read and all of the new ones, [B, M, G, D]; and
+        the position of the first. Without a window a view of the cache.
+
+    Raises:
+        ValueError: the capacity is too small.
+    """
+    stop, capacity = start + new.shape[1], cache.shape[2]
+    if (needed := stop if window is None else min(stop, window)) > capacity:
+        raise ValueError(f"a cache of {capacity} tokens cannot keep {needed}")
+    if window is None:
+        cache[:, :, start:stop] = new.transpose(1, 2)
+        return cache[:, :, :stop].transpose(1, 2), 0
+    first = max(0, start - (window - 1))
+    before = torch.arange(first, start, device=cache.device) % window
+    # Indexing copies, before these slots are overwritten.
+    joined = torch.cat([cache[:, :, before].transpose(1, 2), new], 1)
+    kept = torch.arange(max(start, stop - window), stop, device=cache.device)
+    cache[:, :, kept % window] = new[:, kept - start].transpose(1, 2)
+    return joined, first
+
+
+def attend_next(
+    q: Tensor, k: Tensor, v: Tensor, caches: Sequence[Tensor], positions: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attention of one more token of each sequence, whose keys and values are written to the caches.
+
+    Nothing depends on the positions' values but the contents of tensors, as a CUDA graph requires. A position beyond
+    the capacity is an index out of bounds.
+
+    Args:
+        q: [B, 1, H, D].
+        k: [B, 1, G, D]; G divides H, each head serves H / G heads of q in a row.
+        v: [B, 1, G, V].
+        caches: of keys and of values.
+        positions: [B] int64, of the tokens in their sequences.
+        scale: factor of the scores.
+        window: keys that a query reads at most, itself among them; None: no limit.
+
+    Returns:
+        [B, 1, H, V].
+    """
+    rows = torch.arange(len(positions), device=positions.device)
+    slots = positions if window is None else positions % window
+    for cache, new in zip(caches, (k, v), strict=True):
+        cache[rows, :, slots] = new[:, 0]
+    keys, values = caches
+    visible = torch.arange(keys.shape[2], device=positions.device) <= positions[:, None]
+    # The H / G heads that share a head of keys are the queries of one call, so no head is repeated.
+    grouped = q[:, 0].unflatten(1, (k.shape[2], -1))
+    o = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None], scale=scale)
+    return o.flatten(1, 2).unsqueeze(1)
