@@ -1,5 +1,7 @@
 """The attention of a span to consecutive keys by PyTorch's own SDPA kernel of CPUs, with its log-sum-exp.
 
+On GPUs, for fp32 and fp64, by plain products: its kernels there take no fp64, or no mask.
+
 The same call serves whole sequences and blocks of keys: the backward pass takes the output and the log-sum-exp over all
 keys, so blocks of a ring need no other formula. Queries are taken in blocks, each with the keys that it can read, so
 that masks stay small and keys that no query of a block reads cost nothing.
@@ -29,23 +31,12 @@ class _Block(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
-    """Attention of the span's queries to the keys from position `key_start` on.
-
-    Args:
-        q: [B, N, H, D], of the span.
-        k: [B, M, G, D], of consecutive tokens; G divides H, each head serves H / G heads of q in a row.
-        v: [B, M, G, V].
-        span: positions of the queries.
-        key_start: position of the first key.
-        scale: factor of the scores.
-    """
+    """See `zeco_train.ops.softmax.attention`."""
     wide = accumulation_dtype(q.dtype)
     o = q.new_zeros((*q.shape[:3], v.shape[3]))
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
     for block in _blocks(q, k, span, key_start):
-        of_block, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(q, k, v, block), 0.0, False, attn_mask=block.mask, scale=scale
-        )
+        of_block, sums = _forward(*_heads_first(q, k, v, block), block.mask, scale)
         o[:, block.queries] = of_block.transpose(1, 2)
         # The kernel gives 0 for a query without keys.
         lse[:, :, block.queries] = torch.where(block.reads_any, sums, -torch.inf)
@@ -55,23 +46,40 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in fp32 (fp64 for fp64), of the part that these keys have in o.
-
-    `attended`: over all keys, of which k and v may be a part.
-    """
+    """See `zeco_train.ops.softmax.attention`; the gradients are fp32 (fp64 for fp64)."""
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for block in _blocks(q, k, span, key_start):
         part = attended.o[:, block.queries].transpose(1, 2), attended.lse[:, :, block.queries]
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do[:, block.queries].transpose(1, 2), *_heads_first(q, k, v, block), *part, 0.0, False,
-            attn_mask=block.mask, scale=scale,
-        )  # fmt: skip
+        of_o = do[:, block.queries].transpose(1, 2)
+        grads = _backward(of_o, *_heads_first(q, k, v, block), *part, block.mask, scale)
         of_q, of_k, of_v = (grad.transpose(1, 2) for grad in grads)
         dq[:, block.queries] += of_q
         dk[:, block.keys] += of_k.to(wide).unflatten(2, (k.shape[2], -1)).sum(3)
         dv[:, block.keys] += of_v.to(wide).unflatten(2, (v.shape[2], -1)).sum(3)
     return dq, dk, dv
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H, N, V] and their log-sum-exp [B, H, N]."""
+    if not q.is_cuda:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    scores = q @ k.mT * scale + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().nan_to_num() @ v, lse
+
+
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, [B, H, tokens, D]."""
+    if not q.is_cuda:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return op(do, q, k, v, o, lse, 0.0, False, attn_mask=mask, scale=scale)
+    weights = (q @ k.mT * scale + mask - lse[..., None]).exp().nan_to_num()
+    of_scores = weights * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+    return of_scores @ k, of_scores.mT @ q, weights.mT @ do
 
 
 def _blocks(q: Tensor, k: Tensor, span: Span, key_start: int) -> Iterator[_Block]:

@@ -42,6 +42,12 @@ class Span:
             first = self.borders[torch.searchsorted(self.borders, positions, right=True) - 1]
         return first if self.window is None else torch.maximum(first, positions - (self.window - 1))
 
+    def inner_borders(self) -> list[int]:
+        """Positions at which documents begin among these queries, the first query's not counted."""
+        if self.borders is None:
+            return []
+        return self.borders[(self.borders > self.start) & (self.borders < self.stop)].tolist()
+
     def part(self, start: int, stop: int) -> Span:
         """The queries [start, stop) of these."""
         return Span(start, stop, self.borders, self.window)

@@ -21,7 +21,7 @@ from torch import Tensor
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.sdpa import attend, attend_backward
+from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method import MethodSpec, ShardedAttention
 from zeco_train.sp.attention.routes import Range, Routes

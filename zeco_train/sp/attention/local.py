@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeco_train.ops.softmax.attended import Attended
-from zeco_train.ops.softmax.sdpa import attend, attend_backward
+from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
 
 

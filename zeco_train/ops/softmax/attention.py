@@ -1,0 +1,40 @@
+"""Softmax attention of a span to consecutive keys, by the kernel for the device and dtype."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.softmax import flash, sdpa
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.span import Span
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
+    """Attention of the span's queries to the keys from position `key_start` on.
+
+    Args:
+        q: [B, N, H, D], of the span; bf16, fp32 or fp64.
+        k: [B, M, G, D], of consecutive tokens; G divides H, each head serves H / G heads of q in a row.
+        v: [B, M, G, V].
+        span: positions of the queries.
+        key_start: position of the first key.
+        scale: factor of the scores.
+    """
+    return _kernels(q).attend(q, k, v, span, key_start, scale)
+
+
+def attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, of the part that these keys have in o: in fp32, or the dtype of q.
+
+    `attended`: over all keys, of which k and v may be a part.
+    """
+    return _kernels(q).attend_backward(do, q, k, v, attended, span, key_start, scale)
+
+
+def _kernels(q: Tensor) -> ModuleType:
+    return flash if q.is_cuda and q.dtype is torch.bfloat16 else sdpa

@@ -1,0 +1,129 @@
+"""The attention of a span to consecutive keys by PyTorch's FlashAttention kernel, for bf16 on GPUs.
+
+Called as `torch.nn.attention.varlen` calls it, one sequence per document and row of the batch. That module has no
+backward pass for an output and a log-sum-exp over more keys than those at hand, which blocks of keys need.
+
+The kernel aligns the last query of a sequence with its last key. So a call takes either keys that end with the queries,
+causal, or keys before all queries, of which a window is counted from that alignment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.span import Span
+
+
+class _Call(NamedTuple):
+    """One call of the kernel.
+
+    Attributes:
+        queries, keys: of the span and of the given keys.
+        query_borders, key_borders: sequences among them, for one row of the batch.
+        causal: the keys end with the queries.
+        left: keys that a query reads before the one that it is aligned with; −1: all.
+    """
+
+    queries: slice
+    keys: slice
+    query_borders: list[int]
+    key_borders: list[int]
+    causal: bool
+    left: int
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: float) -> Attended:
+    """See `zeco_train.ops.softmax.attend`."""
+    call = _call(span, key_start, key_start + k.shape[1])
+    (batch, _, heads, _), width = q.shape, v.shape[3]
+    if call is None:
+        o, lse = (
+            q.new_zeros((*q.shape[:3], width)),
+            q.new_full((batch, heads, q.shape[1]), -torch.inf, dtype=torch.float32),
+        )
+        return Attended(o, lse)
+    queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
+    found, sums, *_ = torch.ops.aten._flash_attention_forward(
+        queries, keys, values, *_lengths(call, batch, q.device), 0.0, call.causal, False, scale=scale, **_window(call)
+    )
+    found, sums = found.unflatten(0, (batch, -1)), sums.unflatten(1, (batch, -1)).transpose(0, 1)
+    if found.shape[1] == q.shape[1]:
+        return Attended(found, sums)
+    o, lse = q.new_zeros((*q.shape[:3], width)), q.new_full((batch, heads, q.shape[1]), -torch.inf, dtype=torch.float32)
+    o[:, call.queries], lse[:, :, call.queries] = found, sums
+    return Attended(o, lse)
+
+
+def attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `zeco_train.ops.softmax.attend_backward`."""
+    call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    if call is None:
+        return dq, dk, dv
+    queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
+    sums = attended.lse[:, :, call.queries].transpose(0, 1).flatten(1).contiguous()
+    o, grad = _packed(attended.o, call.queries), _packed(do, call.queries)
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grads = torch.ops.aten._flash_attention_backward(
+        grad, queries, keys, values, o, sums, *_lengths(call, batch, q.device), 0.0, call.causal, unused, unused,
+        scale=scale, **_window(call),
+    )  # fmt: skip
+    for into, part, found in zip((dq, dk, dv), (call.queries, call.keys, call.keys), grads, strict=True):
+        into[:, part] = found.unflatten(0, (batch, -1))
+    return dq, dk, dv
+
+
+def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:
+    """The call for keys [key_start, key_stop); None if no query reads one of them.
+
+    Raises:
+        ValueError: keys that begin or end among the queries.
+    """
+    first = max(span.first_key, key_start)
+    if first >= min(key_stop, span.stop):
+        return None
+    if key_start > span.start or span.start < key_stop < span.stop:
+        raise ValueError(f"keys {key_start} to {key_stop} begin or end among the queries {span.start} to {span.stop}")
+    if key_stop >= span.stop:
+        inner = span.inner_borders()
+        queries = [0, *(border - span.start for border in inner), span.stop - span.start]
+        keys = [0, *(border - first for border in inner), span.stop - first]
+        left = -1 if span.window is None else span.window - 1
+        return _Call(slice(0, queries[-1]), slice(first - key_start, span.stop - key_start), queries, keys, True, left)
+    # Keys before all queries: only the first document's queries read them, of which a window leaves the first ones.
+    stop = next(iter(span.inner_borders()), span.stop)
+    left = -1
+    if span.window is not None:
+        stop = min(stop, key_stop + span.window - 1)
+        left = key_stop - stop + span.window - 1
+    read, size = slice(first - key_start, key_stop - key_start), stop - span.start
+    return _Call(slice(0, size), read, [0, size], [0, key_stop - first], False, left)
+
+
+def _packed(x: Tensor, part: slice) -> Tensor:
+    """[B, tokens, H, D] → [B · tokens of the part, H, D]."""
+    return x[:, part].contiguous().flatten(0, 1)
+
+
+def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Borders of all sequences among packed queries and keys, and the longest of each."""
+    found = []
+    for borders in (call.query_borders, call.key_borders):
+        rows = [row * borders[-1] + border for row in range(batch) for border in borders[bool(row) :]]
+        # Pinned: a copy from pageable memory would wait for the device's queued work.
+        found.append(torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True))
+    longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (call.query_borders, call.key_borders)]
+    return found[0], found[1], longest[0], longest[1]
+
+
+def _window(call: _Call) -> dict[str, Any]:
+    if call.left < 0:
+        return {}
+    return {"window_size_left": call.left, "window_size_right": 0 if call.causal else -1}
