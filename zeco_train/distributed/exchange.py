@@ -6,6 +6,7 @@ from models.attn import AttnShape
 from models.config import LanguageModelConfig
 from models.spec import spec_of
 from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
+from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.attention.registry import build_attention, choose
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import SPConfig, build_scan
@@ -19,8 +20,19 @@ def build_exchange(config: SPConfig, model: LanguageModelConfig, mesh: ProcessMe
     """
     halo = halo_groups(mesh) if spec_of(model).needs_halo else None
     scan = build_scan(config, mesh.scan_groups, mesh.timeout, mesh.device, halo)
-    if model.attn.chosen(model.num_layers):
-        shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
-        method = choose(config.attention, shape.heads, shape.key_heads, shape.head_dim, mesh.sp_size)
+    method = attention_method(config, model, mesh.sp_size)
+    if method is not None:
         scan.attention = build_attention(method, attention_group(mesh), mesh.timeout)
     return scan
+
+
+def attention_method(config: SPConfig, model: LanguageModelConfig, ranks: int) -> MethodSpec | None:
+    """The method of the model's softmax layers over the ranks of a sequence; None if it has none.
+
+    Raises:
+        ConfigError: the configured method cannot spread the heads over the ranks.
+    """
+    if not model.attn.chosen(model.num_layers):
+        return None
+    shape = AttnShape.of(model.attn, model.num_heads, model.hidden_size)
+    return choose(config.attention, shape.heads, shape.key_heads, shape.head_dim, ranks)

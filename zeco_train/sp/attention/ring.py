@@ -75,7 +75,7 @@ class Ring(ShardedAttention):
                     dk += dkp
                     dv += dvp
                 else:
-                    part = _packed(dkp, dvp)
+                    part = _packed(dkp, dvp).to(wide)
             _wait(transfers)
             partials.add()
             blocks.advance()
