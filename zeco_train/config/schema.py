@@ -223,7 +223,10 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
 
 
 def unmet_need(key: str, config: Config) -> str | None:
-    """The missing setting without which a key has no effect, from the `needs` of its section and of softmax layers; None if none is missing."""
+    """The missing setting without which a key has no effect; None if none is missing.
+
+    From the `needs` of its section, and those of softmax layers.
+    """
     section = key.partition(".")[0]
     needs = getattr(getattr(config, section, None), "needs", tuple)
     of_section = ((f"{section}.{name}", needed, is_met) for name, needed, is_met in needs())
