@@ -184,8 +184,8 @@ class RecordingScan:
 
     def __init__(self, scan: ScanBackend) -> None:
         self._scan = scan
-        # Not recorded: halos are scans of their own.
-        self.neighbour = scan.neighbour
+        # Not recorded: halos are scans of their own, and softmax attention is none.
+        self.neighbour, self.attention = scan.neighbour, scan.attention
         self.events: list[str] = []
         self.received: dict[str, Tensor] = {}
 

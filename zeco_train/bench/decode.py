@@ -114,7 +114,7 @@ class _Measurement:
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
         scan = session.scan("zeco", state_elements(self._run), with_halo=spec_of(self._run.model).needs_halo)
-        scan.attention = build_softmax(self._run.sp.attention, self._run.model, session.mesh)
+        scan.attention = build_softmax(self._run.sp, self._run.model, session.mesh)
         self._prefill = Prefill(self._model, session.mesh, scan, config.prefill_tokens)
         self._tokens = torch.Generator().manual_seed(config.seed)
 

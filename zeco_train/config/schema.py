@@ -29,6 +29,8 @@ from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
+from zeco_train.config.attention_rules import check_attention
+from zeco_train.config.attention_rules import needs as attention_needs
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
 from zeco_train.config.mixer_choice import Composed, MixerChoice, choose_mixer, config_class, stored_class
 from zeco_train.config.overrides import check_overrides, find_value, of_groups
@@ -156,6 +158,7 @@ class Config:
             if hasattr(value, "validate"):
                 value.validate()
         check_config(self.data)
+        check_attention(self.model, self.sp, self.train.segments)
         check_task(self.task, self.model, self.data, self.train.segments)
         if not self.data.reset_state_at_document:
             check_document(self.model, "data.seq_len", self.data.seq_len)
@@ -220,11 +223,15 @@ def load_config(overrides: list[str], base: Config | None = None) -> Config:
 
 
 def unmet_need(key: str, config: Config) -> str | None:
-    """The missing setting without which a key has no effect, from each section's `needs`; None if none is missing."""
-    section, _, rest = key.partition(".")
+    """The missing setting without which a key has no effect; None if none is missing.
+
+    From the `needs` of its section, and those of softmax layers.
+    """
+    section = key.partition(".")[0]
     needs = getattr(getattr(config, section, None), "needs", tuple)
-    for name, needed, is_met in needs():
-        if (rest == name or rest.startswith(f"{name}.")) and not is_met:
+    of_section = ((f"{section}.{name}", needed, is_met) for name, needed, is_met in needs())
+    for name, needed, is_met in (*attention_needs(config.model), *of_section):
+        if (key == name or key.startswith(f"{name}.")) and not is_met:
             return needed
     return None
 

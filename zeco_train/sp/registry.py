@@ -73,6 +73,7 @@ class SPConfig:
         for spec in BACKENDS.values():
             if spec.section:
                 yield spec.section, f"sp={spec.name}", self.spec is spec
+        yield "attention", " or ".join(f"sp={name}" for name in SHARING), bool(self.spec.scans)
         yield "all_scan.blocks", f"sp.all_scan.algorithm={IN_BLOCKS}", self.all_scan.takes_blocks
 
     @property

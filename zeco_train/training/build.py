@@ -29,7 +29,7 @@ from zeco_train.config.document_rules import check_documents
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device, total_memory
-from zeco_train.distributed.exchange import build_exchange
+from zeco_train.distributed.exchange import attention_method, build_exchange
 from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
@@ -110,6 +110,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
+    attention_method(config.sp, config.model, sp_size)
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
     _check_memory(config, device)

@@ -75,7 +75,7 @@ class Ring(ShardedAttention):
                     dk += dkp
                     dv += dvp
                 else:
-                    part = _packed(dkp, dvp)
+                    part = _packed(dkp, dvp).to(wide)
             _wait(transfers)
             partials.add()
             blocks.advance()
@@ -168,7 +168,8 @@ class _Partials:
 
     def __init__(self, blocks: _Blocks, hops: int, dk: Tensor, dv: Tensor) -> None:
         self._blocks, self._hops, self._dk, self._dv = blocks, hops, dk, dv
-        self._message, self._length = None, 0
+        self._message: Tensor | None = None
+        self._length = 0
 
     def sent(self, part: Tensor | None) -> list[Message]:
         """This rank's part, if it read the block."""

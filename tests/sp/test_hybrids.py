@@ -1,0 +1,110 @@
+"""Models with softmax layers train alike on one rank and on several: every scan of states with every method."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+
+import pytest
+import torch.distributed as dist
+
+from models.attn import AttnConfig
+from models.config import LanguageModelConfig
+from tests.exactness_matrix import PLAIN, TOLERANCE, tiny
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import TIMEOUT, build_scans
+from tests.support.steps import Case, Result, check, make_mesh, run_steps, worst, write_documents
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.recompute import Recompute
+from zeco_train.sp.attention.registry import METHODS, build_attention
+
+pytestmark = pytest.mark.numeric
+
+# Of two shards of 120 tokens and four of 60, a window within a shard, and one wider than any; and no window.
+ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True, gate=True)
+HYBRIDS: dict[str, LanguageModelConfig] = {
+    "gla, window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=50)),
+    "gla, wide window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=150, offset=0)),
+    "mamba2": dataclasses.replace(tiny("mamba2"), attn=ATTN),
+}
+Row = tuple[str, str, str, bool, Recompute, Strategy]
+# (model, scan, method, documents, recompute, strategy): each value meets several of the others.
+COVERING: list[Row] = [
+    ("mamba2", "lasp1", "all_gather", True, Recompute.full, Strategy.zero2),
+    ("gla, window", "lasp2", "ulysses", True, Recompute.full, Strategy.zero3),
+    ("mamba2", "chain/3", "ring", True, Recompute.full, Strategy.hsdp),
+    ("gla, wide window", "two_shot", "ring", False, Recompute.none, Strategy.ddp),
+    ("gla, window", "doubling", "all_gather", False, Recompute.selective, Strategy.hsdp),
+    ("mamba2", "two_shot", "ulysses", False, Recompute.none, Strategy.zero3),
+    ("gla, wide window", "chain/3", "ring", True, Recompute.full, Strategy.zero2),
+]
+
+
+def _all() -> list[Row]:
+    cells = itertools.product(HYBRIDS, PLAIN, METHODS, (False, True))
+    return [(*cell, recompute, Strategy.zero2) for cell, recompute in zip(cells, itertools.cycle(Recompute))]
+
+
+def _case(model: str, documents: bool, recompute: Recompute = Recompute.none, **settings: Strategy) -> Case:
+    return Case(documents=documents, model=HYBRIDS[model], recompute=recompute, **settings)
+
+
+def reference(rank: int, world_size: int, store: str) -> dict[tuple[str, bool], Result]:
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    cells = itertools.product(HYBRIDS, (False, True))
+    return {cell: run_steps(_case(*cell), scan, mesh, store) for cell in cells}
+
+
+def sharded(rank: int, world_size: int, store: str, expected: bytes, rows: list[Row]) -> None:
+    whole: dict[tuple[str, bool], Result] = pickle.loads(expected)
+    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
+    methods = {
+        name: build_attention(spec, dist.new_group(range(world_size)), TIMEOUT) for name, spec in METHODS.items()
+    }
+    for model, scan, method, documents, recompute, strategy in rows:
+        scans[scan].attention = methods[method]
+        result = run_steps(_case(model, documents, recompute, strategy=strategy), scans[scan], mesh, store)
+        where = f"{model}, {scan}, {method}, {recompute.value}, {strategy.value}, {world_size} ranks"
+        check(result, whole[model, documents], TOLERANCE, f"{where}{', documents' * documents}")
+    for used in scans.values():
+        used.drain()
+    dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_documents(tmp_path_factory.mktemp("hybrids") / "store"))
+
+
+@pytest.fixture(scope="module")
+def expected(store: str) -> dict[tuple[str, bool], Result]:
+    found = run_distributed(reference, 1, store)[0]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_covering_rows_have_every_scan_method_recomputation_and_strategy() -> None:
+    _, scans, methods, _, recomputes, strategies = (set(column) for column in zip(*COVERING, strict=True))
+    assert (scans, methods) == ({*PLAIN}, {*METHODS})
+    assert (recomputes, strategies) == ({*Recompute}, {*Strategy})
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_hybrids_train_alike_on_two_ranks(part: int, store: str, expected: dict[tuple[str, bool], Result]) -> None:
+    run_distributed(sharded, 2, store, pickle.dumps(expected), COVERING[part::2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hybrids_train_alike_with_every_scan_and_method(
+    world_size: int, store: str, expected: dict[tuple[str, bool], Result]
+) -> None:
+    # With fewer heads of keys than ranks, too.
+    run_distributed(sharded, world_size, store, pickle.dumps(expected), [*COVERING, *_all()], timeout=1800)
+
+
+def test_windows_and_documents_change_losses(expected: dict[tuple[str, bool], Result]) -> None:
+    narrow, plain = expected["gla, window", False], expected["gla, wide window", False]
+    assert worst(narrow, plain)["losses"] > 1e-3
+    assert worst(narrow, expected["gla, window", True])["losses"] > 1e-3
