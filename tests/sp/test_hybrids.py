@@ -25,8 +25,8 @@ pytestmark = pytest.mark.numeric
 ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True, gate=True)
 HYBRIDS: dict[str, LanguageModelConfig] = {
     "gla, window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=50)),
-    "gla, wide window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=150, offset=0)),
-    "mamba2": dataclasses.replace(tiny("mamba2"), attn=ATTN),
+    "gla, wide window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=150)),
+    "mamba2": dataclasses.replace(tiny("mamba2"), attn=dataclasses.replace(ATTN, offset=0)),
 }
 Row = tuple[str, str, str, bool, Recompute, Strategy]
 # (model, scan, method, documents, recompute, strategy): each value meets several of the others.
