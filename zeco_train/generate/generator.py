@@ -253,8 +253,8 @@ class Generator:
                 # Copies: the texts of one rank, or in prefill the prompts that go on.
                 copies = max(min(self._batch, len(group) * samples), len(group) - 1)
                 most = max(most, (len(group) + copies) * of_one)
-        available, owner = total_memory(self._mesh.device)
-        if least > available:
+        if least and least > (memory := total_memory(self._mesh.device))[0]:
+            available, owner = memory
             sizes = f"{least / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
             problem = f"keys and values of softmax layers take {sizes}; fewer texts at once or a smaller max_tokens"
             raise ConfigError("batch", self._batch, f"{problem} need less")
