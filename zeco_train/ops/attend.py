@@ -16,8 +16,8 @@ from torch.library import custom_op
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import Boundary, Crossing, Place, attention_of
 from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.attention import attend
 from zeco_train.ops.softmax.cache import extend
-from zeco_train.ops.softmax.sdpa import attend
 from zeco_train.ops.softmax.span import Span
 
 
