@@ -43,7 +43,7 @@ pytestmark = pytest.mark.numeric
     ("arguments", "says"),
     [
         (["model=gla_2b"], "gla_125m, gla_1b, gla_340m, gla_tiny"),
-        (["model.layers=3"], "model.layers=3: unknown key of mixer gla; did you mean model.num_layers?"),
+        (["model.num_layer=3"], "model.num_layer=3: unknown key of mixer gla; did you mean model.num_layers?"),
         (["model.num_heads=2"], "model.num_heads=2: write heads=[…] here"),
         (["model.name=a/b"], "model.name=a/b: names the figures; must be a plain name without /"),
         (["mixers=[gla,ring]"], "model.mixer=ring: must be one of gla, linear, "),

@@ -36,7 +36,7 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
     model.init_weights(0)
     for layer in model.model.layers:
         layer.recompute = recompute
-    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), sp_rank=0, sp_size=1)
     optimizer = torch.optim.AdamW(model.parameters())
     settings: dict[str, Any] = {"strategy": Strategy.ddp, "grad_clip": 1.0}
     step = TrainingStep(model, optimizer, LocalScan(), mesh, tokens_per_step=TOKENS, seq_len=TOKENS, **settings)

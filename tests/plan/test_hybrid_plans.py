@@ -158,13 +158,12 @@ def test_method_that_cannot_spread_the_heads_ends_in_one_line() -> None:
     assert (code, out) == (2, "")
     assert err.startswith("error: sp.attention=ulysses: needs ranks that divide the 16 heads of queries, not 64")
     assert err.count("\n") == 1
-    case = make_case(*arguments)
-    assert problem_of(case, "auto") is None
-    with pytest.raises(ConfigError):
-        plan_memory(case, 0.05)
+    with pytest.raises(ConfigError, match=r"^sp.attention=ulysses: needs ranks"):
+        make_case(*arguments)
     # More ranks are not advised where the method has no heads for them.
     small = [*HYBRID, "data.seq_len=65536", "world_size=16", "memory_gb=4", "sp.attention=ulysses"]
     assert make(*small).elsewhere is None
+    assert problem_of(make_case(*small), "auto") is None
 
 
 def test_ring_computes_longest_and_holds_least() -> None:

@@ -282,7 +282,9 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
     with (
         recording(dist, "isend", lambda tensor, **_: tensor.nbytes),
         recording(dist, "broadcast", lambda tensor, src=None, group_src=None, **_: tensor.nbytes * (src == rank)),
-        recording(dist, "all_to_all_single", lambda into, parts, **_: parts.nbytes * (world_size - 1) // world_size),
+        recording(
+            dist, "all_to_all_single", lambda into, parts, *_, **__: parts.nbytes * (world_size - 1) // world_size
+        ),
         recording(collectives_wire, "all_gather_single", lambda into, part, **_: part.nbytes * (world_size - 1)),
     ):
         for (name, scan), want_carry in itertools.product(SCANS.items(), (False, True)):
