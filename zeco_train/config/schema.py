@@ -181,10 +181,17 @@ class Config:
         return {
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
-            **{f"model.{key}": value for key, value in to_plain(self.model).items()},
+            **_by_key("model", to_plain(self.model)),
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
             **{f"task.{key}": task[key] for key in of_task},
         }
+
+
+def _by_key(name: str, value: Any) -> dict[str, Any]:
+    """A plain value by the keys of its parts: {"model.attn.every": 2, …}."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: part for inner in value for key, part in _by_key(f"{name}.{inner}", value[inner]).items()}
 
 
 def to_plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 
 from data.tokenizer import comparable
 from data.tokenizer_files import TOKENIZER_FOLDER, copy_tokenizer
+from models.attn import AttnConfig
 from zeco_train.checkpoint.files import (
     CHECKPOINT_FOLDER,
     RECORD_FILE,
@@ -52,6 +54,7 @@ _ALWAYS_BEFORE = {
     "model.use_output_gate": True,
     "model.causal": True,
     "task.name": "lm",
+    **{f"model.attn.{key}": value for key, value in asdict(AttnConfig()).items()},
 }
 
 
