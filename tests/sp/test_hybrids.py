@@ -90,6 +90,7 @@ def test_covering_rows_have_every_scan_method_recomputation_and_strategy() -> No
     assert (recomputes, strategies) == ({*Recompute}, {*Strategy})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_hybrids_train_alike_on_two_ranks(part: int, store: str, expected: dict[tuple[str, bool], Result]) -> None:
     run_distributed(sharded, 2, store, pickle.dumps(expected), COVERING[part::2])
