@@ -131,11 +131,6 @@ def _halves(span: Span) -> tuple[Span, Span]:
     return span.part(span.start, middle), span.part(middle, span.stop)
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    queries = 2 * heads * head_dim * tokens * (1 - 1 / ranks)
-    return (ranks - 1) * tokens * 2 * key_heads * head_dim + queries
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
     if load.window is not None:
         return _window_costs(load, load.window)
@@ -177,6 +172,5 @@ ALL_GATHER = MethodSpec(
     description="every rank gets the keys and values that it needs; queries travel in pairs, so that no rank waits",
     build=AllGather,
     heads_problem=lambda heads, key_heads, ranks: None,
-    elements_sent=_elements_sent,
     costs=_costs,
 )

@@ -118,6 +118,11 @@ class MethodCosts(NamedTuple):
     slowest: float = 1.0
     overlaps: bool = False
 
+    @property
+    def sent(self) -> float:
+        """Bytes of both passes."""
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True, eq=False)
 class MethodSpec:
@@ -128,8 +133,7 @@ class MethodSpec:
         description: one line for `--help`.
         build: wire → the method.
         heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
-        elements_sent: (heads of queries, of keys, head dim, tokens of a rank, ranks) → sent per rank, forward.
-        costs: bytes and memory, for the planner.
+        costs: bytes and memory, for the planner and for `auto`.
         automatic: `auto` may choose it: all ranks have the same work.
     """
 
@@ -137,6 +141,5 @@ class MethodSpec:
     description: str
     build: Callable[[Wire], ShardedAttention]
     heads_problem: Callable[[int, int, int], str | None]
-    elements_sent: Callable[[int, int, int, int, int], float]
     costs: Callable[[AttentionLoad], MethodCosts]
     automatic: bool = True

@@ -227,11 +227,6 @@ def _wait(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    # The last rank but one passes on the blocks of all before it.
-    return (ranks - 1) * tokens * 2 * key_heads * head_dim
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
     """The last rank but one passes on the most blocks, the last one returns the most gradients."""
     ahead = load.ranks * load.tokens if load.window is None else load.window - 1
@@ -248,7 +243,6 @@ RING = MethodSpec(
     description="keys and values travel from rank to rank under compute; least memory, but later ranks work longer",
     build=Ring,
     heads_problem=lambda heads, key_heads, ranks: None,
-    elements_sent=_elements_sent,
     costs=_costs,
     automatic=False,
 )

@@ -95,11 +95,6 @@ def _heads_problem(heads: int, key_heads: int, ranks: int) -> str | None:
     return None
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    repeated = key_heads * _repeats(key_heads, ranks)
-    return 2 * (heads + repeated) * head_dim * tokens * (1 - 1 / ranks)
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
     """Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens."""
     repeated = load.tokens * load.keys_per_token * _repeats(load.key_heads, load.ranks)
@@ -115,6 +110,5 @@ ULYSSES = MethodSpec(
     description="every rank gets some heads of the whole sequence; needs as many heads as ranks",
     build=Ulysses,
     heads_problem=_heads_problem,
-    elements_sent=_elements_sent,
     costs=_costs,
 )
