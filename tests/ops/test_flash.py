@@ -54,6 +54,15 @@ def test_keys_that_begin_or_end_among_the_queries_are_refused(key_start: int, ke
         flash._call(Span(2, 6), key_start, key_stop)
 
 
+@pytest.mark.parametrize("part", [slice(0, 5), slice(0, 3), slice(2, 5)])
+def test_gradients_of_a_call_are_placed_among_the_given_tokens(part: slice) -> None:
+    found, like = torch.rand(2 * (part.stop - part.start), 3, 4), torch.rand(2, 5, 3, 4)
+    placed = flash._placed(found, part, like)
+    assert placed.shape == like.shape
+    assert torch.equal(placed[:, part].flatten(0, 1), found)
+    assert placed.sum().item() == pytest.approx(found.sum().item())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [None, (0, 5, 70, 71, 500)])
 @pytest.mark.parametrize("window", [None, 100])

@@ -64,9 +64,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `zeco_train.ops.softmax.attend_backward`."""
     call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     if call is None:
-        return dq, dk, dv
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
     sums = attended.lse[:, :, call.queries].transpose(0, 1).flatten(1).contiguous()
     o, grad = _packed(attended.o, call.queries), _packed(do, call.queries)
@@ -75,8 +74,10 @@ def attend_backward(
         grad, queries, keys, values, o, sums, *_lengths(call, batch, q.device), 0.0, call.causal, unused, unused,
         scale=scale, **_window(call),
     )  # fmt: skip
-    for into, part, found in zip((dq, dk, dv), (call.queries, call.keys, call.keys), grads, strict=True):
-        into[:, part] = found.unflatten(0, (batch, -1))
+    dq, dk, dv = (
+        _placed(found, part, like)
+        for found, part, like in zip(grads, (call.queries, call.keys, call.keys), (q, k, v), strict=True)
+    )
     return dq, dk, dv
 
 
@@ -110,6 +111,16 @@ def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:
 def _packed(x: Tensor, part: slice) -> Tensor:
     """[B, tokens, H, D] → [B · tokens of the part, H, D]."""
     return x[:, part].contiguous().flatten(0, 1)
+
+
+def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
+    """[B · tokens of the part, H, D] → [B, tokens, H, D], 0 beside the part."""
+    found = found.unflatten(0, (like.shape[0], -1))
+    if found.shape[1] == like.shape[1]:
+        return found
+    whole = torch.zeros_like(like)
+    whole[:, part] = found
+    return whole
 
 
 def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
