@@ -9,6 +9,7 @@ causal, or keys before all queries, of which a window is counted from that align
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -125,13 +126,29 @@ def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
 
 def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Borders of all sequences among packed queries and keys, and the longest of each."""
-    found = []
-    for borders in (call.query_borders, call.key_borders):
-        rows = [row * borders[-1] + border for row in range(batch) for border in borders[bool(row) :]]
-        # Pinned: a copy from pageable memory would wait for the device's queued work.
-        found.append(torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True))
-    longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (call.query_borders, call.key_borders)]
-    return found[0], found[1], longest[0], longest[1]
+    stream = torch.cuda.current_stream(device).cuda_stream
+    queries, keys = (
+        _borders(tuple(borders), batch, device, stream) for borders in (call.query_borders, call.key_borders)
+    )
+    return queries[0], keys[0], queries[1], keys[1]
+
+
+# A step's layers and passes have the same few: of each span of queries and of each block of keys, one.
+@functools.lru_cache(maxsize=256)
+def _borders(of_row: tuple[int, ...], batch: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """int32 borders of the sequences of all rows on a device, and the length of the longest sequence.
+
+    Args:
+        of_row: borders in one row of the batch.
+        batch: rows.
+        device: of the kernel.
+        stream: the device's current one. The copy runs on it and nothing waits for the copy, so the kernels of another
+            stream, such as one that is being captured, cannot have the same tensor.
+    """
+    rows = [row * of_row[-1] + border for row in range(batch) for border in of_row[bool(row) :]]
+    # Pinned: a copy from pageable memory would wait for the device's queued work.
+    copied = torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+    return copied, max(b - a for a, b in itertools.pairwise(of_row))
 
 
 def _window(call: _Call) -> dict[str, Any]:
