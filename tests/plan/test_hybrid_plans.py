@@ -54,8 +54,9 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
     with mock.patch.object(dist, "all_to_all_single", record), mock.patch.object(Wire, "_post", post):
         for name, spec in METHODS.items():
             for window in (None, 5, 30):
+                method = build_attention(spec, group, timedelta(seconds=60), torch.device("cpu"))
                 sent.clear()
-                method, seq_len = build_attention(spec, group, timedelta(seconds=60)), world_size * TOKENS
+                seq_len = world_size * TOKENS
                 span = Span(rank * TOKENS, (rank + 1) * TOKENS, None, window)
                 q, k, v = tensor(HEADS), tensor(KEY_HEADS), tensor(KEY_HEADS)
                 way = "forward"

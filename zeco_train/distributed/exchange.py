@@ -57,7 +57,7 @@ def build_softmax(
         ConfigError: the configured method cannot spread the heads over the ranks.
     """
     method = attention_method(config, model, mesh.sp_size, seq_len, dtype)
-    return None if method is None else build_attention(method, attention_group(mesh), mesh.timeout)
+    return None if method is None else build_attention(method, attention_group(mesh), mesh.timeout, mesh.device)
 
 
 def attention_method(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from enum import Enum
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -71,11 +72,19 @@ def _possible(heads: int, key_heads: int, ranks: int) -> list[MethodSpec]:
     return [spec for spec in METHODS.values() if spec.heads_problem(heads, key_heads, ranks) is None]
 
 
-def build_attention(spec: MethodSpec, group: ProcessGroup, timeout: timedelta) -> AttentionMethod:
-    """The method over an SP group that carries nothing else; each wait for a peer is bounded by `timeout`."""
+def build_attention(
+    spec: MethodSpec, group: ProcessGroup, timeout: timedelta, device: torch.device | None = None
+) -> AttentionMethod:
+    """The method over an SP group that carries nothing else; each wait for a peer is bounded by `timeout`.
+
+    With a `device` the group is warmed up for its tensors, which is collective; otherwise first passes initialise it.
+    """
     if dist.get_world_size(group) == 1:
         return LocalAttention()
-    return spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))
+    method = spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))
+    if device is not None:
+        method.prepare(device)
+    return method
 
 
 def describe_methods() -> str:

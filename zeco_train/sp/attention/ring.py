@@ -34,13 +34,10 @@ from zeco_train.sp.attention.routes import Range
 class Ring(ShardedAttention):
     """See the module."""
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
-        self._has_met = False
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
-        self._meet(q)
+        # Messages between some ranks must not be the first ones.
+        self.connect(q)
         blocks = _Blocks(self.wire, self.spans(span, seq_len), k, v)
         found: Attended | None = None
         for _ in range(self.wire.size):
@@ -80,13 +77,6 @@ class Ring(ShardedAttention):
             partials.add()
             blocks.advance()
         return dq, dk, dv
-
-    def _meet(self, like: Tensor) -> None:
-        """Before messages between some ranks, which are no first call of a communicator: NCCL needs all ranks there."""
-        if not self._has_met:
-            one = like.new_zeros(1)
-            self.wire.all_gather(like.new_zeros(self.wire.size), one, "a first message").wait()
-            self._has_met = True
 
 
 class _Blocks:
