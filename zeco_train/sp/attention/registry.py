@@ -39,7 +39,7 @@ class AttentionChoice(Enum):
 
 
 def choose(choice: AttentionChoice, heads: int, key_heads: int, head_dim: int, ranks: int) -> MethodSpec:
-    """The method of a setting, for heads of queries and of keys; `auto` is the balanced one that sends least.
+    """The method that a setting names; `auto`: of the balanced methods the one that sends the fewest bytes.
 
     Raises:
         ConfigError: it cannot spread these heads over these ranks.
@@ -65,5 +65,5 @@ def build_attention(spec: MethodSpec, group: ProcessGroup, timeout: timedelta) -
 
 def describe_methods() -> str:
     """For `--help`: the methods, one per line."""
-    lines = ["  sp.attention=auto        of those with equal work on all ranks the one that sends least"]
+    lines = ["  sp.attention=auto        the method that sends the fewest bytes, of those with equal work on all ranks"]
     return "\n".join([*lines, *(f"  sp.attention={name:<12}{spec.description}" for name, spec in METHODS.items())])
