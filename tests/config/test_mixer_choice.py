@@ -285,7 +285,7 @@ def test_commands_take_a_mixer_with_training_overrides(
     assert DecodeConfig.load(["model.mixer=toy"]).run_config().model.name == "toy_1b"
     measured = ModelConfig.load(["model.mixer=toy", "model.slots=2"])
     # Not the heads of GLA's file.
-    assert [measured.run_config(heads).model.num_heads for heads in measured.head_counts] == [8]
+    assert [measured.run_config(settings).model.num_heads for settings in measured.models] == [8]
     with pytest.raises(ConfigError, match=r"no configs/model/toy_125m\.yaml; sizes of toy: 1b, tiny, wide"):
         CheckpointConfig.load(["model.mixer=toy"]).run_config()
     saved = CheckpointConfig.load(["model.mixer=toy", "model=gla_1b", f"run_dir={tmp_path / 'saves'}"])

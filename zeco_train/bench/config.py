@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Self
+from typing import NamedTuple, Self
 
 from zeco_train.bench import variants as known
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
@@ -15,6 +16,7 @@ from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
+from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.system.ranges import check_least
@@ -282,6 +284,20 @@ class DecodeConfig(OfModelConfig):
 _DECODERS = {"eager": None, "graph": None}.keys()
 
 
+class ModelSettings(NamedTuple):
+    """What distinguishes the models of case `model`; None is what the model's file has.
+
+    Attributes:
+        mixer: of which the file with the same size is taken.
+        every: softmax attention in one layer of this many; 0: none.
+        heads: H.
+    """
+
+    mixer: str | None = None
+    every: int | None = None
+    heads: int | None = None
+
+
 @dataclass
 class ModelConfig(OfModelConfig):
     """Settings of case `model`.
@@ -292,6 +308,9 @@ class ModelConfig(OfModelConfig):
         budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
             more tokens per rank are not started, and fewer steps are timed, if that would not be left.
         mixers: to measure one after the other, each with its file of the size of `model`; empty: the model's own.
+        every: to measure one after the other, softmax attention in one layer of this many, 0 in none, as
+            `model.attn.every`; empty: the model's own.
+        attention: method of softmax layers over ranks, as `sp.attention`.
         heads, tokens: H (null: that of the model's file), and tokens per rank and step; all combinations are measured,
             tokens innermost.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
@@ -305,6 +324,8 @@ class ModelConfig(OfModelConfig):
 
     variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
     mixers: list[str] = field(default_factory=list)
+    every: list[int] = field(default_factory=list)
+    attention: AttentionChoice = AttentionChoice.auto
     heads: list[int] | None = None
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
@@ -326,46 +347,50 @@ class ModelConfig(OfModelConfig):
                 raise ConfigError(name, tokens, f"must divide by segments={self.segments}")
         if self.strategy is Strategy.hsdp:
             raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
-        if len(set(self.mixers)) < len(self.mixers):
-            raise ConfigError("mixers", self.mixers, "must be a list of different ones")
-        for mixer in self.mixer_names:
-            for heads in self.head_counts:
-                self.run_config(heads, mixer)
+        for name in ("mixers", "every"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ConfigError(name, values, "must be a list of different ones")
+        for settings in self.models:
+            self.run_config(settings)
 
     @property
-    def mixer_names(self) -> Sequence[str | None]:
-        """The mixers to measure; None is that of the model's file."""
-        return self.mixers or [None]
+    def models(self) -> list[ModelSettings]:
+        """The models to measure."""
+        combinations = itertools.product(self.mixers or [None], self.every or [None], self.heads or [None])
+        return [ModelSettings(*settings) for settings in combinations]
 
-    @property
-    def head_counts(self) -> Sequence[int | None]:
-        """The values of H to measure; None is that of the model's file."""
-        return [None] if self.heads is None else self.heads
-
-    def run_config(self, heads: int | None, mixer: str | None = None) -> Config:
-        """The configuration of a training run of this model.
-
-        Args:
-            heads: H; None: that of the model's file.
-            mixer: the model's, of which the file with the same size is taken; None: that of the model's file.
+    def run_config(self, settings: ModelSettings) -> Config:
+        """The configuration of a training run of a model.
 
         Raises:
             ConfigError: an unknown or invalid model.
         """
+        mixer, every, heads = settings
         for text in self.overrides:
             key, _, value = text.lstrip("+").partition("=")
             if key == "model.num_heads":
                 raise ConfigError(key, value, "write heads=[…] here")
             if key == "model.mixer" and mixer is not None:
                 raise ConfigError(key, value, "is one of mixers=[…] already; leave it out")
-        return self._load_run(
+            if key == "model.attn.every" and every is not None:
+                raise ConfigError(key, value, "is one of every=[…] already; leave it out")
+        # Refused for a model without softmax layers; a pattern without is there to compare with.
+        has_method = self.attention is not AttentionChoice.auto and every != 0
+        run = self._load_run(
             *([] if mixer is None else [f"model.mixer={mixer}"]),
+            *([] if every is None else [f"model.attn.every={every or 'null'}"]),
             *([] if heads is None else [f"model.num_heads={heads}"]),
+            *([f"sp.attention={self.attention.name}"] if has_method else []),
             f"train.compile={self.compile.name}",
             f"train.recompute={self.recompute.name}",
             f"train.segments={self.segments}",
             f"parallel.strategy={self.strategy.name}",
         )
+        if every:
+            # Results of several patterns are told apart by name.
+            run.model = replace(run.model, name=f"{run.model.name}_hybrid_{every}")
+        return run
 
 
 def describe(cases: Mapping[str, type[CaseConfig]]) -> str:

@@ -15,14 +15,14 @@ Checks before timing, on untrained weights:
 - the loss of the first step: close to log of the vocabulary size (a uniform guess), and equal for all backends;
 - the peer's logits against ours, with the same weights.
 
-With `mixers` the models of several mixers are measured one after the other, each built after the last is freed; a table
-and a figure set them beside each other (`zeco_train.bench.mixers`).
+With `mixers`, or `every` for hybrids, several models are measured one after the other, each built after the last is
+freed; a table and a figure set them beside each other (`zeco_train.bench.mixers`). A hybrid's softmax layers do more
+work per token the longer the sequence is: with a backend it is that of all ranks, with `dp` that of one. MFU counts it.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from torch import Tensor
 from models.spec import spec_of
 from zeco_train.bench.backends import Backends, RandomTokens, state_elements
 from zeco_train.bench.check import check_results
-from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.mixers import mixer_rows, write_mixers
 from zeco_train.bench.peer import Peer, Weights, check_peer, is_peer
 from zeco_train.bench.products import product_flops, products_contender
@@ -94,36 +94,37 @@ def run(config: ModelConfig, session: Session) -> Report:
     has_products = any(PRODUCTS in own for own in names.values())
     if has_products and (config.recompute is not Recompute.none or config.segments > 1):
         report.note(f"{PRODUCTS}: of the plain step, without recompute and segments")
-    for mixer, heads in itertools.product(config.mixer_names, config.head_counts):
-        measurement = _Measurement(config.run_config(heads, mixer), config, session, report)
-        own = names[mixer]
+    for settings, own in names.items():
+        measurement = _Measurement(config.run_config(settings), config, session, report)
         measurement.measure([name for name in own if not is_peer(name)], [name for name in own if is_peer(name)])
     if len(rows := mixer_rows(report.rows)) > 1:
         write_mixers(rows, report.folder, session)
     return report
 
 
-def _available(config: ModelConfig, session: Session, report: Report) -> dict[str | None, list[str]]:
-    """The variants that this machine supports, by mixer; the others are noted.
+def _available(config: ModelConfig, session: Session, report: Report) -> dict[ModelSettings, list[str]]:
+    """The variants that this machine supports, by model; the others are noted.
 
     Raises:
         ConfigError: there is none.
     """
-    names: dict[str | None, list[str]] = {}
+    names: dict[ModelSettings, list[str]] = {}
     problem = None
-    for mixer in config.mixer_names:
-        run, names[mixer] = config.run_config(config.head_counts[0], mixer), []
+    for settings in config.models:
+        run, names[settings] = config.run_config(settings), []
         for name in config.variants:
             try:
                 if is_peer(name):
                     session.agree(partial(check_peer, run, session))
                 elif not _is_alone(name):
                     session.agree(partial(session.scan, name, state_elements(run)))
-                names[mixer].append(name)
+                names[settings].append(name)
             except ConfigError as error:
                 problem = error
                 text = f"{name} is not measured: {error}"
-                report.note(text if mixer is None else f"{mixer}: {text}")
+                text = text if len(config.models) == 1 else f"{run.model.name}: {text}"
+                if text not in report.notes:
+                    report.note(text)
     if problem is not None and not any(names.values()):
         raise problem
     return names

@@ -22,7 +22,11 @@ from zeco_train.collectives import PendingScan
 from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.attention import attend, attend_backward
+from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
@@ -107,11 +111,49 @@ class LocalCopyScan(ScanBackend):
         return scan
 
 
+class GatheredAttention:
+    """An `AttentionMethod` that all-gathers keys and values, and sums their gradients over the ranks.
+
+    It shares no code with the methods, which are checked against it. All ranks have equally many tokens.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """See `AttentionMethod`."""
+        k, v = self.gather([k, v], (0, seq_len))
+        return attend(q, k, v, span, 0, scale)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionMethod`."""
+        k, v = self.gather([k, v], (0, seq_len))
+        dq, *of_keys = attend_backward(do, q, k, v, attended, span, 0, scale)
+        sums = [grad.to(accumulation_dtype(grad.dtype)) for grad in of_keys]
+        for grad in sums:
+            dist.all_reduce(grad)
+        dk, dv = (grad[:, span.start : span.stop] for grad in sums)
+        return dq, dk, dv
+
+    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+        """See `AttentionMethod`."""
+        del segment
+        found = []
+        for tensor in tensors:
+            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, tensor.contiguous())
+            found.append(torch.cat(parts, 1))
+        return found
+
+
 class GatheredScan(ScanBackend):
     """A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
 
-    It shares no code with the backends, which are checked against it.
+    It shares no code with the backends, which are checked against it. Its softmax attention is `GatheredAttention`.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = GatheredAttention()
 
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""
