@@ -14,8 +14,8 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, peer
-from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.mixers import mixer_rows, mixer_table
+from zeco_train.bench.model_config import ModelConfig
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch

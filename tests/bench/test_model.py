@@ -21,8 +21,8 @@ from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, steps
 from zeco_train.bench.backends import RandomTokens, SwitchedScan
 from zeco_train.bench.check import WrongResultError
-from zeco_train.bench.config import ModelConfig, ModelSettings
 from zeco_train.bench.model import _Measurement
+from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
