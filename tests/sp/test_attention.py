@@ -245,7 +245,7 @@ def frugal(rank: int, world_size: int) -> list[int]:
         )
         assert recorded.sent == 2 * BATCH * tokens * whole.key_heads * HEAD_DIM, f"{name}, rank {rank}"
         if name == "plain":
-            # The next block is under way before the one that is here is computed.
+            # A rank receives the next block while it computes the current one.
             sends = ["send"] * (rank + 1 < world_size)
             rounds = [*sends, "receive", "compute"] * rank + [*sends, "compute"]
             assert recorded.events == rounds, f"{recorded.events} on rank {rank}"

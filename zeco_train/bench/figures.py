@@ -5,7 +5,7 @@
     operator_tokens.png  time by tokens a GPU; operator_fixed_decay_none.png … for operators other than gla
     decode.png           tokens per second and memory by context length, for each number of concurrent sequences
     gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
-    mixers.png           training throughput per GPU by mixer, if there are several, relative to `dp` beside it
+    mixers.png           training throughput per GPU by model, if there are several, relative to `dp` beside it
 
 The paper's GPUs are a cluster of H100s, ours are named in results.json: compare the scaling of the two series, not
 their absolute speed.

@@ -27,7 +27,7 @@ class _Call(NamedTuple):
         queries, keys: of the span and of the given keys.
         query_borders, key_borders: sequences among them, for one row of the batch.
         causal: the keys end with the queries.
-        left: keys that a query reads before the one that it is aligned with; −1: all.
+        left: number of keys before its aligned key that a query reads; −1: all.
     """
 
     queries: slice
