@@ -88,6 +88,10 @@ def test_figure_shows_times_and_balance() -> None:
     assert figure is not None
     assert [len(axes.patches) for axes in figure.axes] == [4, 0, 4, 0]
     assert [line.get_xdata()[0] for line in figure.axes[1].lines] == [1.02, 1.02, 1.0]
+    assert figure.axes[2].yaxis_inverted(), "the first variant is on top"
+    for each in rows:
+        del each["slowest"]
+    assert len(draw_attention(rows, "here").axes) == 2
     assert draw_attention([{**row, "pass": "forward"}], "here") is None
 
 

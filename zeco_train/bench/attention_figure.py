@@ -28,8 +28,9 @@ def draw_attention(rows: Sequence[Row], machine: str) -> Figure | None:
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     size = 13.0, 1.4 + len(counts) * (0.6 + 0.27 * len(variants))
     figure = new_figure(f"Attention of one layer, {_shape(rows[0])} ({machine})", size, dpi=120, title_size=11)
-    panels = figure.subplots(len(counts), 2, squeeze=False, sharey=True)
-    for count, (left, right) in zip(counts, panels, strict=True):
+    profiled = any(row.get("slowest") for row in rows)
+    panels = figure.subplots(len(counts), 1 + profiled, squeeze=False, sharey="row")
+    for count, (left, *rest) in zip(counts, panels, strict=True):
         own = {row["variant"]: row for row in rows if row["tokens"] == count}
         for place, name in enumerate(variants):
             if name not in own:
@@ -40,20 +41,21 @@ def draw_attention(rows: Sequence[Row], machine: str) -> Figure | None:
                 left.barh(place, exposed / 1e3, 0.7, color="none", edgecolor="white", hatch="////", linewidth=0)
             left.annotate(f"{row['median_ms']:.2f}", (row["median_ms"], place), (4, 0), textcoords="offset points",
                           va="center", fontsize=8)  # fmt: skip
-            if slowest := row.get("slowest"):
-                right.plot([slowest], [place], "o", color=colour, markersize=6)
+            if rest and (slowest := row.get("slowest")):
+                rest[0].plot([slowest], [place], "o", color=colour, markersize=6)
         left.set_yticks(range(len(variants)), [plain(name) for name in variants])
         left.invert_yaxis()
         left.set_xlabel(f"ms, {count:,} tokens a rank; hatched: exposed communication")
-        right.axvline(1.0, color=GREY, linewidth=0.8)
-        right.set_xlabel("work of the slowest rank over the mean")
         finish_axes(left, "x")
-        finish_axes(right, "x")
+        for right in rest:
+            right.axvline(1.0, color=GREY, linewidth=0.8)
+            right.set_xlabel("work of the slowest rank over the mean")
+            finish_axes(right, "x")
     return figure
 
 
 def _shape(row: Row) -> str:
-    window = "" if row["window"] is None else f", window {row['window']:,}"
+    window = "" if row.get("window") is None else f", window {row['window']:,}"
     return f"H {row['heads']}, G {row['key_heads']}, D {row['head_dim']}{window}, {row.get('gpus', 1)} ranks"
 
 
