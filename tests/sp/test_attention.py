@@ -22,7 +22,7 @@ from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, ShardedAttention
 from zeco_train.sp.attention.registry import METHODS
 
 pytestmark = pytest.mark.numeric
@@ -257,8 +257,8 @@ def frugal(rank: int, world_size: int) -> list[int]:
 def test_ring_sends_only_what_later_ranks_read_and_computes_meanwhile() -> None:
     found = run_distributed(frugal, 3)
     whole = Whole(CASES["plain"], 3)
-    most = METHODS["ring"].elements_sent(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3)
-    assert max(*found) == [BATCH * most]
+    load = AttentionLoad(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3, None, itemsize=1, wide=1)
+    assert max(*found) == [BATCH * METHODS["ring"].costs(load).forward]
 
 
 def abandoned(rank: int, world_size: int) -> None:
