@@ -113,7 +113,7 @@ def _method(name: str, shape: Shape, session: Session) -> AttentionMethod:
     spec = METHODS[name]
     if (problem := spec.heads_problem(shape.heads, shape.num_groups, session.world_size)) is not None:
         raise ConfigError("variants", name, problem)
-    return build_attention(spec, attention_group(mesh), mesh.timeout)
+    return build_attention(spec, attention_group(mesh), mesh.timeout, mesh.device)
 
 
 class _MegatronSP(torch.autograd.Function):
