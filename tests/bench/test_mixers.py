@@ -1,4 +1,4 @@
-"""Case `model` with several mixers: configurations, table and figure, the case on two ranks, fla's models of them."""
+"""Case `model` with several models: configurations, table and figure, the case on two ranks, fla's models of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, peer
-from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.mixers import mixer_rows, mixer_table
+from zeco_train.bench.model_config import ModelConfig
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.mesh import Launch
@@ -28,11 +28,23 @@ FAST = ["device=cpu", "tokens=[32]", "steps=2", "warmup=1", "check_tokens=32", "
 
 def test_each_mixer_has_the_file_of_the_size() -> None:
     config = ModelConfig.load(SMALL)
-    runs = [config.run_config(None, mixer) for mixer in config.mixer_names]
+    runs = [config.run_config(settings) for settings in config.models]
     assert [run.model.name for run in runs] == ["gla_tiny", "retnet_tiny", "mamba2_tiny"]
     assert {run.model.num_layers for run in runs} == {2}
     alone = ModelConfig.load(["model=retnet_tiny"])
-    assert [alone.run_config(None, mixer).model.name for mixer in alone.mixer_names] == ["retnet_tiny"]
+    assert [alone.run_config(settings).model.name for settings in alone.models] == ["retnet_tiny"]
+
+
+def test_patterns_of_hybrids_are_told_apart_by_name() -> None:
+    config = ModelConfig.load([*SMALL[:2], "every=[0,2]", "attention=ring", "heads=[2,1]"])
+    runs = [config.run_config(settings) for settings in config.models]
+    assert [(run.model.name, run.model.num_heads, list(run.model.attn.chosen(2))) for run in runs] == [
+        ("gla_tiny", 2, []),
+        ("gla_tiny", 1, []),
+        ("gla_tiny_hybrid_2", 2, [1]),
+        ("gla_tiny_hybrid_2", 1, [1]),
+    ]
+    assert [run.sp.attention.name for run in runs] == ["auto", "auto", "ring", "ring"]
 
 
 def _row(mixer: str, variant: str, rate: float, ratio: float | None, **more: Any) -> dict[str, Any]:
@@ -49,7 +61,8 @@ def test_table_sets_rates_and_ratios_of_mixers_beside_each_other(tmp_path: Path)
         "| gla | gla_1b, H 16 | 16,384 | 70,000 | 69,000 | 0.986 |",
         "| retnet | retnet_1b, H 16 | 16,384 | 80,000 |  |  |",
     ]
-    assert mixer_rows(rows[:2]) == {}, "one mixer needs no such table"
+    assert mixer_rows(rows[:2]) == {}, "one model needs no such table"
+    assert len(mixer_rows([rows[0], rows[0] | {"model": "gla_1b_hybrid_4"}])) == 2
     # Rows of before mixers.
     assert mixer_rows([{key: value for key, value in row.items() if key != "mixer"} for row in rows]) == {}
     result = {"case": "model", "world_size": 2, "environment": {"device": "cuda"}, "rows": rows}
@@ -85,6 +98,23 @@ def test_mixers_are_measured_one_after_the_other_on_two_ranks(tmp_path: Path) ->
     assert sum(": fla is not measured: " in note for note in results["notes"]) == 3
     assert (tmp_path / "mixers.md").read_text().count("\n") == 2 + 3
     assert (tmp_path / "mixers.png").exists()
+
+
+def _hybrids(rank: int, world_size: int, folder: str) -> None:
+    arguments = ["model=gla_tiny", "model.num_layers=2", "every=[2]", "attention=ring", "segments=1"]
+    config = ModelConfig.load([*arguments, *FAST, "variants=[dp,products,zeco:chain]", f"out={folder}"])
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    command.run_case(config, session)
+    session.drain()
+
+
+def test_softmax_layers_of_hybrids_are_checked_and_measured_on_two_ranks(tmp_path: Path) -> None:
+    run_distributed(_hybrids, 2, str(tmp_path))
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["model"], row["variant"]) for row in rows] == [
+        ("gla_tiny_hybrid_2", variant) for variant in ("dp", "products", "zeco:chain")
+    ]
+    assert rows[2]["relative_error"] < 1e-10
 
 
 @pytest.mark.parametrize("mixer", ["gla", "linear", "retnet", "hgrn2"])

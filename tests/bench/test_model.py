@@ -20,8 +20,8 @@ from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, steps
 from zeco_train.bench.backends import RandomTokens, SwitchedScan
 from zeco_train.bench.check import WrongResultError
-from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.model import _Measurement
+from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.report import Report
 from zeco_train.bench.samples import Summary
 from zeco_train.bench.session import Session
@@ -52,6 +52,10 @@ pytestmark = pytest.mark.numeric
         (["model=gla_125m", "mixers=[retnet]"], "model.mixer=retnet: no configs/model/retnet_125m.yaml"),
         (["heads=[3]"], "model.num_heads=3: must divide hidden_size"),
         (["heads=[]"], "heads=[]: must be a list of numbers ≥ 1"),
+        (["every=[2]", "model.attn.every=4"], "model.attn.every=4: is one of every=[…] already; leave it out"),
+        (["every=[0,100]"], "model.attn.every=100: must be from 1 to model.num_layers"),
+        (["every=[2,2]"], "every=[2, 2]: must be a list of different ones"),
+        (["attention=ring"], "sp.attention=ring: would be ignored; it needs model.attn.every"),
         (["segments=3"], "tokens=16384: must divide by segments=3"),
         (["segments=512"], "check_tokens=256: must divide by segments=512"),
         (["steps=0"], "steps=0: must be ≥ 1"),
@@ -84,7 +88,7 @@ def test_settings_convert_to_run_config() -> None:
     arguments = ["model=gla_125m", "model.num_layers=3", "heads=[6,3]", "segments=2", "recompute=full", "dtype=fp32"]
     config = ModelConfig.load([*arguments, "variants=[dp,zeco:chain:p2p,fla:no_optimizer:compile]", "seed=5"])
     assert config.overrides == ["model.num_layers=3"]
-    run = config.run_config(3)
+    run = config.run_config(ModelSettings(heads=3))
     assert (run.model.name, run.model.num_layers, run.model.num_heads, run.seed) == ("gla_125m", 3, 3, 5)
     assert (run.train.segments, run.train.recompute.name, run.train.dtype.name) == (2, "full", "fp32")
     assert ModelConfig().steps == 100
@@ -94,7 +98,7 @@ def test_settings_convert_to_run_config() -> None:
 def test_model_overrides_are_checked_together_with_heads() -> None:
     """12 heads split 1536 hidden units, but not the 1024 of the model's file."""
     config = ModelConfig.load(["model=gla_340m", "heads=[12]", "model.hidden_size=1536"])
-    assert config.run_config(12).model.hidden_size == 1536
+    assert config.run_config(ModelSettings(heads=12)).model.hidden_size == 1536
 
 
 def test_all_variants_get_the_same_tokens() -> None:
@@ -245,7 +249,7 @@ def _within(budget: float, seconds: dict[str, float], tokens: list[int]) -> list
         with mock.patch.object(session, "agree", lambda action: action()):
             peers = [name for name in names if name.startswith("fla")]
             ours = [name for name in names if name not in peers]
-            _Measurement(config.run_config(2), config, session, report).measure(ours, peers)
+            _Measurement(config.run_config(ModelSettings(heads=2)), config, session, report).measure(ours, peers)
     return timed
 
 
@@ -295,7 +299,7 @@ def test_backend_with_wrong_gradients_is_not_timed(tmp_path: Path) -> None:
 def test_wrong_first_loss_raises() -> None:
     config = ModelConfig.load([*QUICK, "dtype=fp32"])
     session = mock.Mock(spec=Session, rank=0)
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
+    measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
     guess = math.log(259)
     measurement._check_losses({"dp": guess + 0.1, "lasp1": guess, "zeco": guess + 1e-6})
     for losses, says in (

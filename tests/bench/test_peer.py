@@ -16,7 +16,7 @@ from models.spec import ModelSpec
 from tests.support.bench_settings import QUICK
 from tests.support.distributed import run_distributed
 from zeco_train.bench.backends import Backends, RandomTokens
-from zeco_train.bench.config import ModelConfig
+from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.peer import Peer, Weights
 from zeco_train.bench.session import Session
 from zeco_train.distributed.mesh import Launch
@@ -71,7 +71,7 @@ def _peer_trains_as_we_do(rank: int, world_size: int) -> None:
     for tied in (False, True):
         overrides = [*QUICK, f"model.tie_word_embeddings={tied}".lower(), "dtype=fp32"]
         config = ModelConfig.load(overrides)
-        run = config.run_config(2)
+        run = config.run_config(ModelSettings(heads=2))
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
         ours = Backends(run, session)
         tokens = RandomTokens(run.model.vocab_size, 32, 0, session)

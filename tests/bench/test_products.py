@@ -19,8 +19,8 @@ from models.spec import ModelSpec, spec_of
 from tests.models.test_model import SCAN, SMALL, plain_products
 from tests.support.bench_settings import QUICK
 from zeco_train.bench import products
-from zeco_train.bench.config import ModelConfig
 from zeco_train.bench.model import _Measurement
+from zeco_train.bench.model_config import ModelConfig, ModelSettings
 from zeco_train.bench.products import Products, products_contender
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
@@ -84,7 +84,7 @@ def test_products_use_random_operands_and_little_memory() -> None:
         # No product overwrites its own operands.
         read = {tensor.untyped_storage().data_ptr() for tensor in (a, b)}
         assert result.untyped_storage().data_ptr() not in read
-    large = ModelConfig().run_config(16).model
+    large = ModelConfig().run_config(ModelSettings(heads=16)).model
     with FakeTensorMode():
         contender = products_contender(large, 16_384, torch.bfloat16, torch.device("cpu"), 0)
     assert 1 < contender.held_gb < 1.5
@@ -93,7 +93,7 @@ def test_products_use_random_operands_and_little_memory() -> None:
 def test_products_memory_is_subtracted_from_other_rows() -> None:
     config = ModelConfig.load(QUICK)
     session = mock.Mock(spec=Session, on_cuda=False, rank=0, world_size=1, gather=lambda value: [value])
-    measurement = _Measurement(config.run_config(2), config, session, mock.Mock())
+    measurement = _Measurement(config.run_config(ModelSettings(heads=2)), config, session, mock.Mock())
     ceiling = products_contender(SMALL, 30, torch.float32, torch.device("cpu"), 0)
     ceiling.held_gb = 1.5
     both = [Contender("dp", mock.Mock()), ceiling]

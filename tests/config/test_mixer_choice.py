@@ -19,7 +19,8 @@ from models.registry import MIXERS
 from tests.support.commands import check_line, train_here
 from tests.support.planning import command as plan
 from zeco_train.bench.checkpoint import CheckpointConfig
-from zeco_train.bench.config import DecodeConfig, ModelConfig
+from zeco_train.bench.config import DecodeConfig
+from zeco_train.bench.model_config import ModelConfig
 from zeco_train.config import schema
 from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
@@ -285,7 +286,7 @@ def test_commands_take_a_mixer_with_training_overrides(
     assert DecodeConfig.load(["model.mixer=toy"]).run_config().model.name == "toy_1b"
     measured = ModelConfig.load(["model.mixer=toy", "model.slots=2"])
     # Not the heads of GLA's file.
-    assert [measured.run_config(heads).model.num_heads for heads in measured.head_counts] == [8]
+    assert [measured.run_config(settings).model.num_heads for settings in measured.models] == [8]
     with pytest.raises(ConfigError, match=r"no configs/model/toy_125m\.yaml; sizes of toy: 1b, tiny, wide"):
         CheckpointConfig.load(["model.mixer=toy"]).run_config()
     saved = CheckpointConfig.load(["model.mixer=toy", "model=gla_1b", f"run_dir={tmp_path / 'saves'}"])

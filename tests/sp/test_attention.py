@@ -22,7 +22,7 @@ from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, ShardedAttention
 from zeco_train.sp.attention.registry import METHODS
 
 pytestmark = pytest.mark.numeric
@@ -245,7 +245,7 @@ def frugal(rank: int, world_size: int) -> list[int]:
         )
         assert recorded.sent == 2 * BATCH * tokens * whole.key_heads * HEAD_DIM, f"{name}, rank {rank}"
         if name == "plain":
-            # The next block is under way before the one that is here is computed.
+            # A rank receives the next block while it computes the current one.
             sends = ["send"] * (rank + 1 < world_size)
             rounds = [*sends, "receive", "compute"] * rank + [*sends, "compute"]
             assert recorded.events == rounds, f"{recorded.events} on rank {rank}"
@@ -257,8 +257,8 @@ def frugal(rank: int, world_size: int) -> list[int]:
 def test_ring_sends_only_what_later_ranks_read_and_computes_meanwhile() -> None:
     found = run_distributed(frugal, 3)
     whole = Whole(CASES["plain"], 3)
-    most = METHODS["ring"].elements_sent(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3)
-    assert max(*found) == [BATCH * most]
+    load = AttentionLoad(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3, None, itemsize=1, wide=1)
+    assert max(*found) == [BATCH * METHODS["ring"].costs(load).forward]
 
 
 def abandoned(rank: int, world_size: int) -> None:

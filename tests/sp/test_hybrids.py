@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
@@ -15,6 +18,7 @@ from tests.exactness_matrix import PLAIN, TOLERANCE, tiny
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
 from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
+from zeco_train.collectives.wire import Transfer, Wire
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import METHODS, build_attention
@@ -80,6 +84,24 @@ def sharded(rank: int, world_size: int, store: str, expected: bytes, rows: list[
     dist.barrier()  # keep ranks alive until their peers have received everything
 
 
+def sent(rank: int, world_size: int, store: str) -> dict[str, int]:
+    """Bytes that all-to-alls of softmax attention send in three steps, by recomputation."""
+    mesh, scan, spec = make_mesh(rank, world_size, world_size), build_scans((0, 1))["lasp2"], METHODS["all_gather"]
+    scan.attention = build_attention(spec, dist.new_group(range(world_size)), TIMEOUT)
+    found, send = dict.fromkeys((each.value for each in Recompute), 0), Wire.all_to_all
+    for recompute in Recompute:
+
+        def count(wire: Wire, into: Tensor, parts: Tensor, *rest: Any, kind: str = recompute.value) -> Transfer:
+            found[kind] += parts.nbytes * ("softmax" in wire.operation)
+            return send(wire, into, parts, *rest)
+
+        with mock.patch.object(Wire, "all_to_all", count):
+            run_steps(_case("mamba2", False, 3, recompute), scan, mesh, store)
+    scan.drain()
+    dist.barrier()
+    return found
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_documents(tmp_path_factory.mktemp("hybrids") / "store"))
@@ -110,6 +132,13 @@ def test_hybrids_train_alike_for_three_steps(world_size: int, store: str, expect
 def test_hybrids_train_alike_with_every_scan_and_method(world_size: int, store: str, expected: Whole) -> None:
     """For one step: gradients of every pair, and the losses before and after an update."""
     run_distributed(sharded, world_size, store, pickle.dumps(expected), _all(), 1, timeout=1800)
+
+
+@pytest.mark.slow
+def test_recomputation_fetches_no_keys_twice(store: str) -> None:
+    for found in run_distributed(sent, 2, store):
+        assert found["none"] > 0
+        assert found["none"] == found["selective"] == found["full"]
 
 
 def test_windows_and_documents_change_losses(expected: Whole) -> None:

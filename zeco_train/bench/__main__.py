@@ -1,7 +1,7 @@
 """`torchrun --nproc-per-node N -m zeco_train.bench CASE [KEY=VALUE …]`.
 
-collectives, operator, model and decode compare variants; operator_cpu, loader, documents and checkpoint measure the
-operator on a CPU, data loading, and how long a checkpoint blocks training.
+collectives, operator, attention, model and decode compare variants; operator_cpu, loader, documents and checkpoint
+measure the operator on a CPU, data loading, and how long a checkpoint blocks training.
 `python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures.
 """
 
@@ -18,7 +18,18 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from zeco_train.bench import checkpoint, collectives, decode, documents, figures, loader, model, operator, operator_cpu
+from zeco_train.bench import (
+    attention,
+    checkpoint,
+    collectives,
+    decode,
+    documents,
+    figures,
+    loader,
+    model,
+    operator,
+    operator_cpu,
+)
 from zeco_train.bench.config import BenchConfig, CaseConfig, describe
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
@@ -34,6 +45,7 @@ _ADVICE = Advice(
 _CASES: dict[str, tuple[type[CaseConfig], Callable[[Any, Session], Report]]] = {
     "collectives": (collectives.CollectivesConfig, collectives.run),
     "operator": (operator.OperatorConfig, operator.run),
+    "attention": (attention.AttentionConfig, attention.run),
     "model": (model.ModelConfig, model.run),
     "decode": (decode.DecodeConfig, decode.run),
     "operator_cpu": (operator_cpu.OperatorCpuConfig, operator_cpu.run),

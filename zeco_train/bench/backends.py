@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +16,13 @@ from models.spec import spec_of
 from zeco_train.bench.session import Session
 from zeco_train.bench.steps import Contender
 from zeco_train.config.schema import Config
+from zeco_train.distributed.exchange import build_softmax
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
-from zeco_train.ops.seam import LaunchedScan, ScanRequest, SequenceShard
+from zeco_train.ops.seam import AttentionMethod, LaunchedScan, ScanRequest, SequenceShard
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_model
@@ -30,12 +35,17 @@ LEARNING_RATE = 1e-6
 
 
 class SwitchedScan(ScanBackend):
-    """Delegates to the scan `current`. The model sees a single scan, so its blocks are compiled once."""
+    """Delegates to the scan `current`. The model sees a single scan, so its blocks are compiled once.
 
-    def __init__(self) -> None:
+    Args:
+        method: of softmax layers, of scans that bring none along.
+    """
+
+    def __init__(self, method: AttentionMethod | None = None) -> None:
         super().__init__()
         self.current: ScanBackend = LocalScan()
         self.neighbour = _CurrentNeighbour(self)
+        self.attention = _CurrentAttention(self, method or LocalAttention())
 
     def start(self, request: ScanRequest) -> LaunchedScan:
         """See `ScanBackend.start`."""
@@ -52,6 +62,31 @@ class _CurrentNeighbour(ScanBackend):
     def start(self, request: ScanRequest) -> LaunchedScan:
         current = self._switched.current
         return (current.neighbour or current).launch(request)
+
+
+class _CurrentAttention:
+    """Delegates to the method of a switched scan's current one, else to `method`."""
+
+    def __init__(self, switched: SwitchedScan, method: AttentionMethod) -> None:
+        self._switched, self._method = switched, method
+
+    @property
+    def _current(self) -> AttentionMethod:
+        return self._switched.current.attention or self._method
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """See `AttentionMethod`."""
+        return self._current.forward(q, k, v, span, seq_len, scale)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionMethod`."""
+        return self._current.backward(do, q, k, v, attended, span, seq_len, scale)
+
+    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+        """See `AttentionMethod`."""
+        return self._current.gather(tensors, segment)
 
 
 @dataclass(frozen=True)
@@ -98,14 +133,18 @@ class RandomTokens:
 
 
 class Backends:
-    """A model with its optimizer, trained by any backend."""
+    """A model with its optimizer, trained by any backend. Collective.
+
+    Raises:
+        ConfigError: the configured method of softmax attention cannot spread the model's heads over the ranks.
+    """
 
     def __init__(self, run: Config, session: Session) -> None:
         self._run, self._session = run, session
         self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
         self._optimizer = build_optimizer(parameter_rules(self.model), run.optim, run.train.dtype.compute)
         set_learning_rate(self._optimizer, LEARNING_RATE)
-        self._scan = SwitchedScan()
+        self._scan = SwitchedScan(build_softmax(run.sp, run.model, session.mesh))
         self._alone = _alone(session.mesh)
 
     def scan_of(self, name: str) -> ScanBackend:

@@ -9,12 +9,10 @@ from typing import Self
 
 from zeco_train.bench import variants as known
 from zeco_train.config.overrides import describe_attributes, describe_settings, load_settings, parse_settings
-from zeco_train.config.schema import Compile, Config, Dtype, load_config
+from zeco_train.config.schema import Config, Dtype, load_config
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
-from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
-from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.paths import check_path, is_plain_name
 from zeco_train.system.ranges import check_least
@@ -280,92 +278,6 @@ class DecodeConfig(OfModelConfig):
 
 # A dictionary, to keep the order.
 _DECODERS = {"eager": None, "graph": None}.keys()
-
-
-@dataclass
-class ModelConfig(OfModelConfig):
-    """Settings of case `model`.
-
-    Attributes:
-        variants: dp, lasp1, lasp2, zeco train; `products` runs only the matrix products of their plain step, as an
-            upper bound, on the same GPU in the same turns; fla is the peer, with :no_optimizer and :compile.
-        budget_seconds: each `fla` reserves as much of it as one of the other variants has taken; configurations with
-            more tokens per rank are not started, and fewer steps are timed, if that would not be left.
-        mixers: to measure one after the other, each with its file of the size of `model`; empty: the model's own.
-        heads, tokens: H (null: that of the model's file), and tokens per rank and step; all combinations are measured,
-            tokens innermost.
-        steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
-            them would not end within budget_seconds.
-        dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to `products`,
-            and none to `fla`, which is trained in bf16.
-        strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
-            rest.
-        check_tokens: tokens per rank in the correctness check.
-    """
-
-    variants: list[str] = field(default_factory=lambda: list(known.MODEL_VARIANTS))
-    mixers: list[str] = field(default_factory=list)
-    heads: list[int] | None = None
-    tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
-    steps: int = 100
-    compile: Compile = Compile.auto
-    recompute: Recompute = Recompute.none
-    segments: int = 1
-    strategy: Strategy = Strategy.zero2
-    check_tokens: int = 256
-
-    def validate(self) -> None:
-        """See `CaseConfig.validate`."""
-        super().validate()
-        known.check_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", peer_settings=known.PEER_SETTINGS)
-        self._check_lists(tokens=1, **({} if self.heads is None else {"heads": 1}))
-        check_least(self, steps=1, segments=1, check_tokens=1)
-        for tokens in (*self.tokens, self.check_tokens):
-            if tokens % self.segments:
-                name = "check_tokens" if tokens == self.check_tokens else "tokens"
-                raise ConfigError(name, tokens, f"must divide by segments={self.segments}")
-        if self.strategy is Strategy.hsdp:
-            raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
-        if len(set(self.mixers)) < len(self.mixers):
-            raise ConfigError("mixers", self.mixers, "must be a list of different ones")
-        for mixer in self.mixer_names:
-            for heads in self.head_counts:
-                self.run_config(heads, mixer)
-
-    @property
-    def mixer_names(self) -> Sequence[str | None]:
-        """The mixers to measure; None is that of the model's file."""
-        return self.mixers or [None]
-
-    @property
-    def head_counts(self) -> Sequence[int | None]:
-        """The values of H to measure; None is that of the model's file."""
-        return [None] if self.heads is None else self.heads
-
-    def run_config(self, heads: int | None, mixer: str | None = None) -> Config:
-        """The configuration of a training run of this model.
-
-        Args:
-            heads: H; None: that of the model's file.
-            mixer: the model's, of which the file with the same size is taken; None: that of the model's file.
-
-        Raises:
-            ConfigError: an unknown or invalid model.
-        """
-        for text in self.overrides:
-            key, _, value = text.lstrip("+").partition("=")
-            if key == "model.num_heads":
-                raise ConfigError(key, value, "write heads=[…] here")
-            if key == "model.mixer" and mixer is not None:
-                raise ConfigError(key, value, "is one of mixers=[…] already; leave it out")
-        return self._load_run(
-            *([] if mixer is None else [f"model.mixer={mixer}"]),
-            *([] if heads is None else [f"model.num_heads={heads}"]),
-            f"train.compile={self.compile.name}",
-            f"train.recompute={self.recompute.name}",
-            f"train.segments={self.segments}",
-            f"parallel.strategy={self.strategy.name}",
-        )
 
 
 def describe(cases: Mapping[str, type[CaseConfig]]) -> str:

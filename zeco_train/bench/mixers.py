@@ -1,4 +1,4 @@
-"""Case `model` with several mixers: throughput of each, with `dp` and with the scans, as a table and a figure."""
+"""Case `model` with several mixers or patterns of hybrids: their throughput by backend, as a table and a figure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BARS = 0.8
 
 
 def mixer_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The measured rows of each model, if they are of several mixers; of two rows alike the later one counts."""
+    """The measured rows of each model, if there are several; of two rows alike the later one counts."""
     measured = [row for row in rows if row.get("median_ms") and row.get("mixer")]
-    if len({row["mixer"] for row in measured}) < 2:
+    if len({row["model"] for row in measured}) < 2:
         return {}
     found: dict[str, dict[tuple[str, int, int], Row]] = {}
     for row in measured:
@@ -63,7 +63,7 @@ def write_mixers(models: dict[str, list[Row]], folder: Path, session: Session) -
 def draw_mixers(models: dict[str, list[Row]], machine: str) -> Figure:
     """Throughput by model, and relative to `dp`, with the most tokens and GPUs of each variant."""
     variants, names = _variants(models), list(models)
-    figure = new_figure(f"Training step by mixer ({machine})", (13.0, 1.6 + 0.75 * len(names)), dpi=120, title_size=11)
+    figure = new_figure(f"Training step by model ({machine})", (13.0, 1.6 + 0.75 * len(names)), dpi=120, title_size=11)
     left, right = figure.subplots(1, 2, sharey=True)
     height = _BARS / len(variants)
     for index, variant in enumerate(variants):

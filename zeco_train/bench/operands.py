@@ -3,6 +3,7 @@
 gla            decays of each token and channel, g [1, T, H, K]
 scalar_decay   decays of each token and head, g [1, T, H]
 fixed_decay    decays of each head, log_decay [H], a constant: `retention` are RetNet's, `none` is no decay
+softmax        none; q has H heads, and k and v have G (of case `attention`)
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Shape:
     Attributes:
         heads, key_dim, value_dim: H, K, V.
         tokens: per rank.
-        operator: one of `variants.OPERATORS`.
-        groups: G, heads of q and k.
+        operator: one of `variants.OPERATORS`, or softmax.
+        groups: G, heads of q and k; of softmax, of k and v.
         decay: of fixed_decay, one of `variants.DECAYS`; None for the others.
     """
 
@@ -86,6 +87,10 @@ class Inputs:
         def normal(kind: torch.dtype, *dims: int) -> Tensor:
             return torch.randn((1, shape.tokens, *dims), device=device, dtype=kind, generator=generator)
 
+        if shape.operator == "softmax":
+            q, do = (normal(dtype.compute, shape.heads, shape.key_dim) for _ in range(2))
+            k, v = (normal(dtype.compute, shape.num_groups, shape.key_dim) for _ in range(2))
+            return cls.of({"q": q, "k": k, "v": v}, do)
         q, k = (normal(dtype.compute, shape.num_groups, shape.key_dim) for _ in range(2))
         v, do = (normal(dtype.compute, shape.heads, shape.value_dim) for _ in range(2))
         if shape.operator == "fixed_decay":
@@ -121,6 +126,11 @@ class Inputs:
 
         cut = {name: whole(x) for name, x in self.leaves.items()}
         return Inputs.of({**self.operands, **cut}, whole(self.do))
+
+    def at(self, positions: Tensor) -> Inputs:
+        """Those of some tokens, as new leaves."""
+        cut = {name: x.detach()[:, positions] for name, x in self.leaves.items()}
+        return Inputs.of({**self.operands, **cut}, self.do[:, positions])
 
     def double(self) -> Inputs:
         """The same inputs in fp64, as new leaves."""

@@ -83,7 +83,7 @@ def run(config: OperatorConfig, session: Session) -> Report:
     return report
 
 
-def _attention(variant: str, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
+def sharded_operator(variant: str, shape: Shape, session: Session, purpose: str = "eager") -> Attention:
     """The operator on a rank's tokens by a variant.
 
     Raises:
@@ -131,7 +131,7 @@ def _check(short: Shape, config: OperatorConfig, session: Session, report: Repor
         length = replace(short, tokens=whole.tokens) if alone else short
         line = len(session.log)
         try:
-            attention = session.agree(partial(_attention, name, length, session))
+            attention = session.agree(partial(sharded_operator, name, length, session))
             if name == "fla":
                 found = session.agree(partial(peer_results, whole, attention, config.passes != ["forward"]))
         except ConfigError as error:
@@ -153,16 +153,17 @@ def _measure_shape(
 ) -> None:
     inputs = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
     names = [name for name in config.variants if name in checked or name == "copy"]
-    attentions = {name: _attention(name, shape, session) for name in names}
+    attentions = {name: sharded_operator(name, shape, session) for name in names}
     rows: list[Row] = []
     for kind in config.passes:
         peaks, subjects = {}, []
         for name, attention in attentions.items():
-            subjects.append(_step(name, kind, attention, inputs))
-            peaks[name] = _peak_gb(subjects[-1], session)
+            subjects.append(operator_step(name, kind, attention, inputs))
+            peaks[name] = peak_gb(subjects[-1], session)
         failed: list[Row] = []
         if config.graph and session.on_cuda:
-            steps = (_step(name, kind, _attention(name, shape, session, "graph"), inputs) for name in names)
+            graphed = ((name, sharded_operator(name, shape, session, "graph")) for name in names)
+            steps = (operator_step(name, kind, attention, inputs) for name, attention in graphed)
             graphs, failed = capture_all(steps, 1, session, TOLERANCE[config.dtype])
             subjects += graphs
         found = runner.rows(subjects)
@@ -175,12 +176,14 @@ def _measure_shape(
     for name, attention in attentions.items() if config.trace and session.on_cuda else ():
         size = f"{shape.operator}_h{shape.heads}_k{shape.key_dim}_v{shape.value_dim}_t{shape.tokens}"
         path = report.folder / f"trace_{name.replace(':', '-')}_{size}.json"
-        overlap = trace.record(_step(name, "forward_backward", attention, inputs), path, session)
-        if overlap is not None and name not in ("dp", "copy", "fla"):
-            report.note(f"trace of {name}, {shape}, rank 0: {overlap}")
+        overlaps = trace.record(operator_step(name, "forward_backward", attention, inputs), path, session)
+        if name not in ("dp", "copy", "fla"):
+            report.note(f"trace of {name}, {shape}, rank 0: {overlaps[0]}")
 
 
-def _step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
+def operator_step(name: str, kind: str, attention: Attention, inputs: Inputs) -> Subject:
+    """One of `PASSES` of an operator, to be timed."""
+
     def forward() -> Tensor:
         with torch.no_grad():
             return attention(*inputs.operands.values())
@@ -206,7 +209,7 @@ def _compared(row: Row, medians: dict[tuple[str, str], float], shape: Shape) -> 
     }
 
 
-def _peak_gb(subject: Subject, session: Session) -> float | None:
+def peak_gb(subject: Subject, session: Session) -> float | None:
     """Peak memory of a step beyond its inputs in GB, maximum over ranks; None on CPUs. The first call compiles."""
     subject.prepare()
     subject.run()  # one-time allocations of libraries

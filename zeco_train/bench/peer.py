@@ -65,6 +65,8 @@ def check_peer(run: Config, session: Session) -> None:
     fla_format = mixer_of(run.model).fla
     if fla_format is None or fla_format.library != "fla":
         raise ConfigError("variants", "fla", f"has no model with {run.model.mixer} here")
+    if run.model.attn.chosen(run.model.num_layers):
+        raise ConfigError("variants", "fla", "is measured without softmax layers: fla's need the package flash-attn")
     for name, value in fla_format.fixed.items():
         if getattr(run.model, name) != value:
             raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")

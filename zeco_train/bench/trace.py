@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,27 +100,35 @@ def length(intervals: Sequence[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def record(subject: Subject, path: Path, session: Session) -> Overlap | None:
-    """Profile one step on rank 0 into a Chrome trace, while all ranks run it; returns the overlap, on rank 0.
+def record(subject: Subject, path: Path, session: Session) -> list[Overlap]:
+    """Profile one step of all ranks, each into a Chrome trace; returns the overlap of each rank.
 
     Collective; CUDA only. The device is kept busy while the hosts launch the step, as in the timed runs.
+
+    Args:
+        subject: the step.
+        path: of rank 0's trace, which stays; those of the other ranks lie beside it for a moment.
+        session: the ranks.
     """
     busy = torch.empty(256 << 20, dtype=torch.uint8, device=session.device)
     token = torch.zeros(1, device=session.device)
+    own = path if session.mesh.is_main else path.with_name(f"{path.stem}_rank{session.rank}{path.suffix}")
+    overlap = Overlap(0.0, 0.0, 0.0, ())
     # Twice: the profiler's first step includes its startup.
-    overlap = None
     for last in (False, True):
         subject.prepare()
         torch.cuda.synchronize()
         dist.barrier()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) if session.mesh.is_main else nullcontext() as profile:
+        with torch.profiler.profile(activities=activities) as profile:
             _issue(subject, busy, token)
-        if last and profile is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(path))
-            overlap = overlap_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
-    return overlap
+        if last:
+            own.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(own))
+            overlap = overlap_of(json.loads(own.read_text(encoding="utf-8"))["traceEvents"])
+            if own != path:
+                own.unlink()
+    return session.gather(overlap)
 
 
 def _issue(subject: Subject, busy: torch.Tensor, token: torch.Tensor) -> None:

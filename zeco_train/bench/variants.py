@@ -17,12 +17,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeco_train.collectives import PendingScan
 from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.attention import attend, attend_backward
+from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.registry import BACKENDS, SHARING, Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
@@ -107,11 +112,69 @@ class LocalCopyScan(ScanBackend):
         return scan
 
 
+class GatheredAttention:
+    """An `AttentionMethod` that all-gathers keys and values, and sums their gradients over the ranks.
+
+    It shares no code with the methods, which are checked against it. All ranks have equally many tokens.
+
+    Args:
+        num_calls: of the kernel, each with as many of a rank's queries: another number rounds differently.
+    """
+
+    def __init__(self, num_calls: int = 1) -> None:
+        self._num_calls = num_calls
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """See `AttentionMethod`."""
+        k, v = self.gather([k, v], (0, seq_len))
+        found = [attend(part, k, v, own, 0, scale) for own, part in zip(self._cut(span), self._split(q), strict=True)]
+        return Attended(torch.cat([each.o for each in found], 1), torch.cat([each.lse for each in found], 2))
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionMethod`."""
+        k, v = self.gather([k, v], (0, seq_len))
+        lses = attended.lse.chunk(self._num_calls, 2)
+        parts = zip(self._cut(span), *map(self._split, (do, q, attended.o)), lses, strict=True)
+        grads = [attend_backward(dop, qp, k, v, Attended(o, lse), own, 0, scale) for own, dop, qp, o, lse in parts]
+        sums = [torch.stack([grad[i] for grad in grads]).sum(0, dtype=accumulation_dtype(q.dtype)) for i in (1, 2)]
+        for grad in sums:
+            dist.all_reduce(grad)
+        dk, dv = (grad[:, span.start : span.stop] for grad in sums)
+        return torch.cat([grad[0] for grad in grads], 1), dk, dv
+
+    def _split(self, x: Tensor) -> Sequence[Tensor]:
+        return x.chunk(self._num_calls, 1)
+
+    def _cut(self, span: Span) -> list[Span]:
+        # As `chunk` cuts.
+        size = -(-(span.stop - span.start) // self._num_calls)
+        return [span.part(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
+
+    def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
+        """See `AttentionMethod`."""
+        del segment
+        found = []
+        for tensor in (tensor.contiguous() for tensor in tensors):
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, tensor)
+            found.append(torch.cat(parts, 1))
+        return found
+
+
 class GatheredScan(ScanBackend):
     """A `StateScan` that all-gathers the states and folds them in float64, while its caller waits.
 
     It shares no code with the backends, which are checked against it.
+
+    Args:
+        num_calls: see `GatheredAttention`, its method of softmax attention.
     """
+
+    def __init__(self, num_calls: int = 1) -> None:
+        super().__init__()
+        self.attention = GatheredAttention(num_calls)
 
     def start(self, request: ScanRequest) -> PendingScan:
         """See `ScanBackend.start`."""

@@ -43,7 +43,7 @@ from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
 from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
-from zeco_train.system.stored_values import check_values, find_interpolation, read_values
+from zeco_train.system.stored_values import by_key, check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
 from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim.registry import OptimConfig
@@ -181,17 +181,10 @@ class Config:
         return {
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
-            **_by_key("model", to_plain(self.model)),
+            **by_key("model", to_plain(self.model)),
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
             **{f"task.{key}": task[key] for key in of_task},
         }
-
-
-def _by_key(name: str, value: Any) -> dict[str, Any]:
-    """A plain value by the keys of its parts: {"model.attn.every": 2, …}."""
-    if not isinstance(value, dict):
-        return {name: value}
-    return {key: part for inner in value for key, part in _by_key(f"{name}.{inner}", value[inner]).items()}
 
 
 def to_plain(value: Any) -> Any:

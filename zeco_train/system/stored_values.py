@@ -86,3 +86,10 @@ def _check_structure(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise ValueError(f"nested deeper than {DEEPEST} levels")
+
+
+def by_key(name: str, value: Any) -> dict[str, Any]:
+    """A value of nested mappings, flat: {"model.attn.every": 2, …}, each key with the name in front."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: part for inner in value for key, part in by_key(f"{name}.{inner}", value[inner]).items()}

@@ -24,7 +24,7 @@ from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
-from zeco_train.sp.attention.routes import Range, Routes
+from zeco_train.sp.attention.routes import Arrival, Range, Routes
 
 
 class _Work(NamedTuple):
@@ -78,28 +78,48 @@ class AllGather(ShardedAttention):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
-        work, rank = self._work(span, seq_len), self.wire.rank
+        work = self._work(span, seq_len)
         wanted = [[keys] for keys in work.keys]
         arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
-        q, do, o = self._to_computing(work, [q, do, attended.o])
-        (lse,) = self._to_computing(work, [attended.lse.mT])
-        k, v = arriving.wait()
-        wide, dqs = accumulation_dtype(q.dtype), []
-        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for dop, qp, op, lsep, of_part in zip(
-            *(self._cut(x, work) for x in (do, q, o, lse)), work.computed[rank], strict=True
-        ):
-            found = Attended(op, lsep.mT)
-            dqp, dkp, dvp = attend_backward(dop, qp, k, v, found, of_part, work.keys[rank][0], scale)
-            dqs.append(dqp)
-            dk += dkp
-            dv += dvp
-        arriving = self._routes(wanted, work.held).start([dk, dv], "gradients of keys and values")
-        dq = torch.cat(dqs, 1)
+        of_queries = self._to_computing(work, [do, q, attended.o])
+        of_queries += self._to_computing(work, [attended.lse.mT])
+        dq, dk, dv = self._gradients(work, of_queries, arriving, scale)
+        back = self._routes(wanted, work.held)
+        parcel = back.pack([dk, dv])
+        del of_queries, dk, dv
+        arriving = back.send(parcel, "gradients of keys and values")
+        del parcel
         if self._is_paired(span):
             (dq,) = self._routes(work.queries, work.held).start([dq], "gradients of queries").wait()
         dk, dv = arriving.wait(add=True)
         return dq, dk, dv
+
+    def _gradients(
+        self, work: _Work, of_queries: list[Tensor], arriving: Arrival, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the computed queries and of the keys and values that they read; those are freed with the return.
+
+        Args:
+            work: of all ranks.
+            of_queries: gradients of outputs, queries, outputs and log-sum-exps [B, N, H], of the computed queries.
+            arriving: keys and values.
+            scale: factor of the scores.
+        """
+        k, v = arriving.wait()
+        dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
+        (start, _), dqs = work.keys[self.wire.rank], []
+        for do, q, o, lse, span in zip(
+            *(self._cut(x, work) for x in of_queries), work.computed[self.wire.rank], strict=True
+        ):
+            first = span.first_key
+            # Gradients of no more keys than the span reads: together they are hardly larger than those of all.
+            read = slice(first - start, span.stop - start)
+            found = Attended(o, lse.mT)
+            dq, *of_keys = attend_backward(do, q, k[:, read], v[:, read], found, span, first, scale)
+            dqs.append(dq)
+            for total, part in zip((dk, dv), of_keys, strict=True):
+                total[:, read] += part
+        return torch.cat(dqs, 1), dk, dv
 
     def _is_paired(self, span: Span) -> bool:
         return self._paired and span.window is None
@@ -131,11 +151,6 @@ def _halves(span: Span) -> tuple[Span, Span]:
     return span.part(span.start, middle), span.part(middle, span.stop)
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    queries = 2 * heads * head_dim * tokens * (1 - 1 / ranks)
-    return (ranks - 1) * tokens * 2 * key_heads * head_dim + queries
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
     if load.window is not None:
         return _window_costs(load, load.window)
@@ -150,7 +165,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
         backward = keys + queries / 2 * (3 * operands + sums) + outputs / 2 * load.queries * load.wide
         candidates.append((forward, backward + gradients / 2 * load.tokens * load.keys_per_token * load.wide))
     forward, backward = (max(sent) for sent in zip(*candidates, strict=True))
-    return MethodCosts(forward, backward, (4, 5), _held(load, ranks * load.tokens))
+    # Queries, outputs and their gradients arrive, too.
+    return MethodCosts(forward, backward, (4, 5), _held(load, ranks * load.tokens) + 3.0 * operands)
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
@@ -168,8 +184,12 @@ def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
 
 
 def _held(load: AttentionLoad, keys: int) -> float:
-    """Keys and values, in the message and unpacked; their gradients: summed, of the last part, and in the message."""
-    return keys * load.keys_per_token * (2.0 * load.itemsize + 3.0 * load.wide)
+    """Keys and values that a rank reads, their gradients of the last span, and the sums of these.
+
+    Not more are the keys in the message and unpacked before, and after it the sums and their message, or that and the
+    message from the readers of this rank's keys.
+    """
+    return keys * load.keys_per_token * (2.0 * load.itemsize + load.wide)
 
 
 ALL_GATHER = MethodSpec(
@@ -177,6 +197,5 @@ ALL_GATHER = MethodSpec(
     description="every rank gets the keys and values that it needs; queries travel in pairs, so that no rank waits",
     build=AllGather,
     heads_problem=lambda heads, key_heads, ranks: None,
-    elements_sent=_elements_sent,
     costs=_costs,
 )

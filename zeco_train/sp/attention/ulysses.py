@@ -35,24 +35,24 @@ class Ulysses(ShardedAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
         spans, whole = self.spans(span, seq_len), Span(0, seq_len, span.borders, span.window)
-        lse = attended.lse.mT.unsqueeze(-1)
-        sent = {
+        of_queries = {
             "gradients": do,
             "queries": q,
-            "keys": self._repeated(k),
-            "values": self._repeated(v),
             "outputs": attended.o,
+            "log-sum-exps": attended.lse.mT.unsqueeze(-1),
         }
-        do, q, keys, values, o, lse = (
-            self._by_heads(x, spans, what) for what, x in {**sent, "log-sum-exps": lse}.items()
-        )
+        do, q, o, lse = (self._by_heads(x, spans, what) for what, x in of_queries.items())
+        # One after another, so that no two repeated tensors of this rank's tokens exist at once.
+        keys = self._by_heads(self._repeated(k), spans, "keys")
+        values = self._by_heads(self._repeated(v), spans, "values")
         grads = attend_backward(do, q, keys, values, Attended(o, lse.squeeze(-1).mT), whole, 0, scale)
         dq, dk, dv = (self._by_tokens(grad, spans, "gradients") for grad in grads)
         return dq, self._summed(dk, k), self._summed(dv, v)
 
     def _repeated(self, x: Tensor) -> Tensor:
         """[B, T, G, D] with G ≥ P heads: each one as often in a row as needed."""
-        return x.repeat_interleave(_repeats(x.shape[2], self.wire.size), 2)
+        repeats = _repeats(x.shape[2], self.wire.size)
+        return x if repeats == 1 else x.repeat_interleave(repeats, 2)
 
     def _summed(self, grad: Tensor, like: Tensor) -> Tensor:
         """The gradient of repeated heads → that of the heads."""
@@ -95,11 +95,6 @@ def _heads_problem(heads: int, key_heads: int, ranks: int) -> str | None:
     return None
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    repeated = key_heads * _repeats(key_heads, ranks)
-    return 2 * (heads + repeated) * head_dim * tokens * (1 - 1 / ranks)
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
     """Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens."""
     repeated = load.tokens * load.keys_per_token * _repeats(load.key_heads, load.ranks)
@@ -115,6 +110,5 @@ ULYSSES = MethodSpec(
     description="every rank gets some heads of the whole sequence; needs as many heads as ranks",
     build=Ulysses,
     heads_problem=_heads_problem,
-    elements_sent=_elements_sent,
     costs=_costs,
 )

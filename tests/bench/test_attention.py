@@ -1,0 +1,135 @@
+"""Benchmark case `attention`: its settings, checks and FLOPs, and the whole case on two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
+from zeco_train.bench import attention_variants
+from zeco_train.bench.attention import AttentionConfig, _flops
+from zeco_train.bench.attention_figure import draw_attention
+from zeco_train.bench.attention_variants import VARIANTS, build_variant
+from zeco_train.bench.check import WrongResultError
+from zeco_train.bench.session import Session
+from zeco_train.distributed.mesh import Launch
+from zeco_train.errors import ConfigError
+from zeco_train.sp.attention.registry import METHODS
+
+pytestmark = pytest.mark.numeric
+
+SMALL = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=60", "dtype=fp64"]
+SMALL += ["heads=4", "head_dim=8", "tokens=[24]", "check_tokens=20"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["variants=[dp,flash]"], "variants=['dp', 'flash']: must be a list of different ones of dp, all_gather, "),
+        (["variants=[]"], "variants=[]: must be a list of different ones"),
+        (["key_heads=3"], "key_heads=3: must be ≥ 1 and divide heads=16"),
+        (["window=0"], "window=0: must be ≥ 1, or null"),
+        (["graph=true"], "graph=True: a method's messages are not captured; take graph=false"),
+        (["tokens=[1]"], "tokens=[1]: must be a list of numbers ≥ 2"),
+        (["passes=[backward]"], "passes=['backward']: must be a list of forward, forward_backward"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AttentionConfig.load(arguments)
+    assert says in str(caught.value)
+
+
+def test_flops_count_the_pairs_that_are_read() -> None:
+    for window in (None, 5):
+        config = AttentionConfig.load(["heads=2", "head_dim=8", f"window={'null' if window is None else window}"])
+        pairs = sum(min(position + 1, window or 24) for position in range(24))
+        assert _flops(config, "dp", 24, "forward", 3) == 2 * 2 * 2 * 8 * pairs
+        assert _flops(config, "ring", 8, "forward_backward", 3) == pytest.approx(2 * 7 * 2 * 8 * pairs / 3)
+    assert math.isnan(_flops(config, "gla:zeco", 8, "forward", 3))
+
+
+def test_torch_is_refused_where_it_does_not_apply() -> None:
+    session = mock.Mock(spec=Session, on_cuda=False, world_size=2, rank=0, device=torch.device("cpu"))
+    config = AttentionConfig.load(["key_heads=4"])
+    with pytest.raises(ConfigError, match="need CUDA"):
+        build_variant("torch", config.shape("torch", 8), None, session)
+    session.on_cuda = True
+    for window in (None, 4):
+        with pytest.raises(ConfigError, match="without window, and with key_heads=null"):
+            build_variant("torch", config.shape("torch", 8), window, session)
+    whole = AttentionConfig.load([]).shape("torch", 8)
+    positions = [
+        build_variant(
+            "torch",
+            whole,
+            None,
+            mock.Mock(spec=Session, on_cuda=True, world_size=2, rank=rank, device=torch.device("cpu")),
+        ).positions.tolist()
+        for rank in (0, 1)
+    ]
+    assert positions == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+def test_figure_shows_times_and_balance() -> None:
+    row = {"heads": 4, "key_heads": 2, "head_dim": 8, "window": None, "pass": "forward_backward", "gpus": 2}
+    rows = [
+        {**row, "variant": name, "tokens": tokens, "median_ms": 3.0, "exposed_us": 400.0, "slowest": 1.02}
+        for name in ("all_gather", "gla:zeco")
+        for tokens in (16, 64)
+    ]
+    figure = draw_attention(rows, "here")
+    assert figure is not None
+    assert [len(axes.patches) for axes in figure.axes] == [4, 0, 4, 0]
+    assert [line.get_xdata()[0] for line in figure.axes[1].lines] == [1.02, 1.02, 1.0]
+    assert figure.axes[2].yaxis_inverted(), "the first variant is on top"
+    for each in rows:
+        del each["slowest"]
+    assert len(draw_attention(rows, "here").axes) == 2
+    assert draw_attention([{**row, "pass": "forward"}], "here") is None
+
+
+def _case(rank: int, world_size: int, folder: str) -> list[str]:
+    settings = [[], ["key_heads=2", "window=30", "passes=[forward_backward]"]]
+    found = []
+    for index, more in enumerate(settings):
+        config = AttentionConfig.load([*SMALL, *more, f"out={folder}/{index}"])
+        session = Session.open(config, Launch(rank, world_size, rank, world_size))
+        command.run_case(config, session)
+        session.drain()
+    # A method that forgets the keys of other ranks must not be timed.
+    config = AttentionConfig.load([*SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong"])
+    session = Session.open(config, Launch(rank, world_size, rank, world_size))
+    local = attention_variants.LocalScan().attention
+    with mock.patch.object(attention_variants, "_method", return_value=local):
+        try:
+            command.run_case(config, session)
+        except WrongResultError as error:
+            found.append(str(error))
+    return found
+
+
+def test_methods_are_checked_and_measured_on_two_ranks(tmp_path: Path) -> None:
+    for wrong in run_distributed(_case, 2, str(tmp_path)):
+        assert len(wrong) == 1
+        assert "ulysses is wrong, nothing is timed: " in wrong[0]
+    assert not (tmp_path / "wrong").exists()
+    assert (tmp_path / "0" / "attention.png").exists()
+    for index, passes in enumerate((["forward", "forward_backward"], ["forward_backward"])):
+        results = json.loads((tmp_path / str(index) / "results.json").read_text())
+        measured = [name for name in VARIANTS if name != "torch"]
+        assert {*METHODS, "megatron_sp", "all_gather:contiguous", "gla:zeco"} < {*measured}
+        assert [(row["pass"], row["variant"]) for row in results["rows"]] == [
+            (kind, name) for kind in passes for name in measured
+        ]
+        for row in results["rows"]:
+            assert row["relative_error"] < 1e-11
+            assert ("tflops_per_gpu" in row) == (not row["variant"].startswith("gla:"))
+            assert (row["heads"], row["head_dim"], row["tokens"]) == (4, 8, 24)
+        assert any("torch is not measured: " in note for note in results["notes"])

@@ -1,0 +1,246 @@
+"""Case `attention`: softmax attention of one layer over ranks by each method, and linear attention beside it.
+
+Every rank has `tokens` tokens. With a method, or a backend, they are its shard of one sequence over all ranks; with
+`dp` its own sequence. Softmax attention does more work per token the longer the sequence is, so the methods' tokens per
+second are not those of `dp`; their FLOPs per second are comparable, and `ratio` is of those. A step is the operator and
+autograd, from queries, keys and values as projected to the gradients of all three; `forward` is without autograd.
+
+On GPUs each variant is profiled once, on all ranks, forward + backward:
+
+exposed    time of communication kernels with no compute under it, waits for slower ranks included; of the slowest rank
+slowest    compute time of the rank with the most, relative to the mean: 1 is a perfect balance
+
+Variants are in `zeco_train.bench.attention_variants`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from zeco_train.bench import trace
+from zeco_train.bench.attention_variants import (
+    TORCH,
+    VARIANTS,
+    Variant,
+    build_variant,
+    is_linear,
+    reference_of,
+    whole_sequence,
+)
+from zeco_train.bench.check import check_results
+from zeco_train.bench.config import PASSES, RunsConfig
+from zeco_train.bench.operands import Inputs, Shape
+from zeco_train.bench.operator import PEER_TOLERANCE, TOLERANCE, operator_step, peak_gb
+from zeco_train.bench.report import Report, time_columns
+from zeco_train.bench.runner import Runner, Subject
+from zeco_train.bench.samples import Row
+from zeco_train.bench.session import Session
+from zeco_train.config.schema import Dtype
+from zeco_train.errors import ConfigError
+from zeco_train.system.ranges import check_least
+
+COLUMNS = {
+    "heads": ("H", ">3"),
+    "key_heads": ("G", ">3"),
+    "head_dim": ("D", ">3"),
+    "window": ("window", ">6"),
+    "tokens": ("tokens", ">7"),
+    "pass": ("pass", "<16"),
+    "variant": ("variant", "<22"),
+    **time_columns("ms", 4),
+    "tokens_per_second_per_gpu": ("tokens/s/GPU", ">12:.4g"),
+    "tflops_per_gpu": ("TFLOP/s/GPU", ">11:.4g"),
+    "ratio": ("of dp", ">6:.3f"),
+    "exposed_us": ("exposed µs", ">10:.1f"),
+    "slowest": ("slowest", ">7:.3f"),
+    "peak_gb": ("peak GB", ">7:.2f"),
+    "relative_error": ("error", ">8:.1e"),
+}
+
+
+@dataclass
+class AttentionConfig(RunsConfig):
+    """Settings of case `attention`.
+
+    Attributes:
+        heads, key_heads, head_dim: H; G, heads of keys and values, or null for H; D. Linear attention has H heads with
+            K = V = D.
+        window: keys that a query reads at most, itself among them; null: all before it.
+        tokens: per rank, one after the other.
+        dtype: of q, k, v.
+        passes: `forward`, `forward_backward`.
+        check_tokens: tokens per rank in the correctness check.
+    """
+
+    variants: list[str] = field(default_factory=lambda: list(VARIANTS))
+    heads: int = 16
+    key_heads: int | None = None
+    head_dim: int = 128
+    window: int | None = None
+    tokens: list[int] = field(default_factory=lambda: [16_384, 65_536])
+    dtype: Dtype = Dtype.bf16
+    passes: list[str] = field(default_factory=lambda: list(PASSES))
+    check_tokens: int = 512
+
+    def validate(self) -> None:
+        """See `CaseConfig.validate`."""
+        super().validate()
+        unknown = [name for name in self.variants if name not in VARIANTS]
+        if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
+            allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
+            raise ConfigError("variants", self.variants, allowed)
+        check_least(self, heads=1, head_dim=1, check_tokens=2)
+        self._check_lists(tokens=2)
+        if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
+            raise ConfigError("key_heads", self.key_heads, f"must be ≥ 1 and divide heads={self.heads}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError("window", self.window, "must be ≥ 1, or null")
+        if self.graph:
+            raise ConfigError("graph", self.graph, "a method's messages are not captured; take graph=false")
+        if not self.passes or any(name not in PASSES for name in self.passes):
+            raise ConfigError("passes", self.passes, f"must be a list of {', '.join(PASSES)}")
+
+    @property
+    def num_key_heads(self) -> int:
+        """G."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    def shape(self, variant: str, tokens: int) -> Shape:
+        """The sizes of a variant's operands."""
+        operator, groups = ("gla", None) if is_linear(variant) else ("softmax", self.num_key_heads)
+        return Shape(self.heads, self.head_dim, self.head_dim, tokens, operator, groups)
+
+
+def run(config: AttentionConfig, session: Session) -> Report:
+    """Measure all combinations; results are in the report's folder.
+
+    Raises:
+        WrongResultError: before anything is timed.
+        ConfigError: these ranks support none of the variants.
+    """
+    report = Report("attention", config, session, COLUMNS)
+    session.enter("checks")
+    checked = _check_all(config, session, report)
+    runner = Runner(config, session)
+    for tokens in config.tokens:
+        if not session.within_budget():
+            report.note(f"{tokens:,} tokens a rank and more are not measured: budget_seconds={config.budget_seconds:g}")
+            break
+        session.enter(f"{tokens:,} tokens a rank")
+        started = time.monotonic()
+        report.add(_measure(tokens, config, session, runner, report.folder, checked))
+        session.spent(time.monotonic() - started)
+    return report
+
+
+def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[str, float]:
+    """Each supported variant's largest error, of o and all gradients; what is not supported here is noted.
+
+    Errors are relative to the whole sequence on one device in float64, which takes plain products.
+
+    Raises:
+        WrongResultError: on all ranks, if a variant is wrong on one of them.
+        ConfigError: there is none.
+    """
+    checked: dict[str, float] = {}
+    problem: ConfigError | None = None
+    for name in config.variants:
+        shape, alone = config.shape(name, config.check_tokens), reference_of(name)
+        try:
+            # A rank alone takes the whole sequence.
+            length = whole_sequence(shape, session.world_size) if name == alone else shape
+            variant = session.agree(partial(build_variant, name, length, config.window, session))
+        except ConfigError as error:
+            problem = error
+            report.note(f"{name} is not measured: {error}")
+            continue
+        own = Inputs.random(shape, config.dtype, config.seed + 1 + session.rank, session.device)
+        whole = own.gathered(session)
+        exact = build_variant(alone, whole_sequence(shape, session.world_size), config.window, session)
+        expected = whole.double().results(exact.attention)
+        with variant.within():
+            found = whole.at(variant.positions).results(variant.attention)
+        pairs = {key: (value, expected[key][:, variant.positions]) for key, value in found.items()}
+        tolerance = PEER_TOLERANCE if name == TORCH else TOLERANCE[config.dtype]
+        errors = session.agree(partial(check_results, name, session.rank, pairs, tolerance))
+        checked[name] = max(max(of_rank.values()) for of_rank in session.gather(errors))
+    if problem is not None and not checked:
+        raise problem
+    return checked
+
+
+def _measure(
+    tokens: int, config: AttentionConfig, session: Session, runner: Runner, folder: Path, checked: dict[str, float]
+) -> list[Row]:
+    """A row of each variant and pass."""
+    variants = {name: build_variant(name, config.shape(name, tokens), config.window, session) for name in checked}
+    seed = config.seed + 1 + session.rank
+    inputs = {
+        kind: Inputs.random(config.shape(kind, tokens), config.dtype, seed, session.device)
+        for kind in {reference_of(name) for name in checked}
+    }
+    rows: list[Row] = []
+    for kind in config.passes:
+        subjects = {}
+        for name, variant in variants.items():
+            step = operator_step(name, kind, variant.attention, inputs[reference_of(name)])
+            subjects[name] = replace(step, run=partial(_within, variant, step))
+        peaks = {name: peak_gb(subject, session) for name, subject in subjects.items()}
+        profiles: dict[str, Row] = {name: {} for name in subjects}
+        found = runner.rows([*subjects.values()])
+        if kind == "forward_backward" and session.on_cuda:
+            profiles = {name: _profiled(subject, tokens, folder, session) for name, subject in subjects.items()}
+        flops = {name: _flops(config, name, tokens, kind, session.world_size) for name in variants}
+        rates = {row["variant"]: flops[row["variant"]] / row["median_ms"] for row in found}
+        for row in found:
+            name = row["variant"]
+            rest = {"pass": kind, "tokens": tokens, "peak_gb": peaks[name], "relative_error": checked[name]}
+            rows.append({**row, **_compared(name, row["median_ms"], tokens, rates), **profiles[name], **rest})
+    shape = {"heads": config.heads, "key_heads": config.num_key_heads, "head_dim": config.head_dim}
+    return [{**shape, "window": config.window, **row} for row in rows]
+
+
+def _within(variant: Variant, step: Subject) -> object:
+    with variant.within():
+        return step.run()
+
+
+def _flops(config: AttentionConfig, name: str, tokens: int, kind: str, ranks: int) -> float:
+    """FLOPs of a rank: two products forward, five backward, of each pair of a query and a key that it reads.
+
+    NaN for linear attention, of which the count depends on the chunks.
+    """
+    if is_linear(name):
+        return math.nan
+    ranks = 1 if name == reference_of(name) else ranks
+    length = tokens * ranks
+    window = min(length, config.window or length)
+    # The first `window` queries read 1, 2, … keys, the others `window`.
+    pairs = window * (window + 1) / 2 + (length - window) * window
+    products = 2 if kind == "forward" else 7
+    return 2 * products * config.heads * config.head_dim * pairs / ranks
+
+
+def _compared(name: str, median_ms: float, tokens: int, rates: dict[str, float]) -> Row:
+    """Columns derived from the median, and from the rates of FLOPs (per ms) of all variants."""
+    rate, dp = rates[name], rates.get(reference_of(name))
+    row: Row = {"tokens_per_second_per_gpu": 1e3 * tokens / median_ms}
+    if not math.isnan(rate):
+        row |= {"tflops_per_gpu": rate * 1e-9, "ratio": rate / dp if dp else None}
+    return row
+
+
+def _profiled(step: Subject, tokens: int, folder: Path, session: Session) -> Row:
+    """Exposed communication and balance, from a profile of all ranks."""
+    overlaps = trace.record(step, folder / f"trace_{step.name.replace(':', '-')}_t{tokens}.json", session)
+    compute = [each.compute_us for each in overlaps]
+    mean = sum(compute) / len(compute)
+    return {
+        "exposed_us": max(each.communication_us - each.hidden_us for each in overlaps),
+        "slowest": max(compute) / mean if mean else None,
+        "compute_us_by_rank": compute,
+    }
