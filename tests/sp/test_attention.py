@@ -24,6 +24,7 @@ from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.attention.method import AttentionLoad, ShardedAttention
 from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.ulysses import Ulysses
 
 pytestmark = pytest.mark.numeric
 
@@ -161,7 +162,12 @@ def build_methods(world_size: int, timeout: timedelta = TIMEOUT) -> dict[str, An
     def wire() -> Wire:
         return Wire(dist.new_group(range(world_size)), "softmax attention", False, timeout)
 
-    return {**{name: spec.build(wire()) for name, spec in METHODS.items()}, UNPAIRED: AllGather(wire(), paired=False)}
+    return {
+        **{name: spec.build(wire()) for name, spec in METHODS.items()},
+        UNPAIRED: AllGather(wire(), paired=False),
+        "all_gather, up to 3 parts": AllGather(wire(), num_parts=3),
+        "ulysses, up to 4 parts": Ulysses(wire(), num_parts=4),
+    }
 
 
 def exact(rank: int, world_size: int) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.commands import Command, Outcome, check_line
+from tests.support.commands import TORCHRUN, Command, Outcome, check_line
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
 from zeco_train.config.overrides import load_settings
@@ -210,7 +209,7 @@ def test_invalid_arguments_give_one_line_errors(
 
 
 def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Command:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
     return Command([*launcher, *script, *arguments], folder)
 
 

@@ -84,8 +84,9 @@ def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None =
             sent += passes * costs.sent
             computing = _layer_seconds(case, block, case.config.data.seq_len)
             for moved, messages, busy in zip(costs[:2], costs.exchanges, computing, strict=True):
-                hidden = busy if costs.overlaps and not case.machine.is_cpu else 0.0
-                seconds += passes * max(0.0, moved / link + messages * latency - hidden)
+                travelling = moved / link + messages * latency
+                hidden = 0.0 if case.machine.is_cpu else costs.hidden * min(busy, travelling)
+                seconds += passes * (travelling - hidden)
     return Exchanges(sent, seconds)
 
 

@@ -23,8 +23,9 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
-from zeco_train.sp.attention.routes import Arrival, Range, Routes
+from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
+from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
+from zeco_train.sp.attention.routes import Arrival, Here, Range, Routes
 
 
 class _Work(NamedTuple):
@@ -43,25 +44,25 @@ class _Work(NamedTuple):
         return [[(span.start, span.stop) for span in spans] for spans in self.computed]
 
 
-class AllGather(ShardedAttention):
+class AllGather(PipelinedAttention):
     """See the module.
 
     Args:
-        wire: see `ShardedAttention`.
+        wire, num_parts: see `PipelinedAttention`.
         paired: compute two halves on each rank, where there is no window; otherwise each rank's own queries.
     """
 
-    def __init__(self, wire: Wire, *, paired: bool = True) -> None:
-        super().__init__(wire)
+    def __init__(self, wire: Wire, *, num_parts: int | None = None, paired: bool = True) -> None:
+        super().__init__(wire, num_parts=num_parts)
         self._paired = paired and wire.size > 1
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+        """See `PipelinedAttention`."""
         work = self._work(span, seq_len)
         keys = self._routes(work.held, [[keys] for keys in work.keys])
-        arriving = keys.start([k, v], "keys and values")
-        (q,) = self._to_computing(work, [q])
-        k, v = arriving.wait()
+        arriving, queries = keys.start([k, v], "keys and values"), self._to_computing(work, [q])
+        yield
+        (q,), (k, v) = queries.wait(), arriving.wait()
         found = [
             attend(part, k, v, of_part, work.keys[self.wire.rank][0], scale)
             for part, of_part in zip(self._cut(q, work), work.computed[self.wire.rank], strict=True)
@@ -71,26 +72,34 @@ class AllGather(ShardedAttention):
             return Attended(o, lse.mT)
         back = self._routes(work.queries, work.held)
         outputs, sums = back.start([o], "outputs"), back.start([lse], "log-sum-exps")
+        del found, o, lse, q, k, v
+        yield
         (o,), (lse,) = outputs.wait(), sums.wait()
         return Attended(o, lse.mT)
 
-    def backward(
+    def backward_steps(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """See `PipelinedAttention`."""
         work = self._work(span, seq_len)
         wanted = [[keys] for keys in work.keys]
         arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
-        of_queries = self._to_computing(work, [do, q, attended.o])
-        of_queries += self._to_computing(work, [attended.lse.mT])
-        dq, dk, dv = self._gradients(work, of_queries, arriving, scale)
+        queries = self._to_computing(work, [do, q, attended.o])
+        sums = self._to_computing(work, [attended.lse.mT])
+        yield
+        dq, dk, dv = self._gradients(work, [*queries.wait(), *sums.wait()], arriving, scale)
         back = self._routes(wanted, work.held)
         parcel = back.pack([dk, dv])
-        del of_queries, dk, dv
+        del dk, dv
         arriving = back.send(parcel, "gradients of keys and values")
         del parcel
         if self._is_paired(span):
-            (dq,) = self._routes(work.queries, work.held).start([dq], "gradients of queries").wait()
+            returning = self._routes(work.queries, work.held).start([dq], "gradients of queries")
+            del dq
+            yield
+            (dq,) = returning.wait()
+        else:
+            yield
         dk, dv = arriving.wait(add=True)
         return dq, dk, dv
 
@@ -136,11 +145,11 @@ class AllGather(ShardedAttention):
     def _routes(self, held: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]) -> Routes:
         return Routes(self.wire, held, wanted)
 
-    def _to_computing(self, work: _Work, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors of this rank's queries → of those that it computes."""
+    def _to_computing(self, work: _Work, tensors: list[Tensor]) -> Arrival | Here:
+        """Start to send tensors of this rank's queries to the ranks that compute them."""
         if not self._is_paired(work.own[0]):
-            return tensors
-        return self._routes(work.held, work.queries).start(tensors, "queries").wait()
+            return Here(tensors)
+        return self._routes(work.held, work.queries).start(tensors, "queries")
 
     def _cut(self, x: Tensor, work: _Work) -> Sequence[Tensor]:
         return x.split([span.stop - span.start for span in work.computed[self.wire.rank]], 1)
@@ -166,7 +175,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
         candidates.append((forward, backward + gradients / 2 * load.tokens * load.keys_per_token * load.wide))
     forward, backward = (max(sent) for sent in zip(*candidates, strict=True))
     # Queries, outputs and their gradients arrive, too.
-    return MethodCosts(forward, backward, (4, 5), _held(load, ranks * load.tokens) + 3.0 * operands)
+    held = _held(load, ranks * load.tokens) + 3.0 * operands
+    return MethodCosts(forward, backward, (4, 5), held, hidden=_hidden(load))
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
@@ -180,7 +190,12 @@ def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
         min(ahead, (load.ranks - 1 - rank) * load.tokens) * load.itemsize + min(ahead, rank * load.tokens) * load.wide
         for rank in (min(number, load.ranks - 1) for number in (ahead // load.tokens, -(-ahead // load.tokens)))
     )
-    return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), _held(load, load.tokens + min(ahead, most)))
+    held = _held(load, load.tokens + min(ahead, most))
+    return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), held, hidden=_hidden(load))
+
+
+def _hidden(load: AttentionLoad) -> float:
+    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens)
 
 
 def _held(load: AttentionLoad, keys: int) -> float:

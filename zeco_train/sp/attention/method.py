@@ -132,7 +132,7 @@ class MethodCosts(NamedTuple):
         exchanges: messages of a forward and of a backward pass, one after another.
         held: bytes that exist at the peak of the backward pass beside the tensors that the layer lists itself.
         slowest: work of the rank with the most, relative to the mean.
-        overlaps: attention is computed meanwhile.
+        hidden: part of the messages that travels while attention is computed, if that takes as long.
     """
 
     forward: float
@@ -140,7 +140,7 @@ class MethodCosts(NamedTuple):
     exchanges: tuple[int, int]
     held: float
     slowest: float = 1.0
-    overlaps: bool = False
+    hidden: float = 0.0
 
     @property
     def sent(self) -> float:

@@ -111,6 +111,16 @@ class Arrival:
         return found
 
 
+class Here(NamedTuple):
+    """In place of an `Arrival`: tensors that stay where they are."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors."""
+        return self.tensors
+
+
 def _overlaps(held: Sequence[Range], wanted: Sequence[Range]) -> list[_Piece]:
     """Tokens of `held` that are wanted, in the order of `held`."""
     pieces, start = [], 0
