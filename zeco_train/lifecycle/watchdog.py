@@ -27,6 +27,7 @@ from zeco_train.distributed.agreement import name_ranks
 from zeco_train.distributed.mesh import Launch, await_listener, has_launcher_store
 from zeco_train.distributed.postmortem import last_communication
 from zeco_train.errors import CommunicationError
+from zeco_train.lifecycle.bounded_store import BoundedStore
 from zeco_train.system import background
 
 _PERIOD_SECONDS = 0.5
@@ -36,6 +37,8 @@ _LISTEN_SECONDS = 3.0
 _WATCH_SECONDS = 2.0
 # A rank informed of the loss may be about to hit the failure itself, which gives a more specific error.
 _GRACE_SECONDS = 6.0
+# For the launcher's store to answer a request, which takes it milliseconds.
+_ANSWER_SECONDS = 15.0
 # To reach the launcher's store.
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -82,7 +85,8 @@ class Watchdog:
         remedy: str = "",
         timeout_key: str = "the timeout",
     ) -> None:
-        self._launch, self._store, self._remedy, self._timeout_key = launch, store, remedy, timeout_key
+        self._launch, self._remedy, self._timeout_key = launch, remedy, timeout_key
+        self._store = None if store is None else BoundedStore(store, _ANSWER_SECONDS)
         self.activity = "start"
         self.is_terminated = False
         self._stop = threading.Event()
@@ -176,7 +180,7 @@ class Watchdog:
         explained.exit_code = found.exit_code
         return explained
 
-    def _find(self, store: dist.Store) -> _Finding:
+    def _find(self, store: BoundedStore) -> _Finding:
         """Elect one rank to check all heartbeats; every rank returns its finding. If it is lost, another one checks."""
         turn = 0
         while store.add(f"{self._prefix}/looking/{turn}", 1) > 1:
@@ -191,7 +195,7 @@ class Watchdog:
         self._set("finding", json.dumps(asdict(finding)))
         return finding
 
-    def _look(self, store: dist.Store) -> _Finding:
+    def _look(self, store: BoundedStore) -> _Finding:
         """Check the heartbeats of all other ranks."""
         others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
         before = self._heartbeats(store, others)
@@ -229,7 +233,7 @@ class Watchdog:
         return f"{self.activity}, {last}" if last else self.activity
 
     def _watch(
-        self, store: dist.Store, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]
+        self, store: BoundedStore, limit: float, abandon: Callable[[Exception], object], on_loss: Callable[[], object]
     ) -> None:
         neighbour = (self._launch.rank + 1) % self._launch.world_size
         last, since = "", time.monotonic()
@@ -255,7 +259,7 @@ class Watchdog:
                 abandon(CommunicationError(self._launch.rank, self.activity, f"silent for {limit:.0f} s", neighbour))
                 return
 
-    def _heartbeats(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
+    def _heartbeats(self, store: BoundedStore, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
         """The last heartbeat of each rank with its activity, in one request if all of them have started."""
         keys = {rank: f"{self._prefix}/heartbeat/{rank}" for rank in ranks}
         if not store.check([*keys.values()]):
@@ -278,7 +282,7 @@ class Watchdog:
             return
         try:
             line = json.dumps([self._launch.rank, word]) + "\n"
-            self._store.append(f"{self._prefix}/{kind}", line)  # type: ignore[attr-defined]
+            self._store.append(f"{self._prefix}/{kind}", line)
         except (dist.DistError, RuntimeError) as error:
             logger.info("the launcher's store is gone: %s", error)
 
