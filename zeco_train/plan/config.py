@@ -28,7 +28,9 @@ class PlanSettings:
         bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
         link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes, GB/s per device and
             direction.
-        scan_alpha_us, scan_gbps: of the scan's messages: α in µs, and 1/β in GB/s, instead of the measured values.
+        scan_alpha_us, scan_gbps: of the scan's messages in a node: α in µs, and 1/β in GB/s, instead of the measured
+            values.
+        scan_node_alpha_us, scan_node_gbps: the same between nodes, instead of the assumed values.
         token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
         json: output file for the plan.
     """
@@ -44,6 +46,8 @@ class PlanSettings:
     node_gbps: float | None = None
     scan_alpha_us: float | None = None
     scan_gbps: float | None = None
+    scan_node_alpha_us: float | None = None
+    scan_node_gbps: float | None = None
     token_budget: float | None = None
     json: str | None = None
 
