@@ -115,7 +115,7 @@ def test_settings_are_yaml_values() -> None:
     [
         (
             ["collective"],
-            "case=collective: must be collectives, operator, model, decode, operator_cpu, ",
+            "case=collective: must be collectives, operator, attention, model, decode, operator_cpu, ",
         ),
         (["collectives", "size_mb=[1]"], "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         (["collectives", "sizes_mb=[0.7]"], "sizes_mb=0.7: must be a multiple of 0.03125"),
