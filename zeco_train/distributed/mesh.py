@@ -197,12 +197,17 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     return sp_size
 
 
-def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timedelta) -> ProcessMesh:
-    """Initialise the default process group, if it is not yet, and create the mesh."""
+def init_mesh(
+    launch: Launch, sp_size: int, device: torch.device, timeout: timedelta, topology: Topology | None = None
+) -> ProcessMesh:
+    """Initialise the default process group, if it is not yet, and create the mesh.
+
+    `topology`: nodes of the SP group's ranks; None finds them.
+    """
     join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     groups = _scan_groups(devices, device, timeout, "scan")
-    topology = find_topology(devices.get_group("sp"))
+    topology = topology or find_topology(devices.get_group("sp"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout, topology)
 
 
@@ -222,7 +227,8 @@ def _scan_groups(
     """The SP group twice, for forward and reverse scans. Collective."""
     rows = devices.mesh.tolist()
     # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
-    urgent = device.type == "cuda"
+    # A fake process group (`plan … dry_run=true`) has no streams.
+    urgent = device.type == "cuda" and dist.get_backend() != "fake"
     forward, reverse = (_group(rows, timeout, f"{name} {way}", urgent=urgent) for way in ("forward", "reverse"))
     return forward, reverse
 

@@ -161,8 +161,8 @@ class AllScan(ScanBackend):
         super().__init__(couriers)
         self._ranks, self._topology = couriers[0].size, couriers[0].topology
         if self._topology.nodes > 1 and _is_main():
-            found = "found by host names" if settings.ranks_per_node is None else "sp.all_scan.ranks_per_node"
-            logger.info("ranks of a sequence: %s (%s)", self._topology, found)
+            given = "" if settings.ranks_per_node is None else " (sp.all_scan.ranks_per_node)"
+            logger.info("ranks of a sequence: %s%s", self._topology, given)
         self._scans = settings.scans_over(self._topology)
         self._transport, self._blocks = settings.transport, settings.num_blocks
         self._link: Link | None = None
