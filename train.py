@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from zeco_train.system.packages import explained_if_missing
+from zeco_train.system.packages import explained_if_missing, quick_imports
 from zeco_train.system.signals import remember_warning
 from zeco_train.system.terminal import show_any_text
 
@@ -12,7 +12,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 remember_warning()
 show_any_text()
 
-with explained_if_missing():
+with explained_if_missing(), quick_imports():
     from zeco_train.cli import main
 
 if __name__ == "__main__":

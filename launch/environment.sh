@@ -51,7 +51,9 @@ install() {
 
 if [ "$VENV" = none ]; then
   PYTHON="${PYTHON:-$(command -v python || command -v python3 || echo python)}"
-  "$PYTHON" -c 'import sys, torch, hydra, matplotlib; assert sys.version_info >= (3, 11)' 2>/dev/null ||
+  # Found, not imported: that would take two seconds.
+  "$PYTHON" -c 'import sys; from importlib.util import find_spec
+assert sys.version_info >= (3, 11) and all(map(find_spec, ("torch", "hydra", "matplotlib")))' 2>/dev/null ||
     fail "VENV=none: $PYTHON must be a Python ≥ 3.11 that has the packages of pyproject.toml; or unset VENV"
   return
 fi

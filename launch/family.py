@@ -3,10 +3,12 @@ r"""Train each mixer on the same data twice, on one rank and with each sequence 
     python launch/family.py                      # all mixers, tiny, fp64, 2 CPU ranks or GPUs
     python launch/family.py --mixers gla retnet mamba2 --size 340m --ranks 4 --dtype bf16 --steps 100 -- \
         data.seq_len=8192
+    python launch/family.py --mixers gla --every 0 8 4 2 -- model.num_layers=8    # hybrids
 
-A run is `train.py +experiment=quickstart` with `sp=dp` on one rank, and with `sp=zeco` on `--ranks`. Losses must be the
-same but for rounding, which grows with the steps: `--limit` bounds their largest relative difference. Into FOLDER go
-the runs, MIXER-dp and MIXER-zeco, and the result: family.png (the loss curves), family.md and family.csv.
+A run is `train.py +experiment=quickstart` with `sp=dp` on one rank, and with `sp=zeco` on `--ranks`. With `--every N`
+one layer in N is softmax attention, 0 being none. Losses must be the same but for rounding, which grows with the steps:
+`--limit` bounds their largest relative difference. Into FOLDER go the runs, MODEL-dp and MODEL-zeco, and the result:
+family.png (the loss curves), family.md and family.csv.
 
 Started again, it skips finished runs, and interrupted ones resume. The exit code is 1 if a difference is beyond the
 limit, if a run fails, or if the time of `--minutes` is over.
@@ -15,6 +17,7 @@ limit, if a run fails, or if the time of `--minutes` is over.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -61,6 +64,7 @@ _OWN_KEYS = (
     "sp.size",
     "model",
     "model.mixer",
+    "model.attn.every",
     "train.dtype",
     "train.steps",
     "train.log_every",
@@ -74,17 +78,23 @@ _SECONDS_TO_SAVE = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """One run: `backend` is dp, on one rank, or zeco."""
+    """One run: `backend` is dp, on one rank, or zeco; softmax layers are one in `every`, none if that is 0."""
 
     mixer: str
+    every: int
     backend: str
     ranks: int
     options: argparse.Namespace
 
     @property
+    def model(self) -> str:
+        """Mixer and pattern."""
+        return f"{self.mixer}_hybrid_{self.every}" if self.every else self.mixer
+
+    @property
     def name(self) -> str:
         """Of the run, and of its folder."""
-        return f"{self.mixer}-{self.backend}"
+        return f"{self.model}-{self.backend}"
 
     @property
     def run_dir(self) -> Path:
@@ -96,6 +106,7 @@ class Case:
         """The settings of train.py."""
         options = self.options
         own = ["+experiment=quickstart", f"model={self.mixer}_{options.size}", f"train.dtype={options.dtype}"]
+        own += [f"model.attn.every={self.every}"] if self.every else []
         own += [f"train.steps={options.steps}", "train.log_every=1", *options.settings, f"sp={self.backend}"]
         return [*own, f"name={self.name}", f"run_dir='{self.run_dir}'"]
 
@@ -146,7 +157,7 @@ class Case:
 
 
 class Family:
-    """The runs of all mixers.
+    """The runs of all models.
 
     Raises:
         ConfigError: an option, or the settings of a run, are wrong.
@@ -159,9 +170,11 @@ class Family:
         self._options, self._folder = options, options.folder
         self.limit = LIMITS[Dtype[options.dtype]] if options.limit is None else options.limit
         ranks = {"dp": 1, "zeco": options.ranks}
-        self.cases = {mixer: [Case(mixer, sp, ranks[sp], options) for sp in ranks] for mixer in options.mixers}
-        configs = {mixer: [case.check() for case in cases] for mixer, cases in self.cases.items()}
-        self._parameters = {mixer: spec_of(alone.model).num_parameters for mixer, (alone, _) in configs.items()}
+        models = itertools.product(options.mixers, options.every)
+        pairs = [[Case(*model, sp, ranks[sp], options) for sp in ranks] for model in models]
+        self.cases = {cases[0].model: cases for cases in pairs}
+        configs = {model: [case.check() for case in cases] for model, cases in self.cases.items()}
+        self._parameters = {model: spec_of(alone.model).num_parameters for model, (alone, _) in configs.items()}
 
     def run(self) -> int:
         """Train what is not finished, then compare; returns the exit code."""
@@ -185,11 +198,11 @@ class Family:
         return 1 if problems or failed else 0
 
     def _compare(self) -> bool:
-        """Write the results of the mixers whose runs are finished; returns whether one is beyond the limit."""
+        """Write the results of the models whose runs are finished; returns whether one is beyond the limit."""
         pairs = []
-        for mixer, cases in self.cases.items():
+        for model, cases in self.cases.items():
             if all(case.steps_done >= self._options.steps for case in cases):
-                pairs.append(Pair(mixer, self._parameters[mixer], *(Run.read(each.run_dir, mixer) for each in cases)))
+                pairs.append(Pair(model, self._parameters[model], *(Run.read(each.run_dir, model) for each in cases)))
         if not pairs:
             return False
         verdicts = [Verdict.of(pair, self.limit) for pair in pairs]
@@ -225,6 +238,9 @@ def _check(options: argparse.Namespace) -> None:
     for mixer in options.mixers:
         if mixer not in MIXERS or options.mixers.count(mixer) > 1:
             raise ConfigError("--mixers", mixer, f"must be different ones of {', '.join(MIXERS)}")
+    for every in options.every:
+        if every < 0 or options.every.count(every) > 1:
+            raise ConfigError("--every", every, "must be different numbers ≥ 0")
     for name, least in (("ranks", 2), ("steps", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name}", getattr(options, name), f"must be ≥ {least}")
@@ -242,6 +258,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(prog="launch/family.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixers", nargs="+", default=[*MIXERS], metavar="MIXER", help="default: all")
+    parser.add_argument("--every", nargs="+", type=int, default=[0], metavar="N", help="default 0: no softmax layers")
     parser.add_argument("--size", default="tiny", help="of the files configs/model/MIXER_SIZE.yaml; default tiny")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of sp=zeco; default 2")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")

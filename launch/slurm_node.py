@@ -27,19 +27,22 @@ from functools import partial
 from pathlib import Path
 from signal import SIGUSR1
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, get_args_parser
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.slurm_network import no_interface, own_address
-from launch.slurm_rendezvous import BACKEND, create_handler
-from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
-from zeco_train.system.code_cache import use_private_caches
+from zeco_train.system.packages import quick_imports
+
+with quick_imports():
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    from launch.slurm_network import no_interface, own_address
+    from launch.slurm_rendezvous import BACKEND, create_handler
+    from zeco_train.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OutOfMemoryError
+    from zeco_train.system.code_cache import use_private_caches
 
 FAILED, SAVED, FINAL = 70, 75, 100
 _FINAL_CODES = {error.exit_code for error in (ConfigError, DataError, CheckpointError, NonFiniteError)}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
 from zeco_train.config.schema import Config, load_config
-from zeco_train.distributed.exchange import attention_method
+from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.errors import ConfigError, DataError, system_errors
 from zeco_train.sp.registry import BACKENDS
@@ -89,7 +89,7 @@ class Case:
             world_size = self.nodes * self.ranks
             sp_size = resolve_sp_size(config.sp.size, world_size, config.sp.backend.value)
             check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
-            attention_method(config.sp, config.model, sp_size)
+            check_softmax(config.sp, config.model, sp_size)
         except ConfigError as error:
             error.args = (f"{self.name}: {error}",)
             raise

@@ -6,6 +6,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 cd "$root"
 
+# Hundreds of processes would compile all modules again.
+unset PYTHONDONTWRITEBYTECODE
+
 marks="not slow"
 [ "${1:-}" != --all ] || { marks="" && shift; }
 # Distribute by file, since a file's tests share fixtures, in the order of tests/conftest.py. Each worker runs one test

@@ -24,7 +24,7 @@ from models.config import LanguageModelConfig
 from models.registry import MIXERS
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
-from tests.support.steps import TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
+from tests.support.steps import GLOBAL_BATCH, TINY, Case, Result, check, make_mesh, run_steps, worst, write_documents
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
 
@@ -58,7 +58,9 @@ def tiny(name: str) -> LanguageModelConfig:
 
 
 def _case(name: str, documents: bool, segments: int = 1, **settings: Any) -> Case:
-    return Case(documents=documents, segments=segments, steps=STEPS, model=tiny(name), **settings)
+    # Gradients of two micro-batches are added in the cases with documents.
+    batch = 1 if documents else GLOBAL_BATCH
+    return Case(documents=documents, segments=segments, micro_batch=batch, steps=STEPS, model=tiny(name), **settings)
 
 
 def reference(rank: int, world_size: int, store: str, names: list[str]) -> dict[tuple[str, bool], Result]:

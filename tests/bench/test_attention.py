@@ -14,6 +14,7 @@ from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import attention_variants
 from zeco_train.bench.attention import AttentionConfig, _flops
+from zeco_train.bench.attention_figure import draw_attention
 from zeco_train.bench.attention_variants import VARIANTS, build_variant
 from zeco_train.bench.check import WrongResultError
 from zeco_train.bench.session import Session
@@ -76,6 +77,24 @@ def test_torch_is_refused_where_it_does_not_apply() -> None:
     assert positions == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
 
 
+def test_figure_shows_times_and_balance() -> None:
+    row = {"heads": 4, "key_heads": 2, "head_dim": 8, "window": None, "pass": "forward_backward", "gpus": 2}
+    rows = [
+        {**row, "variant": name, "tokens": tokens, "median_ms": 3.0, "exposed_us": 400.0, "slowest": 1.02}
+        for name in ("all_gather", "gla:zeco")
+        for tokens in (16, 64)
+    ]
+    figure = draw_attention(rows, "here")
+    assert figure is not None
+    assert [len(axes.patches) for axes in figure.axes] == [4, 0, 4, 0]
+    assert [line.get_xdata()[0] for line in figure.axes[1].lines] == [1.02, 1.02, 1.0]
+    assert figure.axes[2].yaxis_inverted(), "the first variant is on top"
+    for each in rows:
+        del each["slowest"]
+    assert len(draw_attention(rows, "here").axes) == 2
+    assert draw_attention([{**row, "pass": "forward"}], "here") is None
+
+
 def _case(rank: int, world_size: int, folder: str) -> list[str]:
     settings = [[], ["key_heads=2", "window=30", "passes=[forward_backward]"]]
     found = []
@@ -101,6 +120,7 @@ def test_methods_are_checked_and_measured_on_two_ranks(tmp_path: Path) -> None:
         assert len(wrong) == 1
         assert "ulysses is wrong, nothing is timed: " in wrong[0]
     assert not (tmp_path / "wrong").exists()
+    assert (tmp_path / "0" / "attention.png").exists()
     for index, passes in enumerate((["forward", "forward_backward"], ["forward_backward"])):
         results = json.loads((tmp_path / str(index) / "results.json").read_text())
         measured = [name for name in VARIANTS if name != "torch"]

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.commands import REPOSITORY, Command, is_pending
+from tests.support.commands import REPOSITORY, TORCHRUN, Command, is_pending
 from tests.support.distributed import run_distributed
 from tests.support.waiting import ENOUGH
 from zeco_train.bench import __main__ as command
@@ -197,7 +196,7 @@ def test_backend_with_wrong_results_is_not_timed(tmp_path: Path) -> None:
 
 
 def _bench(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     with Command([*launcher, "-m", "zeco_train.bench", *arguments, f"out={folder}"], folder) as running:
         outcome = running.wait()
     assert outcome.code == 0, outcome
@@ -249,7 +248,7 @@ def test_operator_case_on_two_ranks(tmp_path: Path) -> None:
 
 def _start_with_fault(fault: str, folder: Path) -> Command:
     folder.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     script = REPOSITORY / "tests/support/faulty_bench.py"
     return Command([*launcher, str(script), "collectives", *SMALL_STATES, f"out={folder}/out"], folder, fault)
 
@@ -299,7 +298,7 @@ def test_out_of_memory_and_lost_rank_print_one_error_line(tmp_path: Path) -> Non
 def test_cases_on_gpus(tmp_path: Path, arguments: list[str]) -> None:
     """Eager and in CUDA graphs, with traces: every row has a time or a note."""
     ranks = min(2, torch.cuda.device_count())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
     case, *rest = [*arguments, "runs=3", "graph=true", f"out={tmp_path}"]
     rest += ["trace=true"] if case == "operator" else []
     with Command([*launcher, "-m", "zeco_train.bench", case, *rest], tmp_path) as running:

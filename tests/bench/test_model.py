@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.bench_settings import QUICK
-from tests.support.commands import Command
+from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import figures, steps
@@ -316,7 +315,7 @@ def test_wrong_first_loss_raises() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["segments=2", "recompute=full", "strategy=zero3", "dtype=fp64"]])
 def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     variants = "variants=[dp,products,lasp1,lasp2,zeco:chain,fla]"
     arguments = [*QUICK, "dtype=fp32", *more, variants, f"out={tmp_path}"]
     with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:
@@ -355,7 +354,7 @@ def test_model_case_on_two_ranks(tmp_path: Path, more: list[str]) -> None:
 @pytest.mark.slow
 def test_model_case_on_gpus(tmp_path: Path) -> None:
     ranks = min(2, torch.cuda.device_count())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
     arguments = ["model=gla_125m", "model.num_layers=2", "heads=[6]", "tokens=[2048,4096]", "steps=4"]
     arguments += ["variants=[dp,products,lasp1,lasp2,zeco]", f"out={tmp_path}"]
     with Command([*launcher, "-m", "zeco_train.bench", "model", *arguments], tmp_path) as running:

@@ -7,17 +7,25 @@ import re
 import pytest
 
 from tests.support.commands import check_line, train_here
+from tests.support.planning import make_case
 from zeco_train.config.schema import describe, load_config
 from zeco_train.distributed.exchange import attention_method
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import ConfigError
+from zeco_train.plan.attention import method_of
 from zeco_train.sp.attention.registry import METHODS
-from zeco_train.sp.registry import SPConfig
 from zeco_train.training.build import init
 
 HYBRID = "model.attn.every=2"
 HUGE = "model.num_layers=1000000000000"
 CONSTANT = "must be 1: segments need layers with a state of constant size, and the model has softmax attention at layer"
+
+
+def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None:
+    """The method of a run's configuration on these ranks."""
+    config = load_config(overrides)
+    found = attention_method(config.sp, config.model, ranks, seq_len, config.train.dtype.compute)
+    return None if found is None else found.name
 
 
 @pytest.mark.parametrize(
@@ -67,10 +75,9 @@ def test_mistakes_name_field_value_and_allowed(overrides: list[str], line: str) 
 
 @pytest.mark.parametrize("layers", [HYBRID, "model.attn.layers=[0,3]"])
 def test_settings_of_softmax_layers_are_taken_with_such_layers(layers: str) -> None:
-    config = load_config([layers, "sp.attention=ring", "model.attn.window=64", "model.attn.gate=true"])
-    method = attention_method(config.sp, config.model, 8)
-    assert method is METHODS["ring"]
-    assert config.model.attn.window == 64
+    overrides = [layers, "sp.attention=ring", "model.attn.window=64", "model.attn.gate=true"]
+    assert _chosen(overrides, 8) == "ring"
+    assert load_config(overrides).model.attn.window == 64
 
 
 def test_ulysses_with_more_ranks_than_heads_is_refused_before_ranks_join() -> None:
@@ -80,14 +87,25 @@ def test_ulysses_with_more_ranks_than_heads_is_refused_before_ranks_join() -> No
 
 
 def test_auto_takes_a_balanced_method_that_fits_the_heads() -> None:
-    model = load_config([HYBRID]).model
-    found = {ranks: attention_method(SPConfig(), model, ranks) for ranks in (2, 4, 8)}
-    assert {ranks: spec.name for ranks, spec in found.items() if spec is not None} == {
-        2: "ulysses",
-        4: "ulysses",
-        8: "all_gather",
-    }
-    assert attention_method(SPConfig(), load_config([]).model, 2) is None
+    found = {ranks: _chosen([HYBRID], ranks) for ranks in (2, 4, 8)}
+    assert found == {2: "ulysses", 4: "ulysses", 8: "all_gather"}
+    assert _chosen([], 2) is None
+
+
+def test_auto_counts_both_passes_and_what_a_window_leaves_out() -> None:
+    """Of 4 heads of 32 on 4 ranks: `ulysses` sends as much with a window, `all_gather` the keys of the window only."""
+    window = [HYBRID, "model.attn.window=512"]
+    assert {length: _chosen(window, 4, length) for length in (1024, 16384)} == {1024: "ulysses", 16384: "all_gather"}
+    # One head of keys for 8 ranks, which `ulysses` repeats; 4 of 4: gradients of many keys are returned in fp32.
+    shared = [HYBRID, "model.attn.num_heads=8", "model.attn.num_kv_heads=1"]
+    assert [_chosen(shared, ranks, 4096) for ranks in (2, 8)] == ["all_gather", "ulysses"]
+
+
+@pytest.mark.parametrize("settings", [[], ["model.attn.window=512"], ["model.attn.num_kv_heads=1"]])
+@pytest.mark.parametrize("length", [1024, 16384])
+def test_plan_and_run_choose_alike(settings: list[str], length: int) -> None:
+    arguments = [HYBRID, *settings, f"data.seq_len={length}"]
+    assert method_of(make_case(*arguments, "world_size=4")).name == _chosen(arguments, 4, length)
 
 
 @pytest.mark.parametrize("pattern", [HYBRID, "model.attn.layers=[1]"])

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from data.documents import Documents, shard_cu_seqlens
 from data.loader import Batch, DataSplit, PrefetchingLoader, SequenceLoader, SequenceReader, Source, validation_batches
 from data.permutation import Permutation
 from data.store import PREPARE_HINT, TokenStore, shard_name
-from tests.support.commands import Command
+from tests.support.commands import TORCHRUN, Command
 from tests.support.stores import write_numbered_store
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError, DataError
@@ -389,7 +388,7 @@ def test_embedded_corpus_is_prepared_and_split(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_loader_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     case = ["-m", "zeco_train.bench", "loader", "tokens=65536", "device=cpu", f"out={tmp_path / 'out'}"]
     with Command([*launcher, *case], tmp_path) as command:
         outcome = command.wait()

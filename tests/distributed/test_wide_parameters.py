@@ -20,7 +20,7 @@ from models.parameters import cast
 from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordingScan, build_scans
-from tests.support.steps import TINY, Case, check, make_mesh, run_steps, write_documents
+from tests.support.steps import GLOBAL_BATCH, TINY, Case, check, make_mesh, run_steps, write_documents
 from tests.support.training import full, train
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
@@ -64,7 +64,9 @@ def _training(rank: int, world_size: int, store: str, cases: list[tuple[Any, ...
     for strategy, recompute, segments, documents in cases:
         if world_size == 1 and documents in first:
             continue
-        case = Case(strategy, recompute, segments, documents, steps=2, model=MODEL)
+        # Gradients of two micro-batches are added in the cases with documents.
+        batch = 1 if documents else GLOBAL_BATCH
+        case = Case(strategy, recompute, segments, documents, batch, steps=2, model=MODEL)
         result = run_steps(case, scan, mesh, store)
         first.setdefault(documents, result)
         check(result, first[documents], TOLERANCE, f"{case}")

@@ -15,7 +15,7 @@ import pytest
 
 from data import prepare
 from tests.data.test_prepare import hugging_face
-from tests.support.commands import REPOSITORY, Command, Outcome, check_line, run_here, snapshot, train_here
+from tests.support.commands import REPOSITORY, TORCHRUN, Command, Outcome, check_line, run_here, snapshot, train_here
 from tests.support.stores import write_lines, write_store
 from zeco_train import export
 from zeco_train.evaluate.command import main
@@ -276,7 +276,7 @@ def test_lm_eval_scores_equal_on_one_and_two_ranks(run: Path, tmp_path: Path, mo
     assert outcome.code == 0, outcome
     for name in TASKS:
         assert f"  {name} " in outcome.out
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     split = ["sp=zeco", "sp.size=2", "parallel=zero3", "lm_eval.batch_tokens=32", "--out", str(tmp_path / "two")]
     with Command([*launcher, "-m", "zeco_train.evaluate", str(run), *tasks, *split], REPOSITORY) as command:
         assert command.wait().code == 0, command.err

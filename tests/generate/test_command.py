@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from data.tokenizer import ByteTokenizer
-from tests.support.commands import Command, Outcome, check_line, run_here, train_here
+from tests.support.commands import TORCHRUN, Command, Outcome, check_line, run_here, train_here
 from zeco_train import export
 from zeco_train.generate import command, generator
 from zeco_train.generate.output import Printer
@@ -39,7 +39,7 @@ def generate(*arguments: str | Path) -> Outcome:
 
 
 def launcher(ranks: int, *arguments: str | Path) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), "-m"]
     return [*command, "zeco_train.generate", *map(str, arguments)]
 
 

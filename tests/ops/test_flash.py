@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,37 @@ def test_calls_have_the_visible_pairs_and_no_others(documents: tuple[int, ...] |
 def test_keys_that_begin_or_end_among_the_queries_are_refused(key_start: int, key_stop: int) -> None:
     with pytest.raises(ValueError, match="begin or end among the queries 2 to 6"):
         flash._call(Span(2, 6), key_start, key_stop)
+
+
+def test_layers_and_passes_share_borders_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied once for each stream; on a CPU, which pins no memory."""
+    stream, copied = SimpleNamespace(cuda_stream=1), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: copied.append(x) or x)
+    flash._borders.cache_clear()
+    call, device = flash._call(Span(4, 9, torch.tensor([0, 2, 6, 7, 20])), 0, 20), torch.device("cpu")
+    assert call is not None
+    for _ in range(6):
+        queries, keys, longest_query, longest_key = flash._lengths(call, 2, device)
+        assert queries.tolist() == [0, 2, 3, 5, 7, 8, 10]
+        assert keys.tolist() == [0, 4, 5, 7, 11, 12, 14]
+        assert (queries.dtype, longest_query, longest_key) == (torch.int32, 2, 4)
+    assert len(copied) == 2
+    assert flash._lengths(call, 1, device)[0].tolist() == [0, 2, 3, 5]
+    assert len(copied) == 4
+    stream.cuda_stream = 2
+    flash._lengths(call, 1, device)
+    assert len(copied) == 6
+    flash._borders.cache_clear()
+
+
+@pytest.mark.parametrize("part", [slice(0, 5), slice(0, 3), slice(2, 5)])
+def test_gradients_of_a_call_are_placed_among_the_given_tokens(part: slice) -> None:
+    found, like = torch.rand(2 * (part.stop - part.start), 3, 4), torch.rand(2, 5, 3, 4)
+    placed = flash._placed(found, part, like)
+    assert placed.shape == like.shape
+    assert torch.equal(placed[:, part].flatten(0, 1), found)
+    assert placed.sum().item() == pytest.approx(found.sum().item())
 
 
 @pytest.mark.gpu

@@ -22,8 +22,9 @@ from zeco_train.ops.softmax import sdpa
 from zeco_train.sp.attention import ring
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, ShardedAttention
 from zeco_train.sp.attention.registry import METHODS
+from zeco_train.sp.attention.ulysses import Ulysses
 
 pytestmark = pytest.mark.numeric
 
@@ -161,7 +162,12 @@ def build_methods(world_size: int, timeout: timedelta = TIMEOUT) -> dict[str, An
     def wire() -> Wire:
         return Wire(dist.new_group(range(world_size)), "softmax attention", False, timeout)
 
-    return {**{name: spec.build(wire()) for name, spec in METHODS.items()}, UNPAIRED: AllGather(wire(), paired=False)}
+    return {
+        **{name: spec.build(wire()) for name, spec in METHODS.items()},
+        UNPAIRED: AllGather(wire(), paired=False),
+        "all_gather, up to 3 parts": AllGather(wire(), num_parts=3),
+        "ulysses, up to 4 parts": Ulysses(wire(), num_parts=4),
+    }
 
 
 def exact(rank: int, world_size: int) -> None:
@@ -257,8 +263,8 @@ def frugal(rank: int, world_size: int) -> list[int]:
 def test_ring_sends_only_what_later_ranks_read_and_computes_meanwhile() -> None:
     found = run_distributed(frugal, 3)
     whole = Whole(CASES["plain"], 3)
-    most = METHODS["ring"].elements_sent(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3)
-    assert max(*found) == [BATCH * most]
+    load = AttentionLoad(whole.heads, whole.key_heads, HEAD_DIM, whole.tokens // 3, 3, None, itemsize=1, wide=1)
+    assert max(*found) == [BATCH * METHODS["ring"].costs(load).forward]
 
 
 def abandoned(rank: int, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import build_scans
 from zeco_train.collectives import PendingScan
+from zeco_train.collectives.wire import Wire
+from zeco_train.config.schema import load_config
+from zeco_train.distributed.exchange import build_exchange
+from zeco_train.distributed.mesh import Launch, init_mesh
 from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.registry import METHODS, AttentionChoice, build_attention
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.exposed import ExposedMeter
@@ -84,6 +91,75 @@ def test_exposed_time_is_measured_on_waiting_rank() -> None:
             assert min(first[name]["hidden"]) < 0.5 * DELAY, name
             assert min(second[name]["hidden"]) < 0.5 * DELAY, name
         assert first[name]["outside"] == [None], name
+
+
+def attention_waits(rank: int, world_size: int) -> dict[str, dict[str, list[float | None]]]:
+    """Forward and backward passes of each method, which the scan's meter measures; the first rank is late."""
+    results: dict[str, dict[str, list[float | None]]] = {}
+    group = dist.group.WORLD
+    assert group is not None
+    q, k, v, do = (torch.ones(1, 2, heads, 4) for heads in (2, 2, 2, 2))
+    span = Span(2 * rank, 2 * rank + 2)
+    for name, spec in METHODS.items():
+        scan = build_scan(SPConfig(Backend.lasp2), (group, group), timedelta(seconds=10))
+        method = build_attention(spec, dist.new_group(range(world_size)), timedelta(seconds=10), CPU)
+        attended = method.forward(q, k, v, span, 4, 1.0)
+        results[name] = {"outside": [scan.exposed.take()], "forward": [], "backward": []}
+        for way in ("forward", "backward") * REPEATS:
+            dist.barrier()
+            with scan.exposed.measuring():
+                time.sleep(DELAY if rank == 0 else 0.0)
+                if way == "forward":
+                    method.forward(q, k, v, span, 4, 1.0)
+                else:
+                    method.backward(do, q, k, v, attended, span, 4, 1.0)
+            results[name][way].append(scan.exposed.take())
+        scan.drain()
+    dist.barrier()
+    return results
+
+
+@pytest.mark.processes
+def test_waits_of_softmax_attention_count_as_exposed() -> None:
+    first, second = run_distributed(attention_waits, 2)
+    for name in METHODS:
+        for way in ("forward", "backward"):
+            assert max(second[name][way]) > 0.7 * DELAY, (name, way)
+            assert min(first[name][way]) < 0.5 * DELAY, (name, way)
+        assert first[name]["outside"] == second[name]["outside"] == [None], name
+
+
+def first_messages(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What is on the wire while a hybrid's exchange is built, and in its first forward pass, by method."""
+    found, mesh = {}, init_mesh(Launch(rank, world_size, rank), world_size, CPU, timedelta(seconds=60))
+    model = load_config(["model.attn.every=2"]).model
+    post = Wire._start
+    for name in METHODS:
+        messages: list[str] = []
+
+        def start(self: Wire, call: Any, what: str, *rest: Any, seen: list[str] = messages) -> Any:
+            if self.operation.startswith("softmax attention"):
+                seen.append(what)
+            return post(self, call, what, *rest)
+
+        with mock.patch.object(Wire, "_start", start):
+            scan = build_exchange(SPConfig(attention=AttentionChoice[name]), model, mesh)
+            messages.append("built")
+            q = torch.ones(1, 2, 2, 4)
+            assert scan.attention is not None
+            scan.attention.forward(q, q, q, Span(2 * rank, 2 * rank + 2), 4, 1.0)
+        found[name] = messages
+        scan.drain()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_of_softmax_attention_are_connected_before_the_first_step() -> None:
+    for found in run_distributed(first_messages, 2):
+        for name, messages in found.items():
+            assert messages[:2] == ["all-to-all of a first message", "built"], name
+            assert "all-to-all of a first message" not in messages[1:], name
 
 
 def alone(rank: int, world_size: int) -> dict[str, float | None]:

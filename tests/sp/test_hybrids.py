@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from tests.exactness_matrix import PLAIN, TOLERANCE, tiny
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
-from tests.support.steps import Case, Result, check, make_mesh, run_steps, worst, write_documents
+from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
+from zeco_train.collectives.wire import Transfer, Wire
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import METHODS, build_attention
@@ -46,30 +50,56 @@ def _all() -> list[Row]:
     return [(*cell, recompute, Strategy.zero2) for cell, recompute in zip(cells, itertools.cycle(Recompute))]
 
 
-def _case(model: str, documents: bool, recompute: Recompute = Recompute.none, **settings: Strategy) -> Case:
-    return Case(documents=documents, model=HYBRIDS[model], recompute=recompute, **settings)
+# Results on one rank by model, documents and number of steps.
+Whole = dict[tuple[str, bool, int], Result]
 
 
-def reference(rank: int, world_size: int, store: str) -> dict[tuple[str, bool], Result]:
+def _case(model: str, documents: bool, steps: int, recompute: Recompute = Recompute.none, **settings: Strategy) -> Case:
+    # Gradients of two micro-batches are added in the cases with documents.
+    batch = 1 if documents else GLOBAL_BATCH
+    return Case(
+        documents=documents, micro_batch=batch, steps=steps, model=HYBRIDS[model], recompute=recompute, **settings
+    )
+
+
+def reference(rank: int, world_size: int, store: str) -> Whole:
     mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
-    cells = itertools.product(HYBRIDS, (False, True))
+    cells = itertools.product(HYBRIDS, (False, True), (1, 3))
     return {cell: run_steps(_case(*cell), scan, mesh, store) for cell in cells}
 
 
-def sharded(rank: int, world_size: int, store: str, expected: bytes, rows: list[Row]) -> None:
-    whole: dict[tuple[str, bool], Result] = pickle.loads(expected)
+def sharded(rank: int, world_size: int, store: str, expected: bytes, rows: list[Row], steps: int) -> None:
+    whole: Whole = pickle.loads(expected)
     mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
     methods = {
         name: build_attention(spec, dist.new_group(range(world_size)), TIMEOUT) for name, spec in METHODS.items()
     }
     for model, scan, method, documents, recompute, strategy in rows:
         scans[scan].attention = methods[method]
-        result = run_steps(_case(model, documents, recompute, strategy=strategy), scans[scan], mesh, store)
+        result = run_steps(_case(model, documents, steps, recompute, strategy=strategy), scans[scan], mesh, store)
         where = f"{model}, {scan}, {method}, {recompute.value}, {strategy.value}, {world_size} ranks"
-        check(result, whole[model, documents], TOLERANCE, f"{where}{', documents' * documents}")
+        check(result, whole[model, documents, steps], TOLERANCE, f"{where}{', documents' * documents}")
     for used in scans.values():
         used.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+def sent(rank: int, world_size: int, store: str) -> dict[str, int]:
+    """Bytes that all-to-alls of softmax attention send in three steps, by recomputation."""
+    mesh, scan, spec = make_mesh(rank, world_size, world_size), build_scans((0, 1))["lasp2"], METHODS["all_gather"]
+    scan.attention = build_attention(spec, dist.new_group(range(world_size)), TIMEOUT)
+    found, send = dict.fromkeys((each.value for each in Recompute), 0), Wire.all_to_all
+    for recompute in Recompute:
+
+        def count(wire: Wire, into: Tensor, parts: Tensor, *rest: Any, kind: str = recompute.value) -> Transfer:
+            found[kind] += parts.nbytes * ("softmax" in wire.operation)
+            return send(wire, into, parts, *rest)
+
+        with mock.patch.object(Wire, "all_to_all", count):
+            run_steps(_case("mamba2", False, 3, recompute), scan, mesh, store)
+    scan.drain()
+    dist.barrier()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +108,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(store: str) -> dict[tuple[str, bool], Result]:
+def expected(store: str) -> Whole:
     found = run_distributed(reference, 1, store)[0]
     assert isinstance(found, dict)
     return found
@@ -91,21 +121,27 @@ def test_covering_rows_have_every_scan_method_recomputation_and_strategy() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, 1])
-def test_hybrids_train_alike_on_two_ranks(part: int, store: str, expected: dict[tuple[str, bool], Result]) -> None:
-    run_distributed(sharded, 2, store, pickle.dumps(expected), COVERING[part::2])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hybrids_train_alike_for_three_steps(world_size: int, store: str, expected: Whole) -> None:
+    # With fewer heads of keys than ranks, too.
+    run_distributed(sharded, world_size, store, pickle.dumps(expected), COVERING, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_hybrids_train_alike_with_every_scan_and_method(
-    world_size: int, store: str, expected: dict[tuple[str, bool], Result]
-) -> None:
-    # With fewer heads of keys than ranks, too.
-    run_distributed(sharded, world_size, store, pickle.dumps(expected), [*COVERING, *_all()], timeout=1800)
+def test_hybrids_train_alike_with_every_scan_and_method(world_size: int, store: str, expected: Whole) -> None:
+    """For one step: gradients of every pair, and the losses before and after an update."""
+    run_distributed(sharded, world_size, store, pickle.dumps(expected), _all(), 1, timeout=1800)
 
 
-def test_windows_and_documents_change_losses(expected: dict[tuple[str, bool], Result]) -> None:
-    narrow, plain = expected["gla, window", False], expected["gla, wide window", False]
+@pytest.mark.slow
+def test_recomputation_fetches_no_keys_twice(store: str) -> None:
+    for found in run_distributed(sent, 2, store):
+        assert found["none"] > 0
+        assert found["none"] == found["selective"] == found["full"]
+
+
+def test_windows_and_documents_change_losses(expected: Whole) -> None:
+    narrow, plain = expected["gla, window", False, 3], expected["gla, wide window", False, 3]
     assert worst(narrow, plain)["losses"] > 1e-3
-    assert worst(narrow, expected["gla, window", True])["losses"] > 1e-3
+    assert worst(narrow, expected["gla, window", True, 3])["losses"] > 1e-3

@@ -23,6 +23,7 @@ from zeco_train import cli
 from zeco_train.lifecycle.logs import close_logging
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TORCHRUN = (sys.executable, str(REPOSITORY / "tests/support/torchrun.py"))
 # A model of one small layer: these tests are about the run's behaviour, not its result.
 SMALL = [
     "model.num_layers=1",
@@ -172,7 +173,7 @@ def torchrun(
     ranks: int, folder: Path, *arguments: str, fault: str = "", launcher_options: Sequence[str] = ("--standalone",)
 ) -> Command:
     """Start `train.py` on several ranks of this machine, unmodified or with a fault (see support/faulty_train.py)."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_options, "--nproc-per-node", str(ranks)]
+    launcher = [*TORCHRUN, *launcher_options, "--nproc-per-node", str(ranks)]
     script = REPOSITORY / ("tests/support/faulty_train.py" if fault else "train.py")
     return Command([*launcher, str(script), *SMALL, *arguments], folder, fault)
 

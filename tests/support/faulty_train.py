@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-import torch
-
 from tests.support.gate import meet
-from zeco_train import cli
-from zeco_train.system.signals import StopRequest
-from zeco_train.training.trainer import Trainer
+from zeco_train.system.packages import quick_imports
+
+with quick_imports():  # as train.py
+    import torch
+
+    from zeco_train import cli
+    from zeco_train.system.signals import StopRequest
+    from zeco_train.training.trainer import Trainer
 
 _NAME, _RANK, *_STEPS = os.environ["ZECO_FAULT"].split(":")
 _BAD_TENSOR = "model.layers.0.attn.o_proj"

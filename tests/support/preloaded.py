@@ -3,13 +3,25 @@
 Must not start threads or query CUDA devices: neither survives a fork.
 """
 
+import functools
+import gc
+
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 
 import zeco_train.training.trainer  # noqa: F401
+from data import corpora
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
 
 # The parsers of Hydra and OmegaConf build their tables on first use.
 load_config(SMALL)
+
+# Each run reads all sources of the standard library to name its corpus, which takes a rank 0.1 s.
+corpora.standard_library_documents = functools.cache(corpora.standard_library_documents)
+corpora.standard_library_documents()
+
+# The ranks share these objects' memory; a collection in a rank would visit, and so copy, all of it.
+gc.collect()
+gc.freeze()

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.commands import Command, Outcome, check_line
+from tests.support.commands import TORCHRUN, Command, Outcome, check_line
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
 from zeco_train.config.overrides import load_settings
@@ -46,7 +45,11 @@ def small(**changes: Any) -> Sequence:
 
 
 def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
-    """The command, on one of the ranks of `run_distributed`."""
+    """The command for a small case, on one of the ranks of `run_distributed`."""
+    return run_command(rank, world_size, *SMALL, *arguments)
+
+
+def run_command(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -54,7 +57,7 @@ def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = command.main([*SMALL, *arguments])
+        code = command.main(list(arguments))
     return code, out.getvalue()
 
 
@@ -63,7 +66,7 @@ def verify(rank: int, world_size: int, *arguments: str) -> tuple[int, str]:
     [(2, "fp64"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bf16"), (4, "fp64")))],
 )
 def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> None:
-    results = run_distributed(verify, world_size, "tokens=[30]", f"dtypes=[{dtypes}]")
+    results = run_distributed(verify, world_size, "operator=gla", "tokens=[30]", f"dtypes=[{dtypes}]")
     table = results[0][1].splitlines()
     assert [code for code, _ in results] == [0] * world_size, results[0][1]
     assert all(not out for _, out in results[1:])
@@ -98,7 +101,7 @@ def test_operators_on_one_device_are_within_the_limits(operator: str, dtype: tor
     sequence = small(tokens=200, heads=5, documents=True, dtype=dtype, operator=operator)
     part, place = sequence.part(0), Place(0, 1)
     expected = recurrence(sequence, place)
-    for run in run_one_device(sequence, part, place):
+    for run in run_one_device(sequence, part, place).values():
         limit = LIMITS["fp32" if dtype is torch.float32 else "bf16"]
         for name, deviation in deviations(run, expected).items():
             assert deviation.error <= limit, name
@@ -131,7 +134,7 @@ class BrokenScan:
 def failures_of_broken_scans(rank: int, world_size: int) -> dict[str, list[str]]:
     failures = {}
     build = cases.build_scan
-    arguments = ["tokens=[40]", "documents=false", "sp_sizes=[2]", "backends=[lasp2]"]
+    arguments = ["operator=gla", "tokens=[40]", "documents=false", "sp_sizes=[2]", "backends=[lasp2]"]
     for fault, dtype in (
         ("none", "fp32"),
         ("decays dropped", "fp32"),
@@ -170,7 +173,7 @@ def test_broken_scans_fail_with_tensor_and_rank() -> None:
 
 
 def test_wrong_result_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "tokens=[40]", "dtypes=[fp64]", "backends=[dp]", "documents=false"]
+    arguments = [*SMALL, "operator=gla", "tokens=[40]", "dtypes=[fp64]", "backends=[dp]", "documents=false"]
     build = cases.build_scan
     with mock.patch.object(cases, "build_scan", lambda *args: BrokenScan(build(*args), 0, "no reverse scan")):
         assert command.main(arguments) == 1
@@ -206,7 +209,7 @@ def test_invalid_arguments_give_one_line_errors(
 
 
 def torchrun(ranks: int, folder: Path, script: list[str], *arguments: str) -> Command:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)]
     return Command([*launcher, *script, *arguments], folder)
 
 

@@ -3,6 +3,8 @@
 dp                      each rank its own sequence, nothing crosses ranks
 all_gather, ring, …     the methods of `sp.attention`
 all_gather:contiguous   `all_gather` without pairs: each rank computes its own queries, and the last has the most work
+all_gather:one_part     `all_gather`, `ulysses` with all heads at once: no messages travel while attention is computed
+ulysses:one_part
 megatron_sp             as Megatron-LM's sequence parallelism: the activations of all tokens are gathered, each rank has
                         some heads of them, and outputs are reduce-scattered. What is gathered here are queries, keys
                         and values, since projections are not part of the operator; there it is the layer's input.
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +39,21 @@ from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.all_gather import AllGather
+from zeco_train.sp.attention.method import ShardedAttention
 from zeco_train.sp.attention.registry import METHODS, build_attention
+from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.dp import LocalScan
 from zeco_train.sp.registry import SHARING
 
 CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "torch", "gla"
+# Methods with other settings.
+_BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {
+    CONTIGUOUS: partial(AllGather, paired=False),
+    "all_gather:one_part": partial(AllGather, num_parts=1),
+    "ulysses:one_part": partial(Ulysses, num_parts=1),
+}
 ALONE = ("dp", f"{LINEAR}:dp")
-VARIANTS = ("dp", *METHODS, CONTIGUOUS, MEGATRON, TORCH, *(f"{LINEAR}:{name}" for name in ("dp", *SHARING)))
+VARIANTS = ("dp", *METHODS, *_BUILT, MEGATRON, TORCH, *(f"{LINEAR}:{name}" for name in ("dp", *SHARING)))
 
 
 @dataclass(frozen=True)
@@ -107,13 +118,11 @@ def check_heads(name: str, shape: Shape, ranks: int) -> None:
 
 
 def _method(name: str, shape: Shape, session: Session) -> AttentionMethod:
-    mesh = session.mesh
-    if name == CONTIGUOUS:
-        return AllGather(Wire(attention_group(mesh), CONTIGUOUS, False, mesh.timeout), paired=False)
-    spec = METHODS[name]
+    mesh, spec = session.mesh, METHODS[name.partition(":")[0]]
     if (problem := spec.heads_problem(shape.heads, shape.num_groups, session.world_size)) is not None:
         raise ConfigError("variants", name, problem)
-    return build_attention(spec, attention_group(mesh), mesh.timeout)
+    spec = replace(spec, build=_BUILT.get(name, spec.build))
+    return build_attention(spec, attention_group(mesh), mesh.timeout, mesh.device)
 
 
 class _MegatronSP(torch.autograd.Function):

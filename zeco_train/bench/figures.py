@@ -3,6 +3,7 @@
     collectives.png      time by GPUs, as Figure 3, right; and by size of the state
     operator.png         time of forward + backward by GPUs, as Figure 4, top; below it relative to `dp`
     operator_tokens.png  time by tokens a GPU; operator_fixed_decay_none.png … for operators other than gla
+    attention.png        time of softmax attention by method, with exposed communication and balance
     decode.png           tokens per second and memory by context length, for each number of concurrent sequences
     gla_1b_h16.png …     training throughput per GPU by GPUs, as Figure 4, bottom; below it relative to `dp`
     mixers.png           training throughput per GPU by model, if there are several, relative to `dp` beside it
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeco_train.bench.attention_figure import draw_attention
 from zeco_train.bench.mixers import draw_mixers, mixer_rows
 from zeco_train.bench.samples import Row
 from zeco_train.bench.stored import load_results
@@ -90,6 +92,9 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         return [save_figure(_collectives(rows, machine), folder / "collectives.png")]
     if results[0]["case"] == "decode":
         return [save_figure(_decode(rows, machine), folder / "decode.png")]
+    if results[0]["case"] == "attention":
+        drawn = draw_attention(rows, machine)
+        return [] if drawn is None else [save_figure(drawn, folder / "attention.png")]
     if results[0]["case"] == "model":
         models = sorted({(row["model"], row["heads"]) for row in rows})
         figures = {"{}_h{}".format(*model): _model(rows, *model, machine) for model in models}

@@ -15,14 +15,27 @@ from zeco_train.system.small_files import read_json
 _NEEDED = {
     "collectives": ("size_mb", "variant", "mode"),
     "operator": ("heads", "key_dim", "value_dim", "tokens", "pass", "variant", "mode"),
+    "attention": ("heads", "key_heads", "head_dim", "tokens", "pass", "variant"),
     "decode": ("model", "context", "batch", "variant", "tokens_per_second", "memory_gb"),
     "model": ("model", "heads", "tokens", "variant", "p10_ms", "p90_ms", "runs", "tokens_per_second_per_gpu"),
 }
 _TEXTS = ("model", "mixer", "operator", "decay", "variant", "mode", "pass", "note")
 # They become parts of file names.
 _NAMES = ("model", "mixer", "operator", "decay", "variant")
-_COUNTS = ("heads", "groups", "key_dim", "value_dim", "tokens", "context", "batch", "runs")
-_NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
+_COUNTS = (
+    "heads",
+    "key_heads",
+    "head_dim",
+    "window",
+    "groups",
+    "key_dim",
+    "value_dim",
+    "tokens",
+    "context",
+    "batch",
+    "runs",
+)
+_NUMBERS = re.compile(r"size_mb|mfu|hfu|loss|ratio|slowest|.*_(ms|us|gb|mb|seconds|error)|.*tokens_per_second.*")
 # Rates divide by them, and logarithmic axes show them.
 _POSITIVE = ("size_mb", "p10_ms", "p90_ms")
 # Beyond it ratios and plot axes would overflow.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -39,7 +40,7 @@ class Transfer:
 
     def __init__(self, wire: Wire, work: Work, what: str, peer: int | None, *tensors: Tensor) -> None:
         self._wire, self._work, self._what, self._peer = wire, work, what, peer
-        self._tensors = tensors
+        self._tensors, self._device = tensors, tensors[0].device
         # With a timeout NCCL's wait would block the host until the message is complete.
         self._bound = () if tensors[0].is_cuda else (wire.timeout,)
 
@@ -49,7 +50,8 @@ class Transfer:
         Raises:
             CommunicationError: no completion within the wire's timeout, or the peer is gone.
         """
-        self._wire.guard(lambda: self._work.wait(*self._bound), self._what, self._peer)
+        wire = self._wire
+        wire.guard(lambda: wire.run_wait(lambda: self._work.wait(*self._bound), self._device), self._what, self._peer)
         self._tensors = ()
 
 
@@ -67,6 +69,7 @@ class Wire:
         size: ranks of the group.
         position: this rank's place in scan order.
         rank: this rank within the group, as `all_to_all` and `all_gather` order their parts.
+        run_wait: runs a call that waits for messages of tensors on a device, and may measure it.
 
     Raises:
         ValueError: this process is not in the group.
@@ -81,6 +84,7 @@ class Wire:
         self._group, self.reverse = group, reverse
         self.operation = f"{operation} {'reverse' if reverse else 'forward'}"
         self.position = self.group_rank(self.rank)
+        self.run_wait: Callable[[Callable[[], bool], torch.device], bool] = lambda call, device: call()
 
     @property
     def is_first(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
-from zeco_train.distributed.exchange import attention_method
+from zeco_train.distributed.exchange import check_softmax
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import SPConfig
 
@@ -38,7 +38,7 @@ def check_attention(model: LanguageModelConfig, sp: SPConfig, segments: int) -> 
         allowed = f"must be 1: segments need layers with a state of constant size, and {where}"
         raise ConfigError("train.segments", segments, allowed)
     if sp.size > 0:
-        attention_method(sp, model, sp.size)
+        check_softmax(sp, model, sp.size)
 
 
 def needs(model: LanguageModelConfig) -> Iterator[tuple[str, str, bool]]:

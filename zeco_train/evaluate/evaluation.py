@@ -45,7 +45,9 @@ class Evaluation:
     @cached_property
     def scan(self) -> ScanBackend:
         """The sequence-parallel scan. The first use is collective."""
-        return build_exchange(self.config.sp, self.config.model, self.mesh)
+        config = self.config
+        sequences = config.data.seq_len, config.train.dtype.compute
+        return build_exchange(config.sp, config.model, self.mesh, *sequences)
 
     @cached_property
     def forward(self) -> SequenceForward:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.spec import AttentionSpec, BlockSpec
+from zeco_train.distributed.exchange import attention_method
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
-from zeco_train.sp.attention.registry import METHODS, choose
+from zeco_train.sp.attention.registry import METHODS
 from zeco_train.sp.backend import BackendSpec
 
 
@@ -33,14 +34,17 @@ def attention_blocks(case: Case) -> Iterator[tuple[BlockSpec, AttentionSpec]]:
             yield block, block.attention
 
 
-def method_of(case: Case, attention: AttentionSpec) -> MethodSpec:
-    """The method of `sp.attention` for these heads on the case's ranks.
+def method_of(case: Case) -> MethodSpec:
+    """The method of `sp.attention` for the softmax layers, which the model has, on the case's ranks: as the run's.
 
     Raises:
-        ConfigError: it cannot spread these heads over these ranks.
+        ConfigError: it cannot spread their heads over these ranks.
     """
-    shape = attention.heads, attention.key_heads, attention.head_dim
-    return choose(case.config.sp.attention, *shape, case.sp_size)
+    config = case.config
+    sequences = config.data.seq_len, config.train.dtype.compute
+    found = attention_method(config.sp, config.model, case.sp_size, *sequences)
+    assert found is not None
+    return found
 
 
 def problem_of(case: Case, method: str) -> str | None:
@@ -64,7 +68,7 @@ def method_costs(case: Case, attention: AttentionSpec, method: MethodSpec | None
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
     load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes)
-    costs = (method or method_of(case, attention)).costs(load)
+    costs = (method or method_of(case)).costs(load)
     times = case.batch
     return costs._replace(forward=times * costs.forward, backward=times * costs.backward, held=times * costs.held)
 
@@ -77,11 +81,12 @@ def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None =
         latency = case.machine.scans[case.link].farthest(case.topology.nodes).exchange
         for block, attention in attention_blocks(case):
             costs, passes = method_costs(case, attention, method), block.count * case.passes
-            sent += passes * (costs.forward + costs.backward)
+            sent += passes * costs.sent
             computing = _layer_seconds(case, block, case.config.data.seq_len)
             for moved, messages, busy in zip(costs[:2], costs.exchanges, computing, strict=True):
-                hidden = busy if costs.overlaps and not case.machine.is_cpu else 0.0
-                seconds += passes * max(0.0, moved / link + messages * latency - hidden)
+                travelling = moved / link + messages * latency
+                hidden = 0.0 if case.machine.is_cpu else costs.hidden * min(busy, travelling)
+                seconds += passes * (travelling - hidden)
     return Exchanges(sent, seconds)
 
 

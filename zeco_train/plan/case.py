@@ -12,7 +12,7 @@ from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
 from zeco_train.config.schema import Compile, Config
 from zeco_train.distributed.device import Device
-from zeco_train.distributed.exchange import attention_method
+from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops import accumulation_dtype
@@ -194,7 +194,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
         )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
     check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
-    attention_method(config.sp, config.model, sp_size)
+    check_softmax(config.sp, config.model, sp_size)
     # CPU ranks always share a machine.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
     case = Case(config, world_size, sp_size, _machine(request, gpu), per_node)

@@ -152,7 +152,7 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
         torch.cuda.reset_peak_memory_stats()
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
-    scan = build_exchange(config.sp, config.model, mesh)
+    scan = build_exchange(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
     counted = _Counting(scan)
     step = build_step(config, model, optimizer, counted, mesh)
     share = step.backward(_batches(case, mesh), last=True)

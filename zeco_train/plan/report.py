@@ -225,7 +225,7 @@ def _method(case: Case, attention: AttentionSpec, method: MethodSpec) -> dict[st
         "seconds": exchanges.seconds,
         "held_bytes": costs.held,
         "tokens_per_second_per_device": time.per_device,
-        "planned": case.sp_size > 1 and method is method_of(case, attention),
+        "planned": case.sp_size > 1 and method is method_of(case),
     }
 
 

@@ -1,4 +1,4 @@
-"""The family of mixers: loss curves of each, trained on one rank and on several, and how far the two are apart."""
+"""The family of models: loss curves of each, trained on one rank and on several, and how far the two are apart."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from zeco_train.report.comparison import Run, difference, draw_losses, look
 from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain, save_figure
 
 PICTURE_FILE, TABLE_FILE, CSV_FILE = "family.png", "family.md", "family.csv"
-_HEADINGS = ("mixer", "parameters", "steps", "last loss", "validation loss", "largest difference", "at step", "verdict")
+_HEADINGS = ("model", "parameters", "steps", "last loss", "validation loss", "largest difference", "at step", "verdict")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A mixer's two runs on the same data.
+    """A model's two runs on the same data.
 
     Attributes:
-        mixer: name.
+        model: name: its mixer, and the pattern of a hybrid.
         parameters: number of them.
         alone: on one rank.
         shared: each sequence spread over several ranks.
     """
 
-    mixer: str
+    model: str
     parameters: int
     alone: Run
     shared: Run
@@ -44,7 +44,7 @@ class Verdict:
         limit: what is allowed.
     """
 
-    mixer: str
+    model: str
     parameters: int
     steps: int
     last_loss: float
@@ -64,7 +64,7 @@ class Verdict:
         measured = [value for value in alone.column("val_loss") if not math.isnan(value)]
         val_loss = measured[-1] if measured else math.nan
         gap = found.relative, found.relative_step
-        return cls(pair.mixer, pair.parameters, max(alone.rows), alone.column("loss")[-1], val_loss, *gap, limit)
+        return cls(pair.model, pair.parameters, max(alone.rows), alone.column("loss")[-1], val_loss, *gap, limit)
 
     @property
     def same(self) -> bool:
@@ -79,7 +79,7 @@ def family_table(verdicts: Sequence[Verdict]) -> str:
         val_loss = "" if math.isnan(each.val_loss) else f"{each.val_loss:.4f}"
         verdict = f"{'within' if each.same else 'MORE than'} {each.limit:g}"
         numbers = f"{each.parameters:,} | {each.steps} | {each.last_loss:.4f} | {val_loss} | {each.difference:.1e}"
-        lines.append(f"| {each.mixer} | {numbers} | {each.at_step} | {verdict} |")
+        lines.append(f"| {each.model} | {numbers} | {each.at_step} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
@@ -97,7 +97,7 @@ def draw_family(pairs: Sequence[Pair], limit: float, shared: str, path: Path) ->
     """Plot the losses on one rank above their differences from those on several; the file is replaced atomically.
 
     Args:
-        pairs: of each mixer.
+        pairs: of each model.
         limit: of the differences.
         shared: how the sequences were spread, as in `sp=zeco on 2 ranks`.
         path: of the picture.
@@ -105,11 +105,11 @@ def draw_family(pairs: Sequence[Pair], limit: float, shared: str, path: Path) ->
     Raises:
         DataError: it cannot be written.
     """
-    figure = new_figure("The family of mixers on the same data", (9, 7), dpi=130, title_size=14)
+    figure = new_figure("Models on the same data", (9, 7), dpi=130, title_size=14)
     from matplotlib.ticker import MaxNLocator
 
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    draw_losses(upper, [Run(pair.mixer, pair.alone.path, pair.alone.rows) for pair in pairs])
+    draw_losses(upper, [Run(pair.model, pair.alone.path, pair.alone.rows) for pair in pairs])
     upper.legend(frameon=False, fontsize=8, ncols=2)
     drawn: list[float] = []
     for index, pair in enumerate(pairs):

@@ -27,7 +27,8 @@ class ScanBackend(ABC):
 
     Attributes:
         finish_waits: `finish` of its scans communicates in the caller instead of in a courier.
-        exposed: measures communication that no compute hides. Not used if nothing is communicated.
+        exposed: measures communication that no compute hides, that of softmax attention included. Not used if nothing
+            is communicated.
         neighbour: scan for states that cross one border only, see `add_neighbour`; None: such states take this one.
         attention: method of the model's softmax layers, if it has some.
     """

@@ -1,9 +1,10 @@
-"""Exposed communication: how long compute waits for scans.
+"""Exposed communication: how long compute waits for scans, and for messages of softmax attention.
 
 A scan that completes before its `wait` costs nothing. The rest is measured: on CPUs the wall time for which `wait`,
 `finish` and `carry_out` block their caller, on CUDA the time between two events on the caller's stream, right before
 and right after such a call. This includes waiting for a late peer, whatever the reason for its delay, and all of
-LASP-1's communication, since it receives in `wait` and folds and sends in `finish`.
+LASP-1's communication, since it receives in `wait` and folds and sends in `finish`. Softmax attention sends and waits
+within one call (`zeco_train.sp.attention`), so each of its waits is measured as it comes.
 
 CUDA events are read once the device has passed them, never waited for, so measuring does not delay a step. Two
 consecutive events are 1 to 2 µs apart, so a scan reads that much even if nothing is exposed.
@@ -27,7 +28,7 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class ExposedMeter:
-    """Accumulates the time that compute waits for scans. Scans launched outside of `measuring` are not measured."""
+    """Accumulates the time that compute waits. What is launched outside of `measuring` is not measured."""
 
     def __init__(self) -> None:
         self._measuring = False
@@ -38,15 +39,17 @@ class ExposedMeter:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the scans that are launched inside."""
+        """Measure scans that are launched inside, and messages of softmax attention that are waited for inside."""
         self._measuring = True
+        _MEASURING.append(self)
         try:
             yield
         finally:
             self._measuring = False
+            _MEASURING.remove(self)
 
     def take(self) -> float | None:
-        """Seconds of waiting for scans since the last call; None if no wait was measured.
+        """Seconds of waiting since the last call; None if no wait was measured.
 
         Does not synchronise with the device: pending events count next time. Waits in a CUDA graph are not measured,
         neither at capture nor at replay.
@@ -85,6 +88,15 @@ class ExposedMeter:
 
     def _add(self, seconds: float) -> None:
         self._seconds = (self._seconds or 0.0) + seconds
+
+
+# Not of a thread: a backward pass may run on another one.
+_MEASURING: list[ExposedMeter] = []
+
+
+def run_wait(call: Callable[[], T], device: torch.device) -> T:
+    """Run a call that waits for communication beside the scans; the meter that is inside of `measuring` times it."""
+    return _MEASURING[-1].timed(call, device) if _MEASURING else call()
 
 
 class _MeteredScan:

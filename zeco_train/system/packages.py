@@ -1,7 +1,8 @@
-"""Puts this project's packages first on the import path; reports missing packages with the command to install them."""
+"""Imports of commands: this project's packages come first, missing ones are reported, and all take less time."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,23 @@ def explained_if_missing() -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(_missing(package).line, file=sys.stderr, flush=True)
         sys.exit(ConfigError.exit_code)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Suspend the garbage collector for the imports in the block, and exempt what they have made from it.
+
+    Modules stay to the end. Without this, collections that find nothing take a third of the time of importing torch and
+    of ending the interpreter.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _missing(package: str) -> ConfigError:

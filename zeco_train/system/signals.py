@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from zeco_train.system.packages import explained_if_missing, put_own_packages_first
+from zeco_train.system.packages import explained_if_missing, put_own_packages_first, quick_imports
 from zeco_train.system.terminal import nobody_reads, show_any_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -52,7 +52,8 @@ def run_command(module: str) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # `main` is inside, too: some packages are imported on first use.
     with explained_if_missing():
-        main = importlib.import_module(module).main
+        with quick_imports():
+            main = importlib.import_module(module).main
         signal.signal(signal.SIGINT, before)
         try:
             code = main(sys.argv[1:])

@@ -43,9 +43,9 @@ class StepMetrics:
             ranks. It never decreases: the last row is the run's peak. GPUs only.
         mfu: model FLOPs over the device's peak; hfu: the same including recomputation. GPUs only, and for dtypes and
             devices with a known peak (`zeco_train.tracking.recorder.peak_flops`).
-        comm_exposed_seconds: exposed communication: time per step that compute waited for scans over ranks, maximum
-            over ranks (`zeco_train.sp.exposed`); absent if no scan crosses ranks, as with sp=dp. Excludes parameter
-            all-gathers and gradient reductions.
+        comm_exposed_seconds: exposed communication: time per step that compute waited for scans over ranks and for
+            messages of softmax attention, maximum over ranks (`zeco_train.sp.exposed`); absent if none cross ranks, as
+            with sp=dp. Excludes parameter all-gathers and gradient reductions.
         extra: further values by name, JSON types only; each becomes a column. With `train.nonfinite=skip:N`,
             `skipped_steps` is the number of steps skipped so far, if any, and the row of a skipped step has
             `nonfinite`: the non-finite quantity, and the first tensor concerned.

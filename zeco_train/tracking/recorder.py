@@ -59,7 +59,7 @@ class StepResult:
         lr: learning rate.
         seconds: of the whole step; data_seconds: time this rank waited for the loader.
         sequence_ids: sequences processed by this rank.
-        comm_exposed_seconds: time this rank's compute waited for scans; None if not measured.
+        comm_exposed_seconds: time this rank's compute waited for scans and softmax attention; None if not measured.
         nonfinite: why the step was skipped, with the first tensor concerned; None if it was not.
     """
 

@@ -29,7 +29,7 @@ from zeco_train.config.document_rules import check_documents
 from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device, total_memory
-from zeco_train.distributed.exchange import attention_method, build_exchange
+from zeco_train.distributed.exchange import build_exchange, check_softmax
 from zeco_train.distributed.mesh import (
     Launch,
     ProcessMesh,
@@ -111,7 +111,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
     check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
-    attention_method(config.sp, config.model, sp_size)
+    check_softmax(config.sp, config.model, sp_size)
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
     _check_memory(config, device)
@@ -281,7 +281,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     # Without masks: shards meet where the label of the last token is the first token of the next shard.
     plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
     check_shards_fit(plain, progress.sequences, mesh)
-    scan = build_exchange(config.sp, config.model, mesh)
+    scan = build_exchange(config.sp, config.model, mesh, data.seq_len, train.dtype.compute)
     step = build_step(config, model, optimizer, scan, mesh)
     return Parts(
         mesh=mesh,

@@ -54,7 +54,7 @@ def _verify(arguments: list[str], job: Job) -> int:
         warn_of_replacing([] if config.out is None else [config.out])
         machine = {"ranks": str(launch.world_size), **environment(device)}
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
-        of = "" if config.operator == "gla" else f", operator {config.operator}"
+        of = "" if config.operator in (None, "gla") else f", operator {config.operator}"
         print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
         print(report.header(), flush=True)
     rows: list[Row] = []

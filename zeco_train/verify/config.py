@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -11,6 +12,9 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.config.overrides import describe_settings
 from zeco_train.distributed.device import Device
 from zeco_train.errors import ConfigError
+from zeco_train.sp.attention.all_gather import ALL_GATHER, AllGather
+from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.attention.registry import METHODS as ATTENTION_METHODS
 from zeco_train.sp.registry import BACKENDS as SPECS
 from zeco_train.sp.registry import Backend, SPConfig
 from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
@@ -37,17 +41,32 @@ BACKENDS: dict[str, SPConfig] = {
 }
 
 
+# Softmax attention, as an `operator`: it has no state, and methods of its own in place of the backends.
+SOFTMAX = "softmax"
+METHODS: dict[str, MethodSpec] = {
+    **ATTENTION_METHODS,
+    # Without a window, too, each rank computes its own queries.
+    "all_gather:unpaired": dataclasses.replace(ALL_GATHER, build=partial(AllGather, paired=False)),
+}
+# Settings without effect on softmax attention, and those that only softmax attention has.
+_OF_STATES, _OF_SOFTMAX = ("backends", "value_dim", "carry"), ("methods", "key_heads", "window")
+
+
 @dataclass
 class VerifyConfig:
     """Settings of `python -m zeco_train.verify`.
 
     Attributes:
-        operator: of `VERIFIED`.
-        backends: subset of `BACKENDS`.
+        operator: one of those listed; null: gla, and then softmax with the fewest tokens.
+        backends: how ranks exchange states; subset of those listed.
+        methods: how they exchange what softmax attention reads; subset of those listed.
         dtypes: of q, k, v, of bf16, fp32, fp64; empty is fp32, bf16 on GPUs and fp64, fp32 on CPUs.
         tokens: tokens per rank; one case each. Empty is 1000, 16384 on GPUs and 100, 512 on CPUs.
         sp_sizes: ranks that share a sequence; empty is every divisor of the world size.
-        batch, heads, key_dim, value_dim: B, H, K, V. Packed documents have a batch of 1.
+        batch, heads, key_dim, value_dim: B, H, K, V; in softmax attention V is K. Packed documents have a batch of 1.
+        key_heads: heads of keys and values in softmax attention; null: half as many as of queries, if that is possible.
+        window: keys that a query of softmax attention reads at most, itself among them; 0: no limit; null: no limit,
+            and one and a half times `tokens`.
         documents: packed documents that straddle ranks (true), one document (false), or both (null).
         carry: the sequence has an initial state and returns its final state. null: only without packed documents.
         huge: instead of the other cases, values and chunk states of more than 2³¹ elements, on each GPU separately.
@@ -57,8 +76,9 @@ class VerifyConfig:
         out: a JSON file for the results.
     """
 
-    operator: str = "gla"
+    operator: str | None = None
     backends: list[str] = field(default_factory=lambda: list(BACKENDS))
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
     dtypes: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     sp_sizes: list[int] = field(default_factory=list)
@@ -66,6 +86,8 @@ class VerifyConfig:
     heads: int = 4
     key_dim: int = 64
     value_dim: int = 128
+    key_heads: int | None = None
+    window: int | None = None
     documents: bool | None = None
     carry: bool | None = None
     huge: bool = False
@@ -76,22 +98,28 @@ class VerifyConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        if self.operator not in VERIFIED:
-            raise ConfigError("operator", self.operator, f"must be one of {', '.join(VERIFIED)}")
-        if self.huge and self.operator != "gla":
+        if self.operator is not None and self.operator not in (*VERIFIED, SOFTMAX):
+            raise ConfigError("operator", self.operator, f"must be one of {', '.join((*VERIFIED, SOFTMAX))}")
+        if self.huge and "gla" not in self.operators:
             raise ConfigError("huge", "true", "is of the operator gla only")
-        for name, legal in (("backends", list(BACKENDS)), ("dtypes", list(DTYPES))):
+        self._check_effect()
+        for name, legal in (("backends", list(BACKENDS)), ("methods", list(METHODS)), ("dtypes", list(DTYPES))):
             given = getattr(self, name)
             if wrong := [value for value in given if value not in legal]:
                 raise ConfigError(name, wrong[0], f"must be a list of {', '.join(legal)}")
             if len(set(given)) < len(given):
                 raise ConfigError(name, given, "names one twice")
-        if not self.backends:
-            raise ConfigError("backends", self.backends, f"must be a list of {', '.join(BACKENDS)}")
+            if not given and name != "dtypes":
+                raise ConfigError(name, given, f"must be a list of {', '.join(legal)}")
         for name, least in (("tokens", 8), ("sp_sizes", 1)):
             if any(value < least for value in getattr(self, name)):
                 raise ConfigError(name, getattr(self, name), f"must be numbers ≥ {least}")
         check_least(self, batch=1, heads=1, key_dim=1, value_dim=1)
+        if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
+            raise ConfigError("key_heads", self.key_heads, f"must divide the {self.heads} heads of queries")
+        # With one key only, gradients of queries are 0, and no error is relative to that.
+        if self.window is not None and (self.window < 0 or self.window == 1):
+            raise ConfigError("window", self.window, "must be ≥ 2, 0 for none, or null")
         if self.batch > 1 and self.documents:
             raise ConfigError("documents", "true", "packed documents have a batch of 1")
         if not 0 <= self.seed < 1 << 32:
@@ -100,6 +128,15 @@ class VerifyConfig:
             raise ConfigError("timeout", self.timeout, "must be > 0 and ≤ 86400 seconds")
         if self.out is not None:
             check_output_file("out", self.out)
+
+    def _check_effect(self) -> None:
+        """Raise `ConfigError` for a setting that the operator does not have."""
+        if self.operator is None:
+            return
+        default = VerifyConfig()
+        for name in _OF_STATES if self.operator == SOFTMAX else _OF_SOFTMAX:
+            if (value := getattr(self, name)) != getattr(default, name):
+                raise ConfigError(name, value, f"would be ignored by operator={self.operator}")
 
     def resolve(self, device: torch.device, world_size: int) -> VerifyConfig:
         """Fill in defaults that depend on the machine and the number of ranks.
@@ -121,15 +158,44 @@ class VerifyConfig:
         )
 
     @property
+    def operators(self) -> list[str]:
+        """Those to verify, one after another."""
+        return ["gla", SOFTMAX] if self.operator is None else [self.operator]
+
+    @property
     def layouts(self) -> list[tuple[bool, bool]]:
-        """(documents, carry) of each kind of sequence."""
-        kinds = [False, True] if self.documents is None else [self.documents]
-        return [(documents, not documents if self.carry is None else self.carry) for documents in kinds]
+        """(documents, carry) of each kind of sequence with states."""
+        return [(kind, not kind if self.carry is None else self.carry) for kind in self.documents_or_not]
+
+    @property
+    def documents_or_not(self) -> list[bool]:
+        """Whether there are packed documents, of each kind of sequence."""
+        return [False, True] if self.documents is None else [self.documents]
+
+    @property
+    def attention_tokens(self) -> list[int]:
+        """Tokens per rank for softmax attention, of each case."""
+        return self.tokens if self.operator == SOFTMAX else [min(self.tokens)]
+
+    @property
+    def num_key_heads(self) -> int:
+        """G."""
+        return self.key_heads or (self.heads if self.heads % 2 else self.heads // 2)
+
+    def windows(self, tokens: int) -> list[int | None]:
+        """The window of each case with so many tokens per rank."""
+        return [None, tokens + tokens // 2] if self.window is None else [self.window or None]
 
 
 def describe() -> str:
     """The text of `--help`."""
-    legal = f"operators: {', '.join(VERIFIED)}; backends: {', '.join(BACKENDS)}; dtypes: {', '.join(DTYPES)}"
+    lists = {
+        "operators": (*VERIFIED, SOFTMAX),
+        "backends": BACKENDS,
+        "methods of softmax attention": METHODS,
+        "dtypes": DTYPES,
+    }
+    legal = "\n".join(f"{name}: {', '.join(names)}" for name, names in lists.items())
     return (
         "usage: torchrun --nproc-per-node N -m zeco_train.verify [KEY=VALUE ...]\n\n"
         f"{legal}\n\n{describe_settings(VerifyConfig)}"

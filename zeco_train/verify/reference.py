@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import pieces_between
 from zeco_train.ops.registry import OPERATORS
@@ -37,6 +38,11 @@ class Place:
     rank: int
     size: int
     group: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, mesh: ProcessMesh) -> Place:
+        """The place of this process."""
+        return cls(mesh.sp_rank, mesh.sp_size, mesh.devices.get_group("sp") if mesh.sp_size > 1 else None)
 
     @property
     def is_last(self) -> bool:
@@ -67,14 +73,16 @@ def exact(
 
     state = carries.get("carry_in", zero) if place.rank == 0 else _receive(zero, place, place.rank - 1)
     results["R"] = state
-    with _processors(place):
+    # One rank of each sequence is active.
+    active = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // place.size)
+    with processors(active):
         state = tokens.forward(state)
     if not place.is_last:
         _send(state, place, place.rank + 1)
 
     grad = carries.get("dcarry_out", zero) if place.is_last else _receive(zero, place, place.rank + 1)
     results["D_in"] = grad
-    with _processors(place):
+    with processors(active):
         grad = tokens.backward(grad)
     if place.rank > 0:
         _send(grad, place, place.rank - 1)
@@ -203,12 +211,11 @@ def _from(state: Tensor, place: Place, source: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _processors(place: Place) -> Iterator[None]:
-    """Let the active rank of a sequence use all processors; torchrun limits each rank to one."""
+def processors(active: int) -> Iterator[None]:
+    """Let this machine's active ranks use all processors; torchrun limits each rank to one."""
     before = torch.get_num_threads()
-    groups = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // place.size)
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(before, processors // groups))
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(before, number // active))
     try:
         yield
     finally:

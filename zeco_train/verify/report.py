@@ -143,7 +143,7 @@ def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
 
 _SLICE = 1 << 16
 
-_WIDTHS = (6, 13, 21, 23)
+_WIDTHS = (6, 13, 36, 23)
 
 
 def header() -> str:

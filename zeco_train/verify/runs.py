@@ -63,24 +63,24 @@ def run_backend(sequence: Sequence, part: dict[str, Tensor], scan: StateScan, pl
     return results | recording.received
 
 
-def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> tuple[dict[str, Tensor], ...]:
+def run_one_device(sequence: Sequence, part: dict[str, Tensor], place: Place) -> dict[str, dict[str, Tensor]]:
     """The whole sequence on this rank's device, twice: in one piece, and cut into one piece more than there are ranks.
 
     The cuts are at odd positions where neither a chunk nor a rank begins, so both the chunks and the grouping of sums
     differ.
 
     Collective: the ranks' tokens are all-gathered. Results as of `run_backend`, of this rank's tokens, without R and
-    D_in.
+    D_in, by the name of the run.
     """
-    whole = {name: _gather(x, place) for name, x in part.items()}
-    length, first = sequence.seq_len, min(ODD_PLACE, sequence.tokens // 2)
-    start = place.rank * sequence.tokens
-    runs = []
-    for borders in ([0, length], [0, *range(first, length, sequence.tokens), length]):
+    whole = {name: gather_tokens(x, place) for name, x in part.items()}
+    length, start = sequence.seq_len, place.rank * sequence.tokens
+    odd = [0, *range(min(ODD_PLACE, sequence.tokens // 2), length, sequence.tokens), length]
+    runs = {}
+    for run, borders in (("one device", [0, length]), ("one device, cut oddly", odd)):
         shards = [sequence.shard(LocalScan(), a, b) for a, b in itertools.pairwise(borders)]
         results = _forward_backward(sequence, whole, shards)
-        runs.append({name: _own(name, x, start, sequence) for name, x in results.items()})
-    return tuple(runs)
+        runs[run] = {name: _own(name, x, start, sequence) for name, x in results.items()}
+    return runs
 
 
 def _own(name: str, x: Tensor, start: int, sequence: Sequence) -> Tensor:
@@ -131,7 +131,7 @@ def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _gather(part: Tensor, place: Place) -> Tensor:
+def gather_tokens(part: Tensor, place: Place) -> Tensor:
     """All-gather the tokens of the sequence, [B, T, H, D] → [B, P·T, H, D]."""
     if place.size == 1:
         return part

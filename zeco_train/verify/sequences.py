@@ -29,14 +29,12 @@ VERIFIED = [
 
 
 @dataclass(frozen=True)
-class Sequence:
+class RankedSequence:
     """One sequence over `num_ranks` ranks of `tokens` tokens each.
 
     Attributes:
         name: seeds the values; sequences of different names are different.
         documents: packed documents, some of which straddle ranks and some of which start at a rank's first token.
-        carry: there is an initial state, and a gradient of the final state.
-        operator: name of the operator.
     """
 
     name: str
@@ -48,18 +46,6 @@ class Sequence:
     value_dim: int
     dtype: torch.dtype
     documents: bool
-    carry: bool
-    operator: str = "gla"
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the operands that have tokens."""
-        return tuple(name for name in OPERATORS[self.operator].operands if name != "log_decay")
-
-    @property
-    def results(self) -> dict[str, str]:
-        """Results by token: their names, and the tensors that they are shaped like."""
-        return {"o": "v"} | {f"d{name}": name for name in self.operands}
 
     @property
     def seq_len(self) -> int:
@@ -77,6 +63,35 @@ class Sequence:
         starts |= {rank * length + extra for rank in later for extra in (0, length // 2)}
         return [*sorted(starts), self.seq_len]
 
+    def random(self, what: str, *shape: int) -> Tensor:
+        """Normal values, the same wherever `what` of this sequence is asked for; in the accumulation dtype."""
+        # Not `hash`, which differs between processes.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {what}".encode()))
+        return torch.randn(shape, generator=generator, dtype=accumulation_dtype(self.dtype))
+
+
+@dataclass(frozen=True)
+class Sequence(RankedSequence):
+    """A sequence for an operator with states.
+
+    Attributes:
+        carry: there is an initial state, and a gradient of the final state.
+        operator: name of the operator.
+    """
+
+    carry: bool
+    operator: str = "gla"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands that have tokens."""
+        return tuple(name for name in OPERATORS[self.operator].operands if name != "log_decay")
+
+    @property
+    def results(self) -> dict[str, str]:
+        """Results by token: their names, and the tensors that they are shaped like."""
+        return {"o": "v"} | {f"d{name}": name for name in self.operands}
+
     def shard(self, scan: StateScan, start: int, stop: int) -> SequenceShard:
         """The shard of the tokens [start, stop). With a carry the first document is a continuation."""
         if not self.documents:
@@ -91,14 +106,14 @@ class Sequence:
         """q, k, v, g (where there is one) and do of one rank's tokens, on the CPU: the same on every rank that asks."""
         tokens = (self.batch, self.tokens, self.heads)
         values = {
-            name: self._random(f"{name} {rank}", *tokens, dim).to(self.dtype)
+            name: self.random(f"{name} {rank}", *tokens, dim).to(self.dtype)
             for name, dim in zip(("q", "k", "v", "do"), (self.key_dim,) * 2 + (self.value_dim,) * 2, strict=True)
         }
         if self.operator == "gla":
-            g = self._random(f"g {rank}", *tokens, self.key_dim)
+            g = self.random(f"g {rank}", *tokens, self.key_dim)
             values["g"] = F.logsigmoid(g).mul_(decay_rates(self.heads, self.key_dim))
         elif "g" in self.operands:
-            values["g"] = F.logsigmoid(self._random(f"g {rank}", *tokens)).mul_(decay_rates(self.heads, 1)[:, 0])
+            values["g"] = F.logsigmoid(self.random(f"g {rank}", *tokens)).mul_(decay_rates(self.heads, 1)[:, 0])
         return {name: values[name] for name in (*self.operands, "do")}
 
     def cut(self, tokens: Mapping[str, Tensor], cut: slice) -> list[Tensor]:
@@ -114,12 +129,7 @@ class Sequence:
     def carries(self) -> dict[str, Tensor]:
         """carry_in and dcarry_out, [B, H, K, V] on the CPU; empty without a carry."""
         shape = (self.batch, self.heads, self.key_dim, self.value_dim)
-        return {name: self._random(name, *shape) for name in ("carry_in", "dcarry_out")} if self.carry else {}
-
-    def _random(self, what: str, *shape: int) -> Tensor:
-        # Not `hash`, which differs between processes.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {what}".encode()))
-        return torch.randn(shape, generator=generator, dtype=accumulation_dtype(self.dtype))
+        return {name: self.random(name, *shape) for name in ("carry_in", "dcarry_out")} if self.carry else {}
 
 
 def decay_rates(heads: int, key_dim: int) -> Tensor:

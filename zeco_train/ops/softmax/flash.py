@@ -9,6 +9,7 @@ causal, or keys before all queries, of which a window is counted from that align
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -64,9 +65,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `zeco_train.ops.softmax.attend_backward`."""
     call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     if call is None:
-        return dq, dk, dv
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     queries, keys, values = _packed(q, call.queries), _packed(k, call.keys), _packed(v, call.keys)
     sums = attended.lse[:, :, call.queries].transpose(0, 1).flatten(1).contiguous()
     o, grad = _packed(attended.o, call.queries), _packed(do, call.queries)
@@ -75,8 +75,10 @@ def attend_backward(
         grad, queries, keys, values, o, sums, *_lengths(call, batch, q.device), 0.0, call.causal, unused, unused,
         scale=scale, **_window(call),
     )  # fmt: skip
-    for into, part, found in zip((dq, dk, dv), (call.queries, call.keys, call.keys), grads, strict=True):
-        into[:, part] = found.unflatten(0, (batch, -1))
+    dq, dk, dv = (
+        _placed(found, part, like)
+        for found, part, like in zip(grads, (call.queries, call.keys, call.keys), (q, k, v), strict=True)
+    )
     return dq, dk, dv
 
 
@@ -112,15 +114,41 @@ def _packed(x: Tensor, part: slice) -> Tensor:
     return x[:, part].contiguous().flatten(0, 1)
 
 
+def _placed(found: Tensor, part: slice, like: Tensor) -> Tensor:
+    """[B · tokens of the part, H, D] → [B, tokens, H, D], 0 beside the part."""
+    found = found.unflatten(0, (like.shape[0], -1))
+    if found.shape[1] == like.shape[1]:
+        return found
+    whole = torch.zeros_like(like)
+    whole[:, part] = found
+    return whole
+
+
 def _lengths(call: _Call, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Borders of all sequences among packed queries and keys, and the longest of each."""
-    found = []
-    for borders in (call.query_borders, call.key_borders):
-        rows = [row * borders[-1] + border for row in range(batch) for border in borders[bool(row) :]]
-        # Pinned: a copy from pageable memory would wait for the device's queued work.
-        found.append(torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True))
-    longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (call.query_borders, call.key_borders)]
-    return found[0], found[1], longest[0], longest[1]
+    stream = torch.cuda.current_stream(device).cuda_stream
+    queries, keys = (
+        _borders(tuple(borders), batch, device, stream) for borders in (call.query_borders, call.key_borders)
+    )
+    return queries[0], keys[0], queries[1], keys[1]
+
+
+# A step's layers and passes have the same few: of each span of queries and of each block of keys, one.
+@functools.lru_cache(maxsize=256)
+def _borders(of_row: tuple[int, ...], batch: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """int32 borders of the sequences of all rows on a device, and the length of the longest sequence.
+
+    Args:
+        of_row: borders in one row of the batch.
+        batch: rows.
+        device: of the kernel.
+        stream: the device's current one. The copy runs on it and nothing waits for the copy, so the kernels of another
+            stream, such as one that is being captured, cannot have the same tensor.
+    """
+    rows = [row * of_row[-1] + border for row in range(batch) for border in of_row[bool(row) :]]
+    # Pinned: a copy from pageable memory would wait for the device's queued work.
+    copied = torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+    return copied, max(b - a for a, b in itertools.pairwise(of_row))
 
 
 def _window(call: _Call) -> dict[str, Any]:

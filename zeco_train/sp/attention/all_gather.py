@@ -23,8 +23,9 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
-from zeco_train.sp.attention.routes import Range, Routes
+from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
+from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
+from zeco_train.sp.attention.routes import Arrival, Here, Range, Routes
 
 
 class _Work(NamedTuple):
@@ -43,25 +44,25 @@ class _Work(NamedTuple):
         return [[(span.start, span.stop) for span in spans] for spans in self.computed]
 
 
-class AllGather(ShardedAttention):
+class AllGather(PipelinedAttention):
     """See the module.
 
     Args:
-        wire: see `ShardedAttention`.
+        wire, num_parts: see `PipelinedAttention`.
         paired: compute two halves on each rank, where there is no window; otherwise each rank's own queries.
     """
 
-    def __init__(self, wire: Wire, *, paired: bool = True) -> None:
-        super().__init__(wire)
+    def __init__(self, wire: Wire, *, num_parts: int | None = None, paired: bool = True) -> None:
+        super().__init__(wire, num_parts=num_parts)
         self._paired = paired and wire.size > 1
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+        """See `PipelinedAttention`."""
         work = self._work(span, seq_len)
         keys = self._routes(work.held, [[keys] for keys in work.keys])
-        arriving = keys.start([k, v], "keys and values")
-        (q,) = self._to_computing(work, [q])
-        k, v = arriving.wait()
+        arriving, queries = keys.start([k, v], "keys and values"), self._to_computing(work, [q])
+        yield
+        (q,), (k, v) = queries.wait(), arriving.wait()
         found = [
             attend(part, k, v, of_part, work.keys[self.wire.rank][0], scale)
             for part, of_part in zip(self._cut(q, work), work.computed[self.wire.rank], strict=True)
@@ -71,35 +72,63 @@ class AllGather(ShardedAttention):
             return Attended(o, lse.mT)
         back = self._routes(work.queries, work.held)
         outputs, sums = back.start([o], "outputs"), back.start([lse], "log-sum-exps")
+        del found, o, lse, q, k, v
+        yield
         (o,), (lse,) = outputs.wait(), sums.wait()
         return Attended(o, lse.mT)
 
-    def backward(
+    def backward_steps(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
-        work, rank = self._work(span, seq_len), self.wire.rank
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """See `PipelinedAttention`."""
+        work = self._work(span, seq_len)
         wanted = [[keys] for keys in work.keys]
         arriving = self._routes(work.held, wanted).start([k, v], "keys and values")
-        q, do, o = self._to_computing(work, [q, do, attended.o])
-        (lse,) = self._to_computing(work, [attended.lse.mT])
-        k, v = arriving.wait()
-        wide, dqs = accumulation_dtype(q.dtype), []
-        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for dop, qp, op, lsep, of_part in zip(
-            *(self._cut(x, work) for x in (do, q, o, lse)), work.computed[rank], strict=True
-        ):
-            found = Attended(op, lsep.mT)
-            dqp, dkp, dvp = attend_backward(dop, qp, k, v, found, of_part, work.keys[rank][0], scale)
-            dqs.append(dqp)
-            dk += dkp
-            dv += dvp
-        arriving = self._routes(wanted, work.held).start([dk, dv], "gradients of keys and values")
-        dq = torch.cat(dqs, 1)
+        queries = self._to_computing(work, [do, q, attended.o])
+        sums = self._to_computing(work, [attended.lse.mT])
+        yield
+        dq, dk, dv = self._gradients(work, [*queries.wait(), *sums.wait()], arriving, scale)
+        back = self._routes(wanted, work.held)
+        parcel = back.pack([dk, dv])
+        del dk, dv
+        arriving = back.send(parcel, "gradients of keys and values")
+        del parcel
         if self._is_paired(span):
-            (dq,) = self._routes(work.queries, work.held).start([dq], "gradients of queries").wait()
+            returning = self._routes(work.queries, work.held).start([dq], "gradients of queries")
+            del dq
+            yield
+            (dq,) = returning.wait()
+        else:
+            yield
         dk, dv = arriving.wait(add=True)
         return dq, dk, dv
+
+    def _gradients(
+        self, work: _Work, of_queries: list[Tensor], arriving: Arrival, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the computed queries and of the keys and values that they read; those are freed with the return.
+
+        Args:
+            work: of all ranks.
+            of_queries: gradients of outputs, queries, outputs and log-sum-exps [B, N, H], of the computed queries.
+            arriving: keys and values.
+            scale: factor of the scores.
+        """
+        k, v = arriving.wait()
+        dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
+        (start, _), dqs = work.keys[self.wire.rank], []
+        for do, q, o, lse, span in zip(
+            *(self._cut(x, work) for x in of_queries), work.computed[self.wire.rank], strict=True
+        ):
+            first = span.first_key
+            # Gradients of no more keys than the span reads: together they are hardly larger than those of all.
+            read = slice(first - start, span.stop - start)
+            found = Attended(o, lse.mT)
+            dq, *of_keys = attend_backward(do, q, k[:, read], v[:, read], found, span, first, scale)
+            dqs.append(dq)
+            for total, part in zip((dk, dv), of_keys, strict=True):
+                total[:, read] += part
+        return torch.cat(dqs, 1), dk, dv
 
     def _is_paired(self, span: Span) -> bool:
         return self._paired and span.window is None
@@ -116,11 +145,11 @@ class AllGather(ShardedAttention):
     def _routes(self, held: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]) -> Routes:
         return Routes(self.wire, held, wanted)
 
-    def _to_computing(self, work: _Work, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors of this rank's queries → of those that it computes."""
+    def _to_computing(self, work: _Work, tensors: list[Tensor]) -> Arrival | Here:
+        """Start to send tensors of this rank's queries to the ranks that compute them."""
         if not self._is_paired(work.own[0]):
-            return tensors
-        return self._routes(work.held, work.queries).start(tensors, "queries").wait()
+            return Here(tensors)
+        return self._routes(work.held, work.queries).start(tensors, "queries")
 
     def _cut(self, x: Tensor, work: _Work) -> Sequence[Tensor]:
         return x.split([span.stop - span.start for span in work.computed[self.wire.rank]], 1)
@@ -129,11 +158,6 @@ class AllGather(ShardedAttention):
 def _halves(span: Span) -> tuple[Span, Span]:
     middle = (span.start + span.stop) // 2
     return span.part(span.start, middle), span.part(middle, span.stop)
-
-
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    queries = 2 * heads * head_dim * tokens * (1 - 1 / ranks)
-    return (ranks - 1) * tokens * 2 * key_heads * head_dim + queries
 
 
 def _costs(load: AttentionLoad) -> MethodCosts:
@@ -150,7 +174,9 @@ def _costs(load: AttentionLoad) -> MethodCosts:
         backward = keys + queries / 2 * (3 * operands + sums) + outputs / 2 * load.queries * load.wide
         candidates.append((forward, backward + gradients / 2 * load.tokens * load.keys_per_token * load.wide))
     forward, backward = (max(sent) for sent in zip(*candidates, strict=True))
-    return MethodCosts(forward, backward, (4, 5), _held(load, ranks * load.tokens))
+    # Queries, outputs and their gradients arrive, too.
+    held = _held(load, ranks * load.tokens) + 3.0 * operands
+    return MethodCosts(forward, backward, (4, 5), held, hidden=_hidden(load))
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
@@ -164,12 +190,21 @@ def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
         min(ahead, (load.ranks - 1 - rank) * load.tokens) * load.itemsize + min(ahead, rank * load.tokens) * load.wide
         for rank in (min(number, load.ranks - 1) for number in (ahead // load.tokens, -(-ahead // load.tokens)))
     )
-    return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), _held(load, load.tokens + min(ahead, most)))
+    held = _held(load, load.tokens + min(ahead, most))
+    return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), held, hidden=_hidden(load))
+
+
+def _hidden(load: AttentionLoad) -> float:
+    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens)
 
 
 def _held(load: AttentionLoad, keys: int) -> float:
-    """Keys and values, in the message and unpacked; their gradients: summed, of the last part, and in the message."""
-    return keys * load.keys_per_token * (2.0 * load.itemsize + 3.0 * load.wide)
+    """Keys and values that a rank reads, their gradients of the last span, and the sums of these.
+
+    Not more are the keys in the message and unpacked before, and after it the sums and their message, or that and the
+    message from the readers of this rank's keys.
+    """
+    return keys * load.keys_per_token * (2.0 * load.itemsize + load.wide)
 
 
 ALL_GATHER = MethodSpec(
@@ -177,6 +212,5 @@ ALL_GATHER = MethodSpec(
     description="every rank gets the keys and values that it needs; queries travel in pairs, so that no rank waits",
     build=AllGather,
     heads_problem=lambda heads, key_heads, ranks: None,
-    elements_sent=_elements_sent,
     costs=_costs,
 )

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.routes import Range, Routes
+from zeco_train.sp.exposed import run_wait
 
 
 class ShardedAttention(ABC):
@@ -25,6 +27,28 @@ class ShardedAttention(ABC):
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
+        wire.run_wait = run_wait
+        self._is_connected = False
+
+    def prepare(self, device: torch.device) -> None:
+        """Warm up, so that the first step initialises nothing. Collective; returns when the ranks are connected.
+
+        Raises:
+            CommunicationError: a peer is gone.
+        """
+        self.connect(torch.zeros(1, device=device))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def connect(self, like: Tensor) -> None:
+        """Send a first message from each rank to each, unless that is done. Collective.
+
+        NCCL needs all ranks for a communicator's first message, and then connects each two that exchange one.
+        """
+        if not self._is_connected:
+            parts = like.new_zeros(self.wire.size)
+            self.wire.all_to_all(torch.empty_like(parts), parts, "a first message").wait()
+            self._is_connected = True
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
@@ -108,7 +132,7 @@ class MethodCosts(NamedTuple):
         exchanges: messages of a forward and of a backward pass, one after another.
         held: bytes that exist at the peak of the backward pass beside the tensors that the layer lists itself.
         slowest: work of the rank with the most, relative to the mean.
-        overlaps: attention is computed meanwhile.
+        hidden: part of the messages that travels while attention is computed, if that takes as long.
     """
 
     forward: float
@@ -116,7 +140,12 @@ class MethodCosts(NamedTuple):
     exchanges: tuple[int, int]
     held: float
     slowest: float = 1.0
-    overlaps: bool = False
+    hidden: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes of both passes."""
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +157,7 @@ class MethodSpec:
         description: one line for `--help`.
         build: wire → the method.
         heads_problem: (heads of queries, heads of keys, ranks) → why they cannot be spread so, or None.
-        elements_sent: (heads of queries, of keys, head dim, tokens of a rank, ranks) → sent per rank, forward.
-        costs: bytes and memory, for the planner.
+        costs: bytes and memory, for the planner and for `auto`.
         automatic: `auto` may choose it: all ranks have the same work.
     """
 
@@ -137,6 +165,5 @@ class MethodSpec:
     description: str
     build: Callable[[Wire], ShardedAttention]
     heads_problem: Callable[[int, int, int], str | None]
-    elements_sent: Callable[[int, int, int, int, int], float]
     costs: Callable[[AttentionLoad], MethodCosts]
     automatic: bool = True

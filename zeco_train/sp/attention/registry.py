@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from enum import Enum
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -13,7 +14,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import AttentionMethod
 from zeco_train.sp.attention.all_gather import ALL_GATHER
 from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import MethodSpec
+from zeco_train.sp.attention.method import AttentionLoad, MethodSpec
 from zeco_train.sp.attention.ring import RING
 from zeco_train.sp.attention.ulysses import ULYSSES
 
@@ -38,29 +39,52 @@ class AttentionChoice(Enum):
         vars()[name] = name
 
 
-def choose(choice: AttentionChoice, heads: int, key_heads: int, head_dim: int, ranks: int) -> MethodSpec:
+def choose(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
     """The method that a setting names; `auto`: of the balanced methods the one that sends the fewest bytes.
 
+    Those of the rank that sends most, in a forward and a backward pass. All ranks of a sequence choose alike, as plans
+    do, since the choice depends on the load only.
+
     Raises:
-        ConfigError: it cannot spread these heads over these ranks.
+        ConfigError: see `check_heads`.
     """
-    shape = heads, key_heads
+    check_heads(choice, load.heads, load.key_heads, load.ranks)
     if choice.value != AUTO:
-        found = METHODS[choice.value]
-        if (problem := found.heads_problem(*shape, ranks)) is not None:
-            others = ", ".join(spec.name for spec in METHODS.values() if spec.heads_problem(*shape, ranks) is None)
-            raise ConfigError("sp.attention", choice.value, f"{problem}; here: auto, {others}")
-        return found
-    balanced = [spec for spec in METHODS.values() if spec.automatic]
-    possible = [spec for spec in balanced if spec.heads_problem(*shape, ranks) is None]
-    return min(possible, key=lambda spec: spec.elements_sent(*shape, head_dim, 1, ranks))
+        return METHODS[choice.value]
+    possible = [spec for spec in _possible(load.heads, load.key_heads, load.ranks) if spec.automatic]
+    return min(possible, key=lambda spec: spec.costs(load).sent)
 
 
-def build_attention(spec: MethodSpec, group: ProcessGroup, timeout: timedelta) -> AttentionMethod:
-    """The method over an SP group that carries nothing else; each wait for a peer is bounded by `timeout`."""
+def check_heads(choice: AttentionChoice, heads: int, key_heads: int, ranks: int) -> None:
+    """Check that the method of a setting can spread heads of queries and of keys over ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if choice.value == AUTO:
+        return
+    if (problem := METHODS[choice.value].heads_problem(heads, key_heads, ranks)) is not None:
+        others = ", ".join(spec.name for spec in _possible(heads, key_heads, ranks))
+        raise ConfigError("sp.attention", choice.value, f"{problem}; here: auto, {others}")
+
+
+def _possible(heads: int, key_heads: int, ranks: int) -> list[MethodSpec]:
+    return [spec for spec in METHODS.values() if spec.heads_problem(heads, key_heads, ranks) is None]
+
+
+def build_attention(
+    spec: MethodSpec, group: ProcessGroup, timeout: timedelta, device: torch.device | None = None
+) -> AttentionMethod:
+    """The method over an SP group that carries nothing else; each wait for a peer is bounded by `timeout`.
+
+    With a `device` the group is warmed up for its tensors, which is collective; otherwise first passes initialise it.
+    """
     if dist.get_world_size(group) == 1:
         return LocalAttention()
-    return spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))
+    method = spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))
+    if device is not None:
+        method.prepare(device)
+    return method
 
 
 def describe_methods() -> str:

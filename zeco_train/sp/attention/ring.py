@@ -34,13 +34,10 @@ from zeco_train.sp.attention.routes import Range
 class Ring(ShardedAttention):
     """See the module."""
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
-        self._has_met = False
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
-        self._meet(q)
+        # Messages between some ranks must not be the first ones.
+        self.connect(q)
         blocks = _Blocks(self.wire, self.spans(span, seq_len), k, v)
         found: Attended | None = None
         for _ in range(self.wire.size):
@@ -80,13 +77,6 @@ class Ring(ShardedAttention):
             partials.add()
             blocks.advance()
         return dq, dk, dv
-
-    def _meet(self, like: Tensor) -> None:
-        """Before messages between some ranks, which are no first call of a communicator: NCCL needs all ranks there."""
-        if not self._has_met:
-            one = like.new_zeros(1)
-            self.wire.all_gather(like.new_zeros(self.wire.size), one, "a first message").wait()
-            self._has_met = True
 
 
 class _Blocks:
@@ -227,11 +217,6 @@ def _wait(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    # The last rank but one passes on the blocks of all before it.
-    return (ranks - 1) * tokens * 2 * key_heads * head_dim
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
     """The last rank but one passes on the most blocks, the last one returns the most gradients."""
     ahead = load.ranks * load.tokens if load.window is None else load.window - 1
@@ -240,7 +225,7 @@ def _costs(load: AttentionLoad) -> MethodCosts:
     # Blocks: sent, here and arriving. Gradients: computed, sent and arriving; those of this rank's queries.
     held = load.tokens * load.keys_per_token * (3.0 * load.itemsize + 3.0 * load.wide) + load.queries * load.wide
     slowest = 2 - 1 / load.ranks if load.window is None else 1.0
-    return MethodCosts(blocks, max(back[0], blocks + back[1]), (load.ranks, load.ranks + 1), held, slowest, True)
+    return MethodCosts(blocks, max(back[0], blocks + back[1]), (load.ranks, load.ranks + 1), held, slowest, 1.0)
 
 
 RING = MethodSpec(
@@ -248,7 +233,6 @@ RING = MethodSpec(
     description="keys and values travel from rank to rank under compute; least memory, but later ranks work longer",
     build=Ring,
     heads_problem=lambda heads, key_heads, ranks: None,
-    elements_sent=_elements_sent,
     costs=_costs,
     automatic=False,
 )

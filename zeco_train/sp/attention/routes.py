@@ -27,6 +27,13 @@ class _Piece(NamedTuple):
     length: int
 
 
+class Parcel(NamedTuple):
+    """Tokens that are packed: what a rank sends, and the shapes [B, wanted tokens, ...] of what it receives."""
+
+    message: Tensor
+    shapes: list[tuple[int, ...]]
+
+
 class Routes:
     """Who sends which tokens to whom.
 
@@ -43,12 +50,11 @@ class Routes:
         self._num_wanted = sum(stop - start for start, stop in wanted[own])
 
     def start(self, tensors: Sequence[Tensor], what: str) -> Arrival:
-        """Start to send tensors [B, held tokens, ...] of one dtype.
+        """Start to send tensors [B, held tokens, ...] of one dtype. Errors as of `send`."""
+        return self.send(self.pack(tensors), what)
 
-        Raises:
-            CommunicationError: a peer is gone.
-        """
-        size = sum(math.prod((tensor.shape[0], *tensor.shape[2:])) for tensor in tensors)
+    def pack(self, tensors: Sequence[Tensor]) -> Parcel:
+        """Copy what is sent of tensors [B, held tokens, ...] of one dtype, so that they can be freed before `send`."""
         parts = [
             tensor[:, piece.start : piece.start + piece.length].reshape(-1)
             for pieces in self._sent
@@ -56,25 +62,33 @@ class Routes:
             for tensor in tensors
         ]
         message = torch.cat(parts) if parts else tensors[0].new_empty(0)
+        return Parcel(message, [(tensor.shape[0], self._num_wanted, *tensor.shape[2:]) for tensor in tensors])
+
+    def send(self, parcel: Parcel, what: str) -> Arrival:
+        """Start to send what is packed.
+
+        Raises:
+            CommunicationError: a peer is gone.
+        """
+        size = sum(math.prod((batch, *rest)) for batch, _, *rest in parcel.shapes)
         sent, received = (
             [size * sum(piece.length for piece in pieces) for pieces in way] for way in (self._sent, self._received)
         )
-        into = message.new_empty(sum(received))
-        transfer = self._wire.all_to_all(into, message, what, received, sent)
-        shapes = [(tensor.shape[0], self._num_wanted, *tensor.shape[2:]) for tensor in tensors]
-        return Arrival(transfer, into, self._received, shapes)
+        into = parcel.message.new_empty(sum(received))
+        transfer = self._wire.all_to_all(into, parcel.message, what, received, sent)
+        return Arrival(transfer, into, self._received, parcel.shapes)
 
 
 class Arrival:
     """Tokens under way."""
 
     def __init__(
-        self, transfer: Transfer, message: Tensor, received: list[list[_Piece]], shapes: list[tuple[int, ...]]
+        self, transfer: Transfer, message: Tensor, pieces: list[list[_Piece]], shapes: list[tuple[int, ...]]
     ) -> None:
-        self._transfer, self._message, self._received, self._shapes = transfer, message, received, shapes
+        self._under_way, self._pieces, self._shapes = (transfer, message), pieces, shapes
 
     def wait(self, *, add: bool = False) -> list[Tensor]:
-        """The tensors [B, wanted tokens, ...]; 0 where no rank holds a wanted token.
+        """The tensors [B, wanted tokens, ...]; 0 where no rank holds a wanted token. Once: the message is freed.
 
         Args:
             add: several ranks may hold a token: sum what they sent, in the order of ranks, so always alike.
@@ -82,16 +96,29 @@ class Arrival:
         Raises:
             CommunicationError: a peer is gone, or did not answer within the timeout.
         """
-        self._transfer.wait()
-        found = [self._message.new_zeros(shape) for shape in self._shapes]
+        transfer, message = self._under_way
+        transfer.wait()
+        # NCCL's work has the message, too.
+        del self._under_way, transfer
+        found = [message.new_zeros(shape) for shape in self._shapes]
         first = 0
-        for piece in (piece for pieces in self._received for piece in pieces):
+        for piece in (piece for pieces in self._pieces for piece in pieces):
             for tensor in found:
                 into = tensor[:, piece.place : piece.place + piece.length]
-                part = self._message[first : first + into.numel()].view(into.shape)
+                part = message[first : first + into.numel()].view(into.shape)
                 into.add_(part) if add else into.copy_(part)
                 first += into.numel()
         return found
+
+
+class Here(NamedTuple):
+    """In place of an `Arrival`: tensors that stay where they are."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors."""
+        return self.tensors
 
 
 def _overlaps(held: Sequence[Range], wanted: Sequence[Range]) -> list[_Piece]:

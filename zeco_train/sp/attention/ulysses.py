@@ -8,79 +8,121 @@ Memory: queries, keys, values and outputs of the whole sequence, of H / P heads:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from zeco_train.collectives.wire import Transfer
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
-from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec, ShardedAttention
+from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
+from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
 
 
-class Ulysses(ShardedAttention):
+class Ulysses(PipelinedAttention):
     """See the module."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    @property
+    def heads_step(self) -> int:
+        """See `PipelinedAttention`: fewer heads of keys than ranks would be repeated."""
+        return self.wire.size
+
+    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+        """See `PipelinedAttention`."""
         spans, whole = self.spans(span, seq_len), Span(0, seq_len, span.borders, span.window)
-        k, v = self._repeated(k), self._repeated(v)
-        q, k, v = (self._by_heads(x, spans, what) for x, what in ((q, "queries"), (k, "keys"), (v, "values")))
+        operands = {"queries": q, "keys": self._repeated(k), "values": self._repeated(v)}
+        arriving = [self._by_heads(x, spans, what) for what, x in operands.items()]
+        del operands
+        yield
+        q, k, v = (each.wait() for each in arriving)
         found = attend(q, k, v, whole, 0, scale)
         o = self._by_tokens(found.o, spans, "outputs")
-        return Attended(o, self._by_tokens(found.lse.mT.unsqueeze(-1), spans, "log-sum-exps").squeeze(-1).mT)
+        lse = self._by_tokens(found.lse.mT.unsqueeze(-1), spans, "log-sum-exps")
+        del found, q, k, v
+        yield
+        return Attended(o.wait(), lse.wait().squeeze(-1).mT)
 
-    def backward(
+    def backward_steps(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `zeco_train.ops.seam.AttentionMethod`."""
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """See `PipelinedAttention`."""
         spans, whole = self.spans(span, seq_len), Span(0, seq_len, span.borders, span.window)
-        lse = attended.lse.mT.unsqueeze(-1)
-        sent = {
+        of_queries = {
             "gradients": do,
             "queries": q,
-            "keys": self._repeated(k),
-            "values": self._repeated(v),
             "outputs": attended.o,
+            "log-sum-exps": attended.lse.mT.unsqueeze(-1),
         }
-        do, q, keys, values, o, lse = (
-            self._by_heads(x, spans, what) for what, x in {**sent, "log-sum-exps": lse}.items()
-        )
-        grads = attend_backward(do, q, keys, values, Attended(o, lse.squeeze(-1).mT), whole, 0, scale)
-        dq, dk, dv = (self._by_tokens(grad, spans, "gradients") for grad in grads)
+        arriving = [self._by_heads(x, spans, what) for what, x in of_queries.items()]
+        # One after another, so that no two repeated tensors of this rank's tokens exist at once.
+        arriving += [self._by_heads(self._repeated(x), spans, what) for what, x in (("keys", k), ("values", v))]
+        yield
+        grads = self._gradients(arriving, whole, scale)
+        returning = [self._by_tokens(grad, spans, "gradients") for grad in grads]
+        del grads
+        yield
+        dq, dk, dv = (each.wait() for each in returning)
         return dq, self._summed(dk, k), self._summed(dv, v)
+
+    def _gradients(self, arriving: list[_Shuffled], whole: Span, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Of queries, keys and values of this rank's heads; what has arrived is freed with the return."""
+        do, q, o, lse, k, v = (each.wait() for each in arriving)
+        return attend_backward(do, q, k, v, Attended(o, lse.squeeze(-1).mT), whole, 0, scale)
 
     def _repeated(self, x: Tensor) -> Tensor:
         """[B, T, G, D] with G ≥ P heads: each one as often in a row as needed."""
-        return x.repeat_interleave(_repeats(x.shape[2], self.wire.size), 2)
+        repeats = _repeats(x.shape[2], self.wire.size)
+        return x if repeats == 1 else x.repeat_interleave(repeats, 2)
 
     def _summed(self, grad: Tensor, like: Tensor) -> Tensor:
         """The gradient of repeated heads → that of the heads."""
         return grad.to(accumulation_dtype(grad.dtype)).unflatten(2, (like.shape[2], -1)).sum(3)
 
-    def _by_heads(self, x: Tensor, spans: list[Span], what: str) -> Tensor:
-        """[B, own tokens, H, D] → [B, all tokens, own heads, D]."""
+    def _by_heads(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
+        """Start [B, own tokens, H, D] → [B, all tokens, own heads, D]."""
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
         batch, tokens, heads, width = x.shape
         per_token = batch * heads // size * width
         parts = x.unflatten(2, (size, -1)).movedim(2, 0).reshape(-1)
         into = x.new_empty(sum(lengths) * per_token)
         counts = [length * per_token for length in lengths]
-        self.wire.all_to_all(into, parts, what, counts, [tokens * per_token] * size).wait()
-        blocks = into.split(counts)
-        shapes = [(batch, length, heads // size, width) for length in lengths]
-        return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], 1)
+        transfer = self.wire.all_to_all(into, parts, what, counts, [tokens * per_token] * size)
 
-    def _by_tokens(self, x: Tensor, spans: list[Span], what: str) -> Tensor:
-        """[B, all tokens, own heads, D] → [B, own tokens, H, D]."""
+        def unpacked(into: Tensor) -> Tensor:
+            blocks, shapes = into.split(counts), [(batch, length, heads // size, width) for length in lengths]
+            return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], 1)
+
+        return _Shuffled(transfer, into, unpacked)
+
+    def _by_tokens(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
+        """Start [B, all tokens, own heads, D] → [B, own tokens, H, D]."""
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
         batch, _, heads, width = x.shape
         per_token, own = batch * heads * width, lengths[self.wire.rank]
         parts = torch.cat([part.reshape(-1) for part in x.split(lengths, 1)])
         into = x.new_empty(size * own * per_token)
         sent = [length * per_token for length in lengths]
-        self.wire.all_to_all(into, parts, what, [own * per_token] * size, sent).wait()
-        return into.view(size, batch, own, heads, width).movedim(0, 2).flatten(2, 3)
+        transfer = self.wire.all_to_all(into, parts, what, [own * per_token] * size, sent)
+        return _Shuffled(
+            transfer, into, lambda into: into.view(size, batch, own, heads, width).movedim(0, 2).flatten(2, 3)
+        )
+
+
+class _Shuffled:
+    """A tensor under way; `unpacked` makes it of what has arrived."""
+
+    def __init__(self, transfer: Transfer, into: Tensor, unpacked: Callable[[Tensor], Tensor]) -> None:
+        self._under_way, self._unpacked = (transfer, into), unpacked
+
+    def wait(self) -> Tensor:
+        """The tensor. Once: the message is freed."""
+        transfer, into = self._under_way
+        transfer.wait()
+        del self._under_way, transfer
+        return self._unpacked(into)
 
 
 def _repeats(key_heads: int, ranks: int) -> int:
@@ -95,19 +137,18 @@ def _heads_problem(heads: int, key_heads: int, ranks: int) -> str | None:
     return None
 
 
-def _elements_sent(heads: int, key_heads: int, head_dim: int, tokens: int, ranks: int) -> float:
-    repeated = key_heads * _repeats(key_heads, ranks)
-    return 2 * (heads + repeated) * head_dim * tokens * (1 - 1 / ranks)
-
-
 def _costs(load: AttentionLoad) -> MethodCosts:
-    """Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens."""
+    """Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens.
+
+    All operands are sent before any is waited for: as messages to the other ranks, and from them.
+    """
     repeated = load.tokens * load.keys_per_token * _repeats(load.key_heads, load.ranks)
     sums, leaving = load.tokens * load.heads * load.wide, 1 - 1 / load.ranks
     forward = (2 * load.queries + repeated) * load.itemsize + sums
     operands = (3 * load.queries + repeated) * load.itemsize
     gradients = (load.queries + repeated) * load.wide
-    return MethodCosts(leaving * forward, leaving * (operands + gradients + sums), (5, 9), operands + 2.0 * gradients)
+    backward, hidden = operands + gradients + sums, 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens)
+    return MethodCosts(leaving * forward, leaving * backward, (5, 9), 2.0 * operands, hidden=hidden)
 
 
 ULYSSES = MethodSpec(
@@ -115,6 +156,5 @@ ULYSSES = MethodSpec(
     description="every rank gets some heads of the whole sequence; needs as many heads as ranks",
     build=Ulysses,
     heads_problem=_heads_problem,
-    elements_sent=_elements_sent,
     costs=_costs,
 )

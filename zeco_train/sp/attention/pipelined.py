@@ -1,0 +1,105 @@
+"""Methods that cut the heads into parts: the messages of one part travel while another is computed.
+
+Heads do not depend on each other, so parts change no bit of a result, and no rank sends more. A method writes a pass
+over some heads as a generator, which yields wherever it would wait for messages. All parts first send what they can;
+then each in turn waits, computes, and sends its results, which arrive during the next part's compute. Exposed are the
+arrival of the first part and the return of the last.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zeco_train.collectives.wire import Wire
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.method import ShardedAttention
+
+# Of a rank, from which on a part's compute is longer than the launches of its messages; an estimate, not measured.
+LEAST_TOKENS = 8192
+NUM_PARTS = 4
+
+T = TypeVar("T")
+# A pass over some heads: yields while its messages travel, returns its result.
+Steps = Generator[None, None, T]
+
+
+class PipelinedAttention(ShardedAttention):
+    """See the module.
+
+    Args:
+        wire: see `ShardedAttention`.
+        num_parts: of the heads, at most; None: as many as pay for the number of tokens.
+    """
+
+    def __init__(self, wire: Wire, *, num_parts: int | None = None) -> None:
+        super().__init__(wire)
+        self._num_parts = num_parts
+
+    @property
+    def heads_step(self) -> int:
+        """A part has a multiple of this many heads of keys."""
+        return 1
+
+    @abstractmethod
+    def forward_steps(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Steps[Attended]:
+        """`forward` of some heads."""
+
+    @abstractmethod
+    def backward_steps(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+        """`backward` of some heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        parts = zip(*(self._in_parts(x, k.shape[2], seq_len) for x in (q, k, v)), strict=True)
+        found = _in_turns([self.forward_steps(qp, kp, vp, span, seq_len, scale) for qp, kp, vp in parts])
+        return Attended(_joined([part.o for part in found], 2), _joined([part.lse for part in found], 1))
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `zeco_train.ops.seam.AttentionMethod`."""
+        lse = attended.lse.transpose(1, 2)
+        cut = (self._in_parts(x, k.shape[2], seq_len) for x in (do, q, k, v, attended.o, lse))
+        steps = [
+            self.backward_steps(dop, qp, kp, vp, Attended(op, lsep.transpose(1, 2)), span, seq_len, scale)
+            for dop, qp, kp, vp, op, lsep in zip(*cut, strict=True)
+        ]
+        dq, dk, dv = (_joined(grads, 2) for grads in zip(*_in_turns(steps), strict=True))
+        return dq, dk, dv
+
+    def _in_parts(self, x: Tensor, key_heads: int, seq_len: int) -> Sequence[Tensor]:
+        """[B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read."""
+        # The same on all ranks, whose shards may differ by a token.
+        return x.chunk(num_parts(key_heads, self.heads_step, seq_len // self.wire.size, self._num_parts), 2)
+
+
+def num_parts(key_heads: int, step: int, tokens: int, most: int | None = None) -> int:
+    """Parts of so many heads of keys, each a multiple of `step`, for a rank's tokens; `most`: as `num_parts` there."""
+    most = most or (NUM_PARTS if tokens >= LEAST_TOKENS else 1)
+    return next(n for n in range(most, 0, -1) if n == 1 or key_heads % (n * step) == 0)
+
+
+def _in_turns(steps: Sequence[Steps[T]]) -> list[T]:
+    """Run all, each up to its next wait in turn; their results."""
+    found: dict[int, T] = {}
+    while len(found) < len(steps):
+        for index, each in enumerate(steps):
+            if index not in found:
+                try:
+                    next(each)
+                except StopIteration as end:
+                    found[index] = end.value
+    return [found[index] for index in range(len(steps))]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    # A single part is not copied.
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -1,0 +1,248 @@
+"""Methods of softmax attention over ranks, against float64 on the CPU and against one device.
+
+The exact results are torch's own attention by plain products, a few queries at a time, with a mask by definition. No
+code of the methods, of their routes or of the kernels' calls is involved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from zeco_train.distributed.mesh import ProcessMesh, attention_group
+from zeco_train.ops import accumulation_dtype, seam
+from zeco_train.ops.attend import attend_at
+from zeco_train.ops.softmax.attended import Attended
+from zeco_train.ops.softmax.attention import attend, attend_backward
+from zeco_train.ops.softmax.span import Span
+from zeco_train.sp.attention.local import LocalAttention
+from zeco_train.sp.attention.registry import build_attention
+from zeco_train.verify.comparisons import Comparisons, Results, Run
+from zeco_train.verify.config import DTYPES, LIMITS, METHODS, SOFTMAX, VerifyConfig
+from zeco_train.verify.reference import Place, processors
+from zeco_train.verify.report import Row
+from zeco_train.verify.runs import gather_tokens
+from zeco_train.verify.sequences import RankedSequence, pieces
+
+# Elements of the scores that are computed at once: 256 MiB in fp64, of which autograd keeps several copies.
+_SCORES = 1 << 25
+
+
+@dataclass(frozen=True)
+class AttentionSequence(RankedSequence):
+    """A sequence of queries, keys and values.
+
+    Attributes:
+        key_heads: G.
+        window: keys that a query reads at most, itself among them; None: no limit.
+    """
+
+    key_heads: int
+    window: int | None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return float(self.key_dim**-0.5)
+
+    def part(self, rank: int) -> Results:
+        """q, k, v and do of one rank's tokens, on the CPU: the same on every rank that asks."""
+        heads = {"q": self.heads, "k": self.key_heads, "v": self.key_heads, "do": self.heads}
+        dims = {"q": self.key_dim, "k": self.key_dim, "v": self.value_dim, "do": self.value_dim}
+        return {
+            name: self.random(f"{name} {rank}", self.batch, self.tokens, heads[name], dims[name]).to(self.dtype)
+            for name in heads
+        }
+
+    def span(self, start: int, stop: int) -> Span:
+        """The queries [start, stop)."""
+        return Span(start, stop, torch.tensor(self.borders) if self.documents else None, self.window)
+
+    def visible(self, start: int, stop: int) -> Tensor:
+        """[queries, keys] bool, by definition: which keys [0, stop) each query of [start, stop) reads."""
+        query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
+        seen = key <= query
+        if self.window is not None:
+            seen &= query - key < self.window
+        if self.documents:
+            document = torch.searchsorted(torch.tensor(self.borders), torch.arange(stop), right=True)
+            seen &= document[start:, None] == document
+        return seen
+
+
+def exact(sequence: AttentionSequence, place: Place) -> Results:
+    """o, dq, dk and dv of this rank's tokens, in fp64 on the CPU. Collective over the ranks of the sequence.
+
+    Each rank has all keys and computes its own queries; gradients of keys and values are summed over ranks.
+    """
+    parts = [sequence.part(rank) for rank in range(sequence.num_ranks)]
+    k, v = (torch.cat([part[name] for part in parts], 1).double() for name in ("k", "v"))
+    q, do = (parts[place.rank][name].double() for name in ("q", "do"))
+    results = {"o": torch.empty_like(do), "dq": torch.empty_like(q)}
+    of_keys = {"dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    own = place.rank * sequence.tokens
+    size = max(1, _SCORES // (sequence.batch * sequence.heads * sequence.seq_len))
+    with processors(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), sdpa_kernel(SDPBackend.MATH):
+        for a, b in pieces(sequence.tokens, size):
+            visible = sequence.visible(own + a, own + b)
+            read = slice(int(visible.any(0).nonzero()[0]), own + b)
+            queries, keys, values = (x.detach().requires_grad_() for x in (q[:, a:b], k[:, read], v[:, read]))
+            o = F.scaled_dot_product_attention(
+                queries.transpose(1, 2),
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
+                attn_mask=visible[:, read],
+                scale=sequence.scale,
+                enable_gqa=True,
+            ).transpose(1, 2)
+            results["o"][:, a:b] = o.detach()
+            results["dq"][:, a:b], dk, dv = torch.autograd.grad(o, (queries, keys, values), do[:, a:b])
+            of_keys["dk"][:, read] += dk
+            of_keys["dv"][:, read] += dv
+    for name, total in of_keys.items():
+        if place.group is not None:
+            dist.all_reduce(total, group=place.group)
+        results[name] = total[:, own : own + sequence.tokens]
+    return results
+
+
+def run_method(
+    sequence: AttentionSequence, tokens: Mapping[str, Tensor], method: seam.AttentionMethod, start: int
+) -> Results:
+    """Forward and backward by a method, of the tokens from position `start` on. Collective over the method's ranks."""
+    q, k, v = (tokens[name].detach().requires_grad_() for name in ("q", "k", "v"))
+    place = seam.Place(
+        "",
+        attention=seam.handle_of(method),
+        offset=start,
+        seq_len=sequence.seq_len,
+        borders=sequence.span(0, sequence.seq_len).borders,
+    )
+    o, _ = attend_at(q, k, v, sequence.scale, place, [seam.Boundary()] * 2, sequence.window)
+    grads = torch.autograd.grad(o, (q, k, v), tokens["do"])
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
+
+
+def run_one_device(sequence: AttentionSequence, part: Mapping[str, Tensor], place: Place) -> dict[str, Results]:
+    """The whole sequence on this rank's device, at once, and with more than one rank also shard by shard.
+
+    Collective: the ranks' tokens are all-gathered. Results as of `exact`, by the name of the run.
+    """
+    whole = {name: gather_tokens(x, place) for name, x in part.items()}
+    runs = {"one device": run_method(sequence, whole, LocalAttention(), 0)}
+    if place.size > 1:
+        runs["one device, in shards"] = _in_shards(sequence, whole)
+    own = slice(place.rank * sequence.tokens, (place.rank + 1) * sequence.tokens)
+    return {name: {of: x[:, own].clone() for of, x in run.items()} for name, run in runs.items()}
+
+
+def _in_shards(sequence: AttentionSequence, tokens: Mapping[str, Tensor]) -> Results:
+    """The queries of each shard with the keys of one shard after the other, its own first.
+
+    Not at odd places: outputs and gradients of a part are rounded before they are summed, which is most of the noise,
+    and with documents the number of a query's parts depends on where the cuts are.
+    """
+    q, k, v, do = (tokens[name] for name in ("q", "k", "v", "do"))
+    wide = accumulation_dtype(q.dtype)
+    results = {name: torch.zeros_like(x, dtype=wide) for name, x in (("o", do), ("dq", q), ("dk", k), ("dv", v))}
+    bounds = pieces(sequence.seq_len, sequence.tokens)
+    for number, (a, b) in enumerate(bounds):
+        span, earlier = sequence.span(a, b), bounds[number::-1]
+        parts = [attend(q[:, a:b], k[:, c:d], v[:, c:d], span, c, sequence.scale) for c, d in earlier]
+        lse = torch.stack([part.lse for part in parts]).logsumexp(0)
+        for part in parts:
+            results["o"][:, a:b] += part.o.to(wide) * (part.lse - lse).exp().mT.unsqueeze(-1)
+        merged = Attended(results["o"][:, a:b].to(q.dtype), lse)
+        for c, d in earlier:
+            grads = attend_backward(do[:, a:b], q[:, a:b], k[:, c:d], v[:, c:d], merged, span, c, sequence.scale)
+            for name, (first, last), grad in zip(("dq", "dk", "dv"), ((a, b), (c, d), (c, d)), grads, strict=True):
+                results[name][:, first:last] += grad
+    return {name: x.to(q.dtype) for name, x in results.items()}
+
+
+class AttentionCases:
+    """The cases of softmax attention, row by row. Collective throughout.
+
+    Args:
+        config: resolved.
+        meshes: by the number of ranks that share a sequence.
+        compare: makes the rows.
+    """
+
+    def __init__(self, config: VerifyConfig, meshes: Mapping[int, ProcessMesh], compare: Comparisons) -> None:
+        self._config, self._meshes, self._compare = config, meshes, compare
+        self._groups: dict[int, ProcessGroup] = {}
+        self._methods: dict[tuple[int, str], seam.AttentionMethod] = {}
+        self._skipped: set[tuple[int, str]] = set()
+
+    def rows(self) -> Iterator[Row]:
+        """Compute the rows one by one; the same on every rank."""
+        config = self._config
+        for mesh, tokens, documents, dtype in itertools.product(
+            self._meshes.values(), config.attention_tokens, config.documents_or_not, config.dtypes
+        ):
+            for window in config.windows(tokens):
+                yield from self._sequence(mesh, self._make(mesh, tokens, dtype, documents, window), dtype)
+                self._compare.free()
+
+    def _make(
+        self, mesh: ProcessMesh, tokens: int, dtype: str, documents: bool, window: int | None
+    ) -> AttentionSequence:
+        config = self._config
+        return AttentionSequence(
+            name=f"{config.seed} {mesh.dp_rank} {dtype} {tokens} {documents} {window}",
+            tokens=tokens,
+            num_ranks=mesh.sp_size,
+            batch=1 if documents else config.batch,
+            heads=config.heads,
+            key_dim=config.key_dim,
+            # FlashAttention has one width of heads.
+            value_dim=config.key_dim,
+            dtype=DTYPES[dtype],
+            documents=documents,
+            key_heads=config.num_key_heads,
+            window=window,
+        )
+
+    def _sequence(self, mesh: ProcessMesh, sequence: AttentionSequence, dtype: str) -> Iterator[Row]:
+        place, compare = Place.of(mesh), self._compare
+        layout = f"{SOFTMAX}, {'documents' if sequence.documents else 'one document'}"
+        layout += "" if sequence.window is None else f", window {sequence.window}"
+        row = Row(dtype, sequence.tokens, sequence.num_ranks, layout, "", limit=LIMITS[dtype])
+        compare.enter(row, "float64 on the CPU")
+        expected = {name: x.to(compare.device) for name, x in exact(sequence, place).items()}
+        compare.enter(row, "one device")
+        part = {name: x.to(compare.device) for name, x in sequence.part(place.rank).items()}
+        runs = self._runs(mesh, sequence, part, place)
+        yield from compare.rows(row, expected, run_one_device(sequence, part, place), runs)
+
+    def _runs(self, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: Place) -> Iterator[Run]:
+        # On one rank every method is that of one device.
+        for name in self._config.methods if mesh.sp_size > 1 else ():
+            if (mesh.sp_size, name) not in self._skipped:
+                yield name, partial(self._run, name, mesh, sequence, part, place)
+
+    def _run(
+        self, name: str, mesh: ProcessMesh, sequence: AttentionSequence, part: Results, place: Place
+    ) -> tuple[Results, str]:
+        key = mesh.sp_size, name
+        if (problem := METHODS[name].heads_problem(sequence.heads, sequence.key_heads, mesh.sp_size)) is not None:
+            self._skipped.add(key)
+            return {}, problem
+        if key not in self._methods:
+            if mesh.sp_size not in self._groups:
+                self._groups[mesh.sp_size] = attention_group(mesh)
+            timeout = timedelta(seconds=self._config.timeout)
+            self._methods[key] = build_attention(METHODS[name], self._groups[mesh.sp_size], timeout)
+        return run_method(sequence, part, self._methods[key], place.rank * sequence.tokens), ""

@@ -1,0 +1,66 @@
+"""Rows of one sequence: one device twice, then whatever spreads it over ranks, each against the same exact results."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zeco_train.distributed.mesh import gather
+from zeco_train.verify.report import Deviation, Row, deviations
+
+Results = dict[str, Tensor]
+# A name, and its results, or the reason why these ranks cannot run it.
+Run = tuple[str, Callable[[], tuple[Results, str]]]
+
+
+class Comparisons:
+    """What the kinds of sequences have in common. Collective throughout.
+
+    Args:
+        world_size: ranks of the job.
+        device: of this rank.
+        enter: called with a description of the current phase of this rank.
+    """
+
+    def __init__(self, world_size: int, device: torch.device, enter: Callable[[str], None]) -> None:
+        self.world_size, self.device, self._enter = world_size, device, enter
+
+    def enter(self, row: Row, phase: str) -> None:
+        """Begin a phase of a row's sequence."""
+        self._enter(f"{row.dtype}, {row.sp_size} × {row.tokens} tokens: {phase}")
+
+    def rows(self, row: Row, expected: Results, one_device: dict[str, Results], runs: Iterable[Run]) -> Iterator[Row]:
+        """The rows of a sequence.
+
+        Args:
+            row: of the sequence.
+            expected: this rank's results in fp64, on its device.
+            one_device: the runs on one device, by name; two where there are `runs`.
+            runs: over the ranks.
+        """
+        for name, run in one_device.items():
+            yield replace(row, backend=name, deviations=self.gather(deviations(run, expected)))
+        for name, action in runs:
+            self.enter(row, name)
+            results, reason = action()
+            if reason:
+                yield replace(row, backend=name, reason=reason)
+            else:
+                found = self.gather(deviations(results, expected, tuple(one_device.values())))
+                yield replace(row, backend=name, deviations=found)
+
+    def gather(self, own: dict[str, Deviation]) -> tuple[dict[str, Deviation], ...]:
+        """All-gather the deviations of all ranks. Nothing is in flight after it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return tuple(gather(own, self.world_size))
+
+    def free(self) -> None:
+        """Free cached memory between sequences: the next ones may need all of it, in blocks of other sizes."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
