@@ -42,7 +42,8 @@ def test_costs_match_hand_calculation() -> None:
     assert blocks == round(math.sqrt(254 * 2e-11 * 1e6 / 1e-5)) == 23
     # (P − 2 + b)(α + βS/b), by hand.
     assert CHAIN.seconds(costs, sized, blocks) == pytest.approx(277 * (1e-5 + 2e-11 * 1e6 / 23))
-    assert TWO_SHOT.seconds(costs, sized, None) == pytest.approx(2 * (1e-5 + 2e-5 * 255 / 256))
+    # 1,000 columns for 256 owners: 4 each, of at most 2 heads, whose transitions are as large as a column with K = 1.
+    assert TWO_SHOT.seconds(costs, sized, None) == pytest.approx(2 * 1e-5 + 2e-11 * 255 * (2 * 4 + 2) * 1000)
 
 
 def test_load_gives_state_and_transition_bytes() -> None:

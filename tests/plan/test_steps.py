@@ -281,7 +281,7 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
 
     with (
         recording(dist, "isend", lambda tensor, **_: tensor.nbytes),
-        recording(dist, "broadcast", lambda tensor, src=None, group_src=None, **_: tensor.nbytes * (src == rank)),
+        recording(dist, "broadcast", lambda tensor, *, group_src, **_: tensor.nbytes * (group_src == rank)),
         recording(
             dist, "all_to_all_single", lambda into, parts, *_, **__: parts.nbytes * (world_size - 1) // world_size
         ),

@@ -2,7 +2,8 @@
 
 collectives, operator, attention, model and decode compare variants; operator_cpu, loader, documents and checkpoint
 measure the operator on a CPU, data loading, and how long a checkpoint blocks training.
-`python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures.
+`python -m zeco_train.bench plot results.json …` draws the results of several runs into the same figures;
+`python -m zeco_train.bench paper out=FOLDER` the papers' figures, with a model's values and ours. Neither needs a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from zeco_train.bench import (
     operator_cpu,
 )
 from zeco_train.bench.config import BenchConfig, CaseConfig, describe
+from zeco_train.bench.paper.command import paper
 from zeco_train.bench.report import LogLines, Report
 from zeco_train.bench.session import Session
 from zeco_train.errors import ConfigError
@@ -69,8 +71,11 @@ def _run(arguments: list[str], job: Job) -> int:
     if case == "plot":
         print("\n".join(str(path) for path in figures.plot_files(rest)))
         return 0
+    if case == "paper":
+        print("\n".join(str(path) for path in paper(rest)))
+        return 0
     if case not in _CASES:
-        raise ConfigError("case", case, f"must be {', '.join(_CASES)} or plot")
+        raise ConfigError("case", case, f"must be {', '.join(_CASES)}, plot or paper")
     config = _CASES[case][0].load(rest)
     job.enter("joining the other ranks")
     session = Session.open(config, job.launch, job)

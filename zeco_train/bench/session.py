@@ -96,7 +96,8 @@ class Session:
         key = purpose, f"{config!r} {with_halo}"
         if key not in self._scans:
             halo = halo_groups(self.mesh) if with_halo else None
-            self._scans[key] = build_scan(config, self.mesh.scan_groups, self.mesh.timeout, self.device, halo)
+            mesh = self.mesh
+            self._scans[key] = build_scan(config, mesh.scan_groups, mesh.timeout, self.device, halo, mesh.topology)
         return self._scans[key]
 
     def drain(self) -> None:

@@ -9,7 +9,7 @@ rank's `carry_in` is read; `carry_out` is the fold over all ranks, computed on e
 
 On the wire, per rank: S (V + 1)/V bytes, with matrices S (V + K)/V, sent to each of P − 1 others, as many received.
 Rounds: 1.
-Time = α' + (P − 1)(α'' + β'S). Peak memory: P pairs.
+Time = α' + (P − 1)(α'' + β'(S + A)), with A bytes of a transition; over nodes those between them. Peak memory: P pairs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class _Gather(ScanJob):
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
-    return costs.exchange + (load.ranks - 1) * (costs.exchange_peer + costs.exchange_byte * load.state_bytes)
+    # A ring: each step lasts as long as its slowest hop.
+    hop = costs.farthest(load.nodes)
+    pair = load.state_bytes + load.transition_bytes
+    return hop.exchange + (load.ranks - 1) * (hop.exchange_peer + hop.exchange_byte * pair)
 
 
 ALL_GATHER = ScanSpec(

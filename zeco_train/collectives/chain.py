@@ -8,7 +8,8 @@ of rounds is P − 2 + b. With α seconds per message and β seconds per byte,
 
     T(b) = (P − 2 + b)(α + βS/b),    least at b = √((P − 2)βS/α)
 
-and in one kernel, whose blocks flow in parallel, T = α₀ + (P − 1)α + βS.
+or, over nodes, the sum of all hops' α + βS/b, and b − 1 times that of the slowest; and in one kernel, whose blocks flow
+in parallel, T = α₀ + (P − 1)α + βS.
 """
 
 from __future__ import annotations
@@ -146,16 +147,26 @@ class _Chain(ScanJob):
 
 
 def best_blocks(costs: Costs, load: Load) -> int:
-    """The fastest number of blocks, √((P − 2)βS/α) rounded to an integer from 1 to the H · V columns of a state."""
-    exact = math.sqrt(max(load.ranks - 2, 0) * costs.byte * load.state_bytes / costs.message)
-    return max(1, min(load.columns, round(exact)))
+    """The fastest number of blocks, from 1 to the H · V columns of a state.
+
+    With α and β of the slowest hop and B the sum of β over all others, √(BS/α), rounded; for equal hops √((P − 2)βS/α).
+    """
+    hops = costs.along(load)
+    whole = sum(hop.byte for hop in hops)
+    # The slowest hop is that with the largest α if blocks are small, or with the largest β.
+    counts = {
+        max(1, min(load.columns, round(math.sqrt(max(whole - hop.byte, 0.0) * load.state_bytes / hop.message))))
+        for hop in set(hops)
+    }
+    return min(counts, key=lambda blocks: _seconds(costs, load, blocks))
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     """T; `blocks` applies to messages only."""
     if costs.link is Link.symmetric or blocks is None:
         return costs.start + (load.ranks - 1) * costs.message + costs.byte * load.state_bytes
-    return (load.ranks - 2 + blocks) * (costs.message + costs.byte * load.state_bytes / blocks)
+    hops = [hop.message + hop.byte * load.state_bytes / blocks for hop in costs.along(load)]
+    return sum(hops) + (blocks - 1) * max(hops)
 
 
 CHAIN = ScanSpec(

@@ -38,6 +38,7 @@ class Costs:
         message, byte: α in seconds and β in seconds per byte, of point-to-point messages.
         exchange, exchange_peer, exchange_byte: α', α'' and β', of an exchange between all ranks.
         start: α₀, fixed cost of a kernel.
+        between: the costs between nodes; None: the link is that of one node, or knows no difference.
     """
 
     link: Link
@@ -47,36 +48,66 @@ class Costs:
     exchange_peer: float
     exchange_byte: float
     start: float = 0.0
+    between: Costs | None = None
+
+    def farthest(self, nodes: int) -> Costs:
+        """The costs of the longest hop over this many nodes: between them, if there are several."""
+        return self.between if self.between is not None and nodes > 1 else self
+
+    def along(self, load: Load) -> tuple[Costs, ...]:
+        """The costs of the P − 1 hops from each rank to the next."""
+        return (self,) * (load.ranks - load.nodes) + (self.farthest(load.nodes),) * (load.nodes - 1)
+
+    def exchange_seconds(self, load: Load, part: float) -> float:
+        """Time of an all-to-all with `part` bytes from each rank to each other: α' + Σ (α'' + β' part)."""
+        far, mates = self.farthest(load.nodes), load.per_node - 1
+        inside = mates * (self.exchange_peer + self.exchange_byte * part)
+        return far.exchange + inside + (load.ranks - 1 - mates) * (far.exchange_peer + far.exchange_byte * part)
 
 
+# Assumed: 10 µs and 50 GB/s between nodes; not measured here.
+_ACROSS = Costs(Link.nccl_across_nodes, 2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11)
+# 2 × H200 (the messages: also 4), torch 2.11, 0.5 to 8 MB, inside CUDA graphs; packing and folds included.
+_NCCL = Costs(Link.nccl, 2.0e-5, 4.0e-12, 2.9e-5, 1e-6, 1.2e-11)
 MEASURED = {
     costs.link: costs
     for costs in (
         # 2 to 4 processes on 2 cores, torch 2.13, 0.03 to 4 MB.
         Costs(Link.gloo, 3e-4, 7e-10, 8e-4, 3e-4, 3e-9),
-        # 2 × H200 (the messages: also 4), torch 2.11, 0.5 to 8 MB, inside CUDA graphs; packing and folds included.
-        Costs(Link.nccl, 2.0e-5, 4.0e-12, 2.9e-5, 1e-6, 1.2e-11),
-        # Assumed: 10 µs and 50 GB/s between nodes; not measured here.
-        Costs(Link.nccl_across_nodes, 2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11),
+        _NCCL,
+        # Inside a node NCCL's.
+        replace(_NCCL, link=Link.nccl_across_nodes, between=_ACROSS),
         # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one.
         Costs(Link.symmetric, 5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6),
     )
 }
 
 
-def assumed_costs(message: float | None, byte: float | None) -> dict[Link, Costs]:
+def assumed_costs(
+    message: float | None = None,
+    byte: float | None = None,
+    node_message: float | None = None,
+    node_byte: float | None = None,
+) -> dict[Link, Costs]:
     """The costs of every link with assumed values in place of measured ones; None keeps the measured value.
 
     Args:
         message: α and α', seconds per message.
         byte: β and β', seconds per byte.
+        node_message: like `message`, between nodes.
+        node_byte: like `byte`, between nodes.
     """
-    changes: dict[str, Any] = {}
-    if message is not None:
-        changes |= {"message": message, "exchange": message}
-    if byte is not None:
-        changes |= {"byte": byte, "exchange_byte": byte}
-    return {link: replace(costs, **changes) for link, costs in MEASURED.items()}
+
+    def changed(costs: Costs, message: float | None, byte: float | None) -> Costs:
+        changes: dict[str, Any] = {}
+        if message is not None:
+            changes |= {"message": message, "exchange": message}
+        if byte is not None:
+            changes |= {"byte": byte, "exchange_byte": byte}
+        between = None if costs.between is None else changed(costs.between, node_message, node_byte)
+        return replace(costs, between=between, **changes)
+
+    return {link: changed(costs, message, byte) for link, costs in MEASURED.items()}
 
 
 @dataclass(frozen=True)
@@ -88,12 +119,19 @@ class Load:
         shape: of a state, [B, H, K, V].
         itemsize: bytes per element.
         matrices: the transitions are matrices [B, H, K, K] rather than log-decays [B, H, K].
+        nodes: machines that hold the ranks.
     """
 
     ranks: int
     shape: tuple[int, ...]
     itemsize: int
     matrices: bool = False
+    nodes: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        return self.ranks // self.nodes
 
     @property
     def state_bytes(self) -> int:

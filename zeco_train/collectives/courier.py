@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives.scan import PendingScan, Promise, scan_alone
+from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
@@ -67,6 +68,18 @@ class ScanJob(ABC):
         self.scan.incoming.deliver(request.first_incoming())
         return request.state if request.carry_in is None else fold(request.state, request.transition, request.carry_in)
 
+    def broadcast_carry(self) -> None:
+        """Deliver the carry, if it is wanted, from the last rank, whose incoming state has been delivered."""
+        scan, wire, request = self.scan, self.wire, self.request
+        if scan.carry is None:
+            return
+        if wire.is_last:
+            carry = fold(request.state, request.transition, scan.incoming.get()).contiguous()
+        else:
+            carry = torch.empty_like(request.state, memory_format=torch.contiguous_format)
+        wire.broadcast(carry, wire.size - 1, "carry_out").wait()
+        scan.carry.deliver(carry)
+
     @abstractmethod
     def run(self) -> None:
         """The remaining work, on the courier's thread or stream."""
@@ -93,14 +106,16 @@ class Courier:
     Args:
         group: ranks of the scan; the group must carry scans of one direction and nothing else.
         timeout: bound of each wait for a peer.
+        topology: nodes of the group's ranks; also an attribute. None: all are on this machine.
 
     Attributes:
         checks: called before each launch and by `drain`; each raises `CommunicationError` for a failed scan that no
             call of this process has noticed.
     """
 
-    def __init__(self, group: ProcessGroup, timeout: timedelta) -> None:
+    def __init__(self, group: ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> None:
         self.group, self.timeout = group, timeout
+        self._topology = topology
         self.checks: list[Callable[[], None]] = []
         self._wires: dict[tuple[str, bool], Wire] = {}
         self._lane = _Lane()
@@ -114,6 +129,13 @@ class Courier:
     def size(self) -> int:
         """Ranks of the group."""
         return dist.get_world_size(self.group)
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes of the group's ranks."""
+        if self._topology is None:
+            self._topology = Topology.one_node(self.size)
+        return self._topology
 
     def wire(self, operation: str, reverse: bool) -> Wire:
         """The group as a `Wire` for the named collective. Errors as of `Wire`."""

@@ -83,7 +83,8 @@ class _Neighbour(ScanJob):
 
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
-    return costs.message + costs.byte * load.state_bytes
+    hop = costs.farthest(load.nodes)
+    return hop.message + hop.byte * load.state_bytes
 
 
 NEIGHBOUR = ScanSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeco_train.collectives.all_gather import ALL_GATHER
 from zeco_train.collectives.chain import CHAIN
 from zeco_train.collectives.doubling import DOUBLING
+from zeco_train.collectives.lane import LANE
 from zeco_train.collectives.serial import SERIAL
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.two_shot import TWO_SHOT
@@ -14,5 +15,6 @@ ALL_SCANS: tuple[ScanSpec, ...] = (
     CHAIN,
     TWO_SHOT,
     DOUBLING,
+    LANE,
 )
 SCANS: dict[str, ScanSpec] = {scan.name: scan for scan in (SERIAL, ALL_GATHER, *ALL_SCANS)}

@@ -5,7 +5,8 @@ Receiving and sending are two calls, with the caller's outputs between them, so 
     rank p:  receive R_p from p−1  →  (outputs that use R_p)  →  R_{p+1} = A_p R_p + S_p  →  send to p+1
 
 On the wire: S bytes from each rank but the last, in one message; `carry_out` adds a broadcast of S from the last rank.
-Rounds: P. Time = P(α + βS + compute between receive and send). No courier is involved: each step runs in its caller.
+Rounds: P − 1. Time = Σ (α + βS) over the hops, and P times the compute between receive and send. No courier is
+involved: each step runs in its caller.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class PendingSerialScan:
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     """Messages only; the caller adds the ranks' compute between them."""
-    return (load.ranks - 1) * (costs.message + costs.byte * load.state_bytes)
+    return sum(hop.message + hop.byte * load.state_bytes for hop in costs.along(load))
 
 
 SERIAL = ScanSpec(

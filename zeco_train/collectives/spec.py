@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.courier import Courier
 from zeco_train.collectives.one_kernel import Kernel
+from zeco_train.collectives.topology import Topology
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
 
@@ -26,7 +27,9 @@ class ScanSpec:
         kernel: one-kernel implementation over symmetric memory; None if there is none.
         held_states: ranks → states held by a rank during the scan, besides its own.
         in_series: each rank computes between receiving and sending, so no compute hides the scan.
-        automatic: `auto` may choose it: its times were measured.
+        problem: topology → why the scan cannot run over these nodes, for a message; None if it can.
+        automatic: its times were measured: `auto` may choose it on one node. Between nodes no scan's times were
+            measured, and all compete by the model.
         line: matplotlib line style.
     """
 
@@ -39,8 +42,9 @@ class ScanSpec:
     kernel: Kernel | None = None
     held_states: Callable[[int], int] = lambda ranks: 0
     in_series: bool = False
+    problem: Callable[[Topology], str | None] = lambda topology: None
     automatic: bool = True
-    line: str = "-"
+    line: str | tuple[int, tuple[int, ...]] = "-"
 
     def start(self, request: ScanRequest, courier: Courier, blocks: int | None = None) -> LaunchedScan:
         """Start a scan over messages; `blocks` applies if states are sent in blocks. Errors as of `Courier.launch`."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -62,19 +61,12 @@ def request_problem(request: ScanRequest) -> str | None:
     return f"{elements} elements" if elements >= 1 << 30 else None
 
 
-def hosts_of(courier: Courier) -> list[str]:
-    """Host name of every rank. Collective; synchronises with the device if the group has no CPU backend."""
-    hosts = [""] * dist.get_world_size(courier.group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=courier.group)
-    return hosts
-
-
 def transport_problem(courier: Courier, device: torch.device) -> str | None:
     """Why the courier's ranks cannot use symmetric memory, the same on all of them; None if they can. Collective."""
     if device.type != "cuda":
         return f"the states are on {device.type}"
-    if len(set(hosts := hosts_of(courier))) > 1:
-        return f"the ranks are on {len(set(hosts))} machines"
+    if len(hosts := courier.topology.hosts) > 1:
+        return f"the ranks are on {len(hosts)} machines"
     try:
         on_all_ranks(lambda: import_module("triton"), courier.group)
         # Try it: the reasons why peer access fails differ from machine to machine.

@@ -134,6 +134,17 @@ class Wire:
         tensors = [message.tensor for _, message in messages]
         return [Transfer(self, work, ", ".join(names), None, *tensors) for work in works]
 
+    def open_exchange(self, received: Sequence[Message], tag: int) -> Exchange:
+        """Messages both ways between ranks, whose receives are posted at once where that is possible.
+
+        The requirements of `exchange` hold.
+
+        Args:
+            received: messages to receive.
+            tag: that no other messages between these ranks have.
+        """
+        return Exchange(self, received, tag)
+
     def broadcast(self, tensor: Tensor, position: int, what: str) -> Transfer:
         """Start to copy `tensor` of the rank at `position` into that of every other rank."""
         source = self.group_rank(position)
@@ -217,6 +228,30 @@ class Wire:
         if any(sign in text for sign in ("connection closed", "connection reset", "broken pipe", "socket closed")):
             return "connection lost"
         return message.strip().splitlines()[0] if message.strip() else "failed without a message"
+
+
+class Exchange:
+    """Messages between ranks that send to each other; see `Wire.open_exchange`.
+
+    gloo finds a message's receive by its tag, so receives can wait from the start. NCCL matches the messages of two
+    ranks by their order: two ranks that post their receives first would wait for each other.
+    """
+
+    def __init__(self, wire: Wire, received: Sequence[Message], tag: int) -> None:
+        self._wire, self._tag, self._received = wire, tag, received
+        self._posted: list[Transfer] | None = None
+        if not any(message.tensor.is_cuda for message in received):
+            self._posted = [wire.receive(*message[:2], tag, message.what) for message in received]
+
+    def start(self, sent: Sequence[Message]) -> tuple[list[Transfer], list[Transfer]]:
+        """Start to send, once.
+
+        Returns:
+            What to wait for before received tensors are read, and sends to wait for later.
+        """
+        if self._posted is None:
+            return self._wire.exchange(sent, self._received), []
+        return self._posted, [self._wire.send(*message[:2], self._tag, message.what) for message in sent]
 
 
 # torch 2.13 renames this function and deprecates the old name, the only one in torch 2.11.

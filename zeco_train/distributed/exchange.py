@@ -39,7 +39,7 @@ def build_exchange(
         ConfigError: the ranks, or the model's heads, do not support the configuration.
     """
     halo = halo_groups(mesh) if spec_of(model).needs_halo else None
-    scan = build_scan(config, mesh.scan_groups, mesh.timeout, mesh.device, halo)
+    scan = build_scan(config, mesh.scan_groups, mesh.timeout, mesh.device, halo, mesh.topology)
     scan.attention = build_softmax(config, model, mesh, seq_len, dtype) or scan.attention
     return scan
 

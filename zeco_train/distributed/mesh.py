@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.reader import DataSplit
+from zeco_train.collectives.topology import Topology, find_topology
 from zeco_train.distributed.postmortem import record_communication
 from zeco_train.errors import CommunicationError, ConfigError, ZecoError
 from zeco_train.sp.registry import BACKENDS
@@ -123,6 +124,7 @@ class ProcessMesh:
         scan_groups: the SP group twice, for forward and reverse scans. A communicator serialises its operations, so
             each direction has its own.
         timeout: of every communication.
+        topology: nodes of the ranks of the SP group, by host names.
     """
 
     rank: int
@@ -131,6 +133,7 @@ class ProcessMesh:
     devices: DeviceMesh
     scan_groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
     timeout: timedelta
+    topology: Topology
 
     @property
     def dp_size(self) -> int:
@@ -194,12 +197,18 @@ def resolve_sp_size(sp_size: int, world_size: int, backend: str) -> int:
     return sp_size
 
 
-def init_mesh(launch: Launch, sp_size: int, device: torch.device, timeout: timedelta) -> ProcessMesh:
-    """Initialise the default process group, if it is not yet, and create the mesh."""
+def init_mesh(
+    launch: Launch, sp_size: int, device: torch.device, timeout: timedelta, topology: Topology | None = None
+) -> ProcessMesh:
+    """Initialise the default process group, if it is not yet, and create the mesh.
+
+    `topology`: nodes of the SP group's ranks; None finds them.
+    """
     join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
     groups = _scan_groups(devices, device, timeout, "scan")
-    return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout)
+    topology = topology or find_topology(devices.get_group("sp"))
+    return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout, topology)
 
 
 def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
@@ -218,7 +227,8 @@ def _scan_groups(
     """The SP group twice, for forward and reverse scans. Collective."""
     rows = devices.mesh.tolist()
     # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
-    urgent = device.type == "cuda"
+    # A fake process group (`plan … dry_run=true`) has no streams.
+    urgent = device.type == "cuda" and dist.get_backend() != "fake"
     forward, reverse = (_group(rows, timeout, f"{name} {way}", urgent=urgent) for way in ("forward", "reverse"))
     return forward, reverse
 

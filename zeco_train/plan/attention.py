@@ -78,7 +78,7 @@ def plan_exchanges(case: Case, backend: BackendSpec, method: MethodSpec | None =
     sent = seconds = 0.0
     if backend.scans and case.sp_size > 1:
         link = case.machine.node_link if case.crosses_nodes else case.machine.link
-        latency = case.machine.scans[case.link].exchange
+        latency = case.machine.scans[case.link].farthest(case.topology.nodes).exchange
         for block, attention in attention_blocks(case):
             costs, passes = method_costs(case, attention, method), block.count * case.passes
             sent += passes * costs.sent

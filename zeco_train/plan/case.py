@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
+from zeco_train.collectives.topology import Topology
 from zeco_train.config.schema import Compile, Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.exchange import check_softmax
@@ -122,9 +123,25 @@ class Case:
         return self.sp_size > self.gpus_per_node or straddles
 
     @property
+    def topology(self) -> Topology:
+        """Nodes of the ranks of a sequence, of the group that is on most of them; as configured, if it is.
+
+        Raises:
+            ConfigError: the ranks do not fill the configured nodes.
+        """
+        found = Topology((self.sp_size,))
+        if self.crosses_nodes:
+            groups = (range(first, first + self.sp_size) for first in range(0, self.world_size, self.sp_size))
+            hosts = ([str(rank // self.gpus_per_node) for rank in group] for group in groups)
+            found = max(map(Topology.of_hosts, hosts), key=lambda topology: topology.nodes)
+        return self.config.sp.topology(found)
+
+    @property
     def link(self) -> Link:
         """The link of messages between the processes of a sequence; symmetric memory is All-Scan's alone."""
-        return Link.gloo if self.machine.is_cpu else Link.nccl_across_nodes if self.crosses_nodes else Link.nccl
+        if self.machine.is_cpu:
+            return Link.gloo
+        return Link.nccl if self.topology.nodes == 1 else Link.nccl_across_nodes
 
     @property
     def shards(self) -> int:
@@ -161,7 +178,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     """The requested case, and the assumptions made for it, one per line.
 
     Raises:
-        ConfigError: an invalid split of the ranks.
+        ConfigError: an invalid split of the ranks, or a scan that cannot run over their nodes.
     """
     settings, config, notes = request.settings, request.config, []
     gpu = settings.gpu or (Gpu.cpu if config.train.device is Device.cpu else Gpu.h200)
@@ -180,7 +197,9 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     check_softmax(config.sp, config.model, sp_size)
     # CPU ranks always share a machine.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
-    return Case(config, world_size, sp_size, _machine(request, gpu), per_node), notes
+    case = Case(config, world_size, sp_size, _machine(request, gpu), per_node)
+    config.sp.scans_over(case.topology)
+    return case, notes
 
 
 def _machine(request: Request, gpu: Gpu) -> Machine:
@@ -201,7 +220,12 @@ def _machine(request: Request, gpu: Gpu) -> Machine:
         link=given(settings.link_gbps, known.link),
         node_link=given(settings.node_gbps, known.node_link),
         scans=assumed_costs(
-            None if settings.scan_alpha_us is None else settings.scan_alpha_us * 1e-6,
-            None if settings.scan_gbps is None else 1e-9 / settings.scan_gbps,
+            *_alpha_and_beta(settings.scan_alpha_us, settings.scan_gbps),
+            *_alpha_and_beta(settings.scan_node_alpha_us, settings.scan_node_gbps),
         ),
     )
+
+
+def _alpha_and_beta(microseconds: float | None, gigabytes: float | None) -> tuple[float | None, float | None]:
+    """Seconds a message, and seconds a byte."""
+    return None if microseconds is None else microseconds * 1e-6, None if gigabytes is None else 1e-9 / gigabytes

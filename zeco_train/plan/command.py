@@ -1,4 +1,4 @@
-"""The command `python -m zeco_train.plan`: a command line in, a plan out. Connects no ranks and starts nothing."""
+"""The command `python -m zeco_train.plan`: a command line in, a plan out. Connects no ranks; a dry run starts one."""
 
 from __future__ import annotations
 
@@ -28,15 +28,21 @@ def run(arguments: Sequence[str]) -> str:
     """The plan's text; its JSON is written where the command line asks.
 
     Raises:
-        ZecoError: an error in the command line, or a file that cannot be written.
+        ZecoError: an error in the command line, a file that cannot be written, or a dry run that cannot start.
     """
     request = parse(arguments)
     settings = request.settings
     warn_of_replacing([] if settings.json is None else [settings.json])
     plan = make_plan(request)
-    text = as_text(plan)
+    text, values = as_text(plan), as_json(plan)
+    if settings.dry_run:
+        # Not at the top: the parts of a run take seconds to import, and a plan needs none of them.
+        from zeco_train.plan.dry_run import dry_run
+
+        found = dry_run(plan.planned.case, settings.rank)
+        text, values = f"{text}\n\n{found.as_text(plan.planned)}", values | {"dry_run": found.as_json()}
     if settings.json is not None:
-        write_json_result(Path(settings.json), as_json(plan))
+        write_json_result(Path(settings.json), values)
     return text
 
 

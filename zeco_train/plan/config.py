@@ -28,8 +28,13 @@ class PlanSettings:
         bandwidth_gbps: achieved memory bandwidth of a device, GB/s.
         link_gbps, node_gbps: achieved bandwidth between devices of a node, and of different nodes, GB/s per device and
             direction.
-        scan_alpha_us, scan_gbps: of the scan's messages: α in µs, and 1/β in GB/s, instead of the measured values.
+        scan_alpha_us, scan_gbps: of the scan's messages in a node: α in µs, and 1/β in GB/s, instead of the measured
+            values.
+        scan_node_alpha_us, scan_node_gbps: the same between nodes, instead of the assumed values.
         token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
+        dry_run: also build a rank of the run without its peers, by torch's fake process group, and run a step of it for
+            shapes; on a CPU with few tokens.
+        rank: of the dry run.
         json: output file for the plan.
     """
 
@@ -44,7 +49,11 @@ class PlanSettings:
     node_gbps: float | None = None
     scan_alpha_us: float | None = None
     scan_gbps: float | None = None
+    scan_node_alpha_us: float | None = None
+    scan_node_gbps: float | None = None
     token_budget: float | None = None
+    dry_run: bool = False
+    rank: int = 0
     json: str | None = None
 
     def validate(self) -> None:
@@ -57,6 +66,10 @@ class PlanSettings:
             value = getattr(self, entry.name)
             if entry.type == "float | None" and value is not None and not 0 < value <= _LARGEST:
                 raise ConfigError(entry.name, value, f"must be > 0 and ≤ {_LARGEST:g}")
+        if not 0 <= self.rank < _MOST_RANKS:
+            raise ConfigError("rank", self.rank, f"must be ≥ 0 and < {_MOST_RANKS}")
+        if self.rank and not self.dry_run:
+            raise ConfigError("rank", self.rank, "would be ignored; it needs dry_run=true")
         if not 0 <= self.headroom < 1:
             raise ConfigError("headroom", self.headroom, "must be ≥ 0 and < 1")
         if self.json is not None:
@@ -115,6 +128,7 @@ def describe() -> str:
     return (
         "usage: python -m zeco_train.plan [KEY=VALUE ...]\n\n"
         "Says what a run of train.py with the same overrides would take of memory, wire and time; starts nothing.\n"
+        "With dry_run=true it also builds one rank without its peers and runs a step of it for shapes.\n"
         "The exit code is 0 also where the run does not fit: the plan says so, and what would.\n"
         "  python -m zeco_train.plan +experiment=gla_1b_16k\n"
         "  python -m zeco_train.plan +experiment=gla_1b_16k sp.size=256 data.seq_len=4194304 token_budget=100e9\n"

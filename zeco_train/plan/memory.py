@@ -223,7 +223,7 @@ def _state_bytes(case: Case) -> float:
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
         kept += case.segments + 2
-    held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans), default=0)
+    held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans_over(case.topology)), default=0)
     of_all_layers = case.batch * case.spec.state_elements * case.wide_bytes
     return float(kept * of_all_layers + held * case.state_bytes)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.spec import AttentionSpec
+from zeco_train.collectives.cost_model import Costs
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
@@ -319,15 +320,20 @@ def _option_line(option: Option, mark: str) -> str:
 
 def _assumptions(case: Case) -> dict[str, str]:
     machine = case.machine
-    costs = costs_of(case, case.config.sp.scans)
+    costs = costs_of(case, case.config.sp.scans_over(case.topology))
+    between = "" if costs.between is None else f"; between nodes {_alpha_beta(costs.between)}"
     dtype = case.config.train.dtype
     return {
         "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
         "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",
         "between devices, between nodes": f"{machine.link / 1e9:.4g}, {machine.node_link / 1e9:.4g} GB/s",
-        "scans": f"{costs.link.value}: α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s",
+        "scans": f"{costs.link.value}: {_alpha_beta(costs)}{between}",
         **_operators(case),
     }
+
+
+def _alpha_beta(costs: Costs) -> str:
+    return f"α {costs.message * 1e6:.3g} µs, 1/β {1e-9 / costs.byte:.4g} GB/s"
 
 
 def _operators(case: Case) -> dict[str, str]:

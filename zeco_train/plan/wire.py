@@ -84,6 +84,8 @@ def scan_choice(
 ) -> Choice | None:
     """Time of one scan from launch to wait, without overlapped work; None if nothing is communicated.
 
+    None also for a given scan that cannot run over the nodes.
+
     Args:
         case: the configuration on its ranks.
         backend: instead of the configured one.
@@ -93,7 +95,12 @@ def scan_choice(
     if not backend.scans or case.sp_size == 1 or not scanning_blocks(case):
         return None
     settings = replace(case.config.sp, backend=Backend[backend.name])
-    scans = settings.scans if scan is None else (scan,)
+    if scan is None:
+        scans = settings.scans_over(case.topology)
+    elif scan.problem(case.topology) is not None:
+        return None
+    else:
+        scans = (scan,)
     # A configured number of blocks implies a fixed algorithm.
     blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
     return choose(scans, costs_of(case, scans), load_of(case, block), blocks)
@@ -102,7 +109,11 @@ def scan_choice(
 def load_of(case: Case, block: BlockSpec | None = None) -> Load:
     """The size of a scan of a block's states; of the largest state of the model, if none is given."""
     shape = case.spec.state_shape if block is None else block.state_shape
-    return Load(case.sp_size, (case.batch, *shape), case.wide_bytes)
+    return _load(case, shape)
+
+
+def _load(case: Case, shape: tuple[int, ...]) -> Load:
+    return Load(case.sp_size, (case.batch, *shape), case.wide_bytes, nodes=case.topology.nodes)
 
 
 def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False, block: BlockSpec | None = None) -> float:
@@ -144,7 +155,7 @@ def plan_halos(case: Case, backend: BackendSpec) -> Halos:
         link = case.link
         for block in case.spec.blocks.values():
             for shape in block.halo_shapes:
-                load = Load(case.sp_size, (case.batch, *shape), case.wide_bytes)
+                load = _load(case, shape)
                 count = 2 * block.count * case.passes
                 messages += count
                 sent += count * NEIGHBOUR.bytes_sent(load, False)

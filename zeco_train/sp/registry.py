@@ -9,10 +9,12 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives import Courier
 from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.backend import BackendSpec, ScanBackend
@@ -86,6 +88,24 @@ class SPConfig:
         """The algorithms that the settings allow."""
         return getattr(self.settings, "scans", self.spec.scans)
 
+    def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
+        """The algorithms that the settings allow over these nodes.
+
+        Raises:
+            ConfigError: the configured one cannot run over them.
+        """
+        choose = getattr(self.settings, "scans_over", None)
+        return self.scans if choose is None else choose(topology)
+
+    def topology(self, found: Topology) -> Topology:
+        """The nodes of the ranks that share a sequence: as the backend's section gives them, else as found.
+
+        Raises:
+            ConfigError: the ranks do not fill the given nodes.
+        """
+        given = getattr(self.settings, "topology", None)
+        return found if given is None else given(found)
+
     @property
     def settings(self) -> Any:
         """The backend's section; None if it has none."""
@@ -99,7 +119,10 @@ def describe_backends() -> str:
         lines.append(f"  sp={spec.name:<14}{spec.description}")
         if spec.section:
             algorithms = [f"    {scan.name:<15}{scan.description}" for scan in spec.scans]
-            lines += [f"    sp.{spec.section}.algorithm=auto, the fastest of those measured, or one of", *algorithms]
+            lines += [
+                f"    sp.{spec.section}.algorithm=auto, the fastest of those measured, between nodes of all, or one of",
+                *algorithms,
+            ]
     return "\n".join(lines)
 
 
@@ -109,17 +132,20 @@ def build_scan(
     timeout: timedelta,
     device: torch.device | None = None,
     halo: tuple[ProcessGroup, ProcessGroup] | None = None,
+    topology: Topology | None = None,
 ) -> ScanBackend:
     """The scan of `config.backend` over an SP group, given as one group per direction (forward, reverse).
 
     Each wait for a peer is bounded by `timeout`. With a `device` the groups are warmed up for its tensors, which is
     collective; otherwise the first scans initialise them. `halo`: two more such groups, for a model with states that
-    cross one border only; None: such states take the backend's own scan, as over one rank.
+    cross one border only; None: such states take the backend's own scan, as over one rank. `topology`: the nodes of the
+    ranks, unless the settings give them; None: all are on this machine.
 
     Raises:
         ConfigError: the ranks do not support the configuration.
     """
-    scan = config.spec.build(tuple(Courier(group, timeout) for group in groups), config.settings)
+    topology = config.topology(topology or Topology.one_node(dist.get_world_size(groups[0])))
+    scan = config.spec.build(tuple(Courier(group, timeout, topology) for group in groups), config.settings)
     if halo is not None:
         scan.add_neighbour(HaloScan(tuple(Courier(group, timeout) for group in halo)))
     if device is not None:

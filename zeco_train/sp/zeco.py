@@ -29,7 +29,8 @@ from zeco_train.collectives import Courier, scan_alone
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.collectives.spec import Choice, ScanSpec, choose, eligible
-from zeco_train.collectives.symmetric import SymmetricScans, hosts_of, request_problem, transport_problem
+from zeco_train.collectives.symmetric import SymmetricScans, request_problem, transport_problem
+from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 from zeco_train.ops.transition import is_matrix
@@ -76,14 +77,19 @@ class AllScanConfig:
         blocks: number of pieces in which a state flows through `chain`: an integer, which needs algorithm=chain (under
             `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in
             one kernel means blocks of 16,384 elements.
+        ranks_per_node: ranks of the sequence on each machine, which is the unit of `lane` and of the cost model; null
+            finds them by host names.
     """
 
     algorithm: AllScanAlgorithm = AllScanAlgorithm.auto
     transport: AllScanTransport = AllScanTransport.auto
     blocks: str = "auto"
+    ranks_per_node: int | None = None
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value that is out of range or has no effect."""
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError("sp.all_scan.ranks_per_node", self.ranks_per_node, "must be ≥ 1, or null")
         # Read first, since `num_blocks` also checks the value.
         if self.num_blocks is not None and self.algorithm is not AllScanAlgorithm.auto and not self.takes_blocks:
             allowed = f"would be ignored; it needs sp.all_scan.algorithm={IN_BLOCKS}"
@@ -94,10 +100,31 @@ class AllScanConfig:
 
     @property
     def scans(self) -> tuple[ScanSpec, ...]:
-        """The algorithms to choose from."""
+        """The algorithms to choose from on one node."""
+        return self.scans_over(Topology((1,)))
+
+    def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
+        """The algorithms to choose from.
+
+        Raises:
+            ConfigError: the configured one cannot run over these nodes.
+        """
         if self.algorithm is AllScanAlgorithm.auto:
-            return tuple(scan for scan in ALL_SCANS if scan.automatic)
-        return (_BY_NAME[self.algorithm.value],)
+            measured_only = topology.nodes == 1
+            able = (scan for scan in ALL_SCANS if scan.problem(topology) is None)
+            return tuple(scan for scan in able if scan.automatic or not measured_only)
+        scan = _BY_NAME[self.algorithm.value]
+        if (problem := scan.problem(topology)) is not None:
+            raise ConfigError("sp.all_scan.algorithm", scan.name, problem)
+        return (scan,)
+
+    def topology(self, found: Topology) -> Topology:
+        """The nodes of the ranks: as configured, else as found.
+
+        Raises:
+            ConfigError: the ranks do not fill the configured nodes.
+        """
+        return found if self.ranks_per_node is None else found.with_ranks_per_node(self.ranks_per_node)
 
     @property
     def takes_blocks(self) -> bool:
@@ -125,12 +152,19 @@ class AllScan(ScanBackend):
     Args:
         couriers: see `ScanBackend`.
         settings: allowed algorithms and transport.
+
+    Raises:
+        ConfigError: the algorithm cannot run over the couriers' nodes.
     """
 
     def __init__(self, couriers: tuple[Courier, ...], settings: AllScanConfig) -> None:
         super().__init__(couriers)
-        self._ranks = couriers[0].size
-        self._scans, self._transport, self._blocks = settings.scans, settings.transport, settings.num_blocks
+        self._ranks, self._topology = couriers[0].size, couriers[0].topology
+        if self._topology.nodes > 1 and _is_main():
+            given = "" if settings.ranks_per_node is None else " (sp.all_scan.ranks_per_node)"
+            logger.info("ranks of a sequence: %s%s", self._topology, given)
+        self._scans = settings.scans_over(self._topology)
+        self._transport, self._blocks = settings.transport, settings.num_blocks
         self._link: Link | None = None
         self._fell_back: set[str] = set()
         self._symmetric: dict[Courier, SymmetricScans] = {}
@@ -174,7 +208,8 @@ class AllScan(ScanBackend):
             link = Link.nccl
         if link is Link.symmetric and courier not in self._symmetric:
             self._symmetric[courier] = SymmetricScans(courier)
-        load = Load(self._ranks, tuple(state.shape), state.element_size(), is_matrix(request.transition))
+        shape, size = tuple(state.shape), state.element_size()
+        load = Load(self._ranks, shape, size, is_matrix(request.transition), self._topology.nodes)
         choice = choose(scans, MEASURED[link], load, self._blocks)
         if _is_main():
             logger.info(
@@ -200,11 +235,15 @@ class AllScan(ScanBackend):
             return Link.gloo
         if self._transport is not AllScanTransport.p2p:
             able = any(scan.kernel for scan in self._scans)
-            problem = transport_problem(courier, device) if able else f"{self._scans[0].name} has no kernel yet"
+            problem: str | None = f"{self._scans[0].name} has no kernel yet"
+            if able and self._topology.nodes > 1:
+                problem = f"the ranks are on {self._topology}"
+            elif able:
+                problem = transport_problem(courier, device)
             if problem is None:
                 return Link.symmetric
             self._fall_back(problem)
-        return Link.nccl if len(set(hosts_of(courier))) == 1 else Link.nccl_across_nodes
+        return Link.nccl if self._topology.nodes == 1 else Link.nccl_across_nodes
 
     def _fall_back(self, problem: str) -> None:
         """Log why symmetric memory is not used, or raise if it was requested."""

@@ -46,6 +46,7 @@ from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.lifecycle.watchdog import Watchdog
+from zeco_train.ops.seam import StateScan
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.environment import environment
@@ -281,7 +282,7 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
     check_shards_fit(plain, progress.sequences, mesh)
     scan = build_exchange(config.sp, config.model, mesh, data.seq_len, train.dtype.compute)
-    step = _build_step(config, model, optimizer, scan, mesh)
+    step = build_step(config, model, optimizer, scan, mesh)
     return Parts(
         mesh=mesh,
         watchdog=watchdog,
@@ -324,9 +325,10 @@ def _build_recorder(config: Config, path: Path, mesh: ProcessMesh) -> Recorder:
     )
 
 
-def _build_step(
-    config: Config, model: LanguageModel, optimizer: torch.optim.Optimizer, scan: ScanBackend, mesh: ProcessMesh
+def build_step(
+    config: Config, model: LanguageModel, optimizer: torch.optim.Optimizer, scan: StateScan, mesh: ProcessMesh
 ) -> TrainingStep:
+    """The optimizer step of the configuration."""
     return TrainingStep(
         model,
         optimizer,

@@ -117,7 +117,9 @@ class Verification:
         results, reason = {}, ""
         try:
             if key not in self._scans:
-                self._scans[key] = build_scan(BACKENDS[backend], mesh.scan_groups, self._timeout)
+                self._scans[key] = build_scan(
+                    BACKENDS[backend], mesh.scan_groups, self._timeout, None, None, mesh.topology
+                )
             results = run_backend(sequence, part, self._scans[key], place)
         except ConfigError as error:
             reason = str(error)

@@ -1,0 +1,144 @@
+"""The `lane` scan over nodes: against the explicit sum for many nodes and ranks, and its refusals."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.test_collectives import TIMEOUT, Pairs, check
+from tests.support.distributed import run_distributed
+from tests.support.virtual import run_virtual
+from zeco_train.collectives import Courier
+from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.lane import LANE, launch_lane
+from zeco_train.collectives.topology import Topology
+from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import ScanRequest
+from zeco_train.sp.zeco import AllScanAlgorithm, AllScanConfig, AllScanTransport
+
+pytestmark = pytest.mark.numeric
+
+COSTS = Costs(
+    Link.nccl_across_nodes,
+    *(3e-6, 1e-9, 5e-6, 1e-6, 2e-9),
+    between=Costs(Link.nccl_across_nodes, 1.2e-5, 4e-9, 2e-5, 2e-6, 8e-9),
+)
+# Columns that divide by 2 and 3, that divide by nothing but 5, and fewer than 4 of them.
+SHAPES = ((1, 2, 5, 3), (2, 1, 4, 5), (1, 3, 3, 1))
+
+
+def requests_of(pairs: Pairs, reverse: bool, want_carry: bool) -> list[ScanRequest]:
+    first = len(pairs.states) - 1 if reverse else 0
+    requests = []
+    for rank, (state, transition) in enumerate(zip(pairs.states, pairs.transitions, strict=True)):
+        # Only the first rank may read the carry.
+        carry = None if pairs.carry_in is None else pairs.carry_in if rank == first else pairs.carry_in * torch.nan
+        requests.append(ScanRequest(state, transition, reverse, carry, want_carry))
+    return requests
+
+
+def check_lane(nodes: int, per_node: int) -> None:
+    topology, ranks = Topology((per_node,) * nodes), nodes * per_node
+    flags = itertools.product((False, True), (False, True), (False, True), (False, True))
+    for seed, (reverse, matrices, with_carry, restarts) in enumerate(flags):
+        shape = SHAPES[(seed + nodes) % len(SHAPES)]
+        pairs = Pairs.make(seed, ranks, shape, torch.float64, with_carry, restarts, matrices)
+        case = f"{topology} {reverse=} {matrices=} {with_carry=} {restarts=} {shape}"
+        found = run_virtual(LANE, requests_of(pairs, reverse, with_carry), topology, COSTS)
+        for rank, incoming in enumerate(found.incoming):
+            check(f"incoming state of rank {rank}", incoming, pairs.incoming(rank, reverse), case)
+        for carry in found.carries:
+            check("carry_out", carry, pairs.incoming(ranks, reverse), case)
+        if ranks > 1 and not with_carry:
+            load = Load(ranks, shape, 8, matrices, nodes)
+            assert max(found.network.bytes.values()) == LANE.bytes_sent(load, False), case
+            assert found.seconds == pytest.approx(LANE.seconds(COSTS, load, None)), case
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8])
+def test_lane_equals_reference_over_nodes(nodes: int) -> None:
+    """Also the bytes of the busiest rank, and the time by the cost model."""
+    for per_node in (1, 2, 3, 4):
+        check_lane(nodes, per_node)
+
+
+def gloo_suite(rank: int, world_size: int, per_node: int) -> None:
+    topology = Topology((per_node,) * (world_size // per_node))
+    for reverse in (False, True):
+        courier = Courier(dist.new_group(), TIMEOUT, topology)
+        for seed, (shape, matrices, restarts) in enumerate(itertools.product(SHAPES, (False, True), (False, True))):
+            pairs = Pairs.make(seed, world_size, shape, torch.float64, seed % 2 == 0, restarts, matrices)
+            scan = launch_lane(requests_of(pairs, reverse, want_carry=seed % 3 == 0)[rank], courier)
+            case = f"{topology} {reverse=} {shape} {matrices=} {restarts=}"
+            check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, reverse), case)
+            if seed % 3 == 0:
+                check("carry_out", scan.carry_out(), pairs.incoming(world_size, reverse), case)
+        courier.drain()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [(2, 2), (3, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((3, 1), (2, 4)))]
+)
+def test_lane_equals_reference_over_processes(nodes: int, per_node: int) -> None:
+    run_distributed(gloo_suite, nodes * per_node, per_node)
+
+
+def auto_suite(rank: int, world_size: int) -> None:
+    """`sp.all_scan.ranks_per_node` reaches the scan, and `auto` compares all algorithms over nodes."""
+    from zeco_train.sp.registry import SPConfig, build_scan
+
+    for algorithm in ("auto", "lane"):
+        config = SPConfig(all_scan=AllScanConfig(AllScanAlgorithm[algorithm], ranks_per_node=2))
+        config.validate()
+        groups = dist.new_group(), dist.new_group()
+        scan = build_scan(config, groups, timedelta(seconds=60), torch.device("cpu"))
+        pairs = Pairs.make(0, world_size, (1, 2, 5, 3), torch.float64, True, False)
+        for reverse in (False, True):
+            launched = scan.launch(requests_of(pairs, reverse, True)[rank])
+            check("incoming state", launched.wait(), pairs.incoming(rank, reverse), algorithm)
+        scan.drain()
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=3: must divide the 4 ranks .*: 1, 2, 4$"):
+        build_scan(SPConfig(all_scan=AllScanConfig(ranks_per_node=3)), groups, timedelta(seconds=60))
+    uneven = Topology((3, 1), ("a", "b"))
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.algorithm=lane: needs as many .* 2 nodes of 3 and 1 ranks"):
+        build_scan(
+            SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["lane"])), groups, timedelta(seconds=60), topology=uneven
+        )
+
+
+@pytest.mark.processes
+def test_given_nodes_reach_the_scan() -> None:
+    run_distributed(auto_suite, 4)
+
+
+def test_topology_by_hosts() -> None:
+    found = Topology.of_hosts(["a"] * 8 + ["b"] * 8 + ["c"] * 4)
+    assert (found.node_sizes, found.hosts, found.is_even) == ((8, 8, 4), ("a", "b", "c"), False)
+    assert str(found) == "3 nodes of 8, 8 and 4 ranks"
+    # Ranks that are dealt out one by one are neighbours of none.
+    assert Topology.of_hosts(["a", "b", "a", "b"]).node_sizes == (1, 1, 1, 1)
+    assert Topology.of_hosts(["a", "a"]) == Topology((2,), ("a",))
+    assert Topology((4,), ("a",)).with_ranks_per_node(8) == Topology((4,), ("a",))
+    assert str(Topology((16,), ("a",)).with_ranks_per_node(4)) == "4 nodes of 4 ranks"
+
+
+def test_settings_of_lane() -> None:
+    even, uneven, alone = Topology((2, 2)), Topology((2, 1)), Topology((4,))
+    auto = AllScanConfig()
+    assert [scan.name for scan in auto.scans_over(alone)] == ["chain", "two_shot"]
+    assert [scan.name for scan in auto.scans_over(even)] == ["chain", "two_shot", "doubling", "lane"]
+    assert [scan.name for scan in auto.scans_over(uneven)] == ["chain", "two_shot", "doubling"]
+    lane = AllScanConfig(AllScanAlgorithm["lane"])
+    lane.validate()
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.algorithm=lane: needs as many ranks on every node"):
+        lane.scans_over(uneven)
+    lane.transport = AllScanTransport.symmetric
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.transport=symmetric: lane has no kernel yet"):
+        lane.validate()
+    with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=0: must be ≥ 1, or null$"):
+        AllScanConfig(ranks_per_node=0).validate()

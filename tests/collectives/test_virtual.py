@@ -1,0 +1,93 @@
+"""Every scan at up to 1,024 ranks of one process: results, messages, bytes, and virtual time against the cost model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.virtual import Outcome, run_virtual
+from zeco_train.collectives.cost_model import Costs, Link, Load
+from zeco_train.collectives.registry import SCANS
+from zeco_train.collectives.rounds import count_rounds
+from zeco_train.collectives.topology import Topology
+from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.transition import fold
+
+pytestmark = pytest.mark.numeric
+
+# [B, H, K, V]: S is 512 bytes in fp64, so that β of about 10⁻⁸ makes a message's latency and its length alike.
+SHAPE = (1, 4, 2, 8)
+COSTS = Costs(
+    Link.nccl_across_nodes,
+    *(5.8e-6, 3e-9, 6e-6, 5e-7, 3e-9),
+    between=Costs(Link.nccl_across_nodes, 1.2e-5, 2e-8, 2e-5, 2e-6, 2e-8),
+)
+BLOCKS = 4
+
+
+def run(name: str, topology: Topology, reverse: bool) -> tuple[Outcome, Load]:
+    """Run a scan and check every rank's result, by the recurrence in fp64."""
+    generator = torch.Generator().manual_seed(topology.ranks)
+    states = torch.randn(topology.ranks, *SHAPE, generator=generator, dtype=torch.float64)
+    transitions = -torch.rand(topology.ranks, *SHAPE[:3], generator=generator, dtype=torch.float64)
+    requests = [ScanRequest(*pair, reverse) for pair in zip(states, transitions, strict=True)]
+    scan = SCANS[name]
+    blocks = BLOCKS if scan.best_blocks else None
+    found = run_virtual(scan, requests, topology, COSTS, blocks)
+    expected: Tensor = torch.zeros(SHAPE, dtype=torch.float64)
+    for rank in reversed(range(topology.ranks)) if reverse else range(topology.ranks):
+        # A state's sum of decaying terms stays below 20, of which 1,024 folds keep 12 digits.
+        torch.testing.assert_close(found.incoming[rank], expected, rtol=0, atol=1e-11, msg=f"{name}, rank {rank}")
+        expected = fold(states[rank], transitions[rank], expected)
+    return found, Load(topology.ranks, SHAPE, 8, nodes=topology.nodes)
+
+
+def most_messages(name: str, load: Load) -> int:
+    """Messages of the rank that sends most."""
+    mates = load.per_node - 1
+    return {
+        "serial": 1,
+        "all_gather": load.ranks - 1,
+        "chain": BLOCKS,
+        "two_shot": 2 * (load.ranks - 1),
+        "doubling": count_rounds(load.ranks),
+        "lane": 2 * mates + count_rounds(load.nodes),
+    }[name]
+
+
+def check(name: str, topology: Topology, reverse: bool = False) -> None:
+    found, load = run(name, topology, reverse)
+    blocks = BLOCKS if SCANS[name].best_blocks else None
+    case = f"{name} over {topology}"
+    assert found.seconds == pytest.approx(SCANS[name].seconds(COSTS, load, blocks), rel=1e-9), case
+    assert max(found.network.messages.values()) == most_messages(name, load), case
+    assert max(found.network.bytes.values()) == SCANS[name].bytes_sent(load, False), case
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_every_scan_takes_the_modelled_time_over_nodes(name: str) -> None:
+    """Nodes of 8 and of one rank, and a single one."""
+    for nodes, per_node in ((1, 8), (8, 1), (4, 8), (8, 4)):
+        for reverse in (False, True):
+            check(name, Topology((per_node,) * nodes), reverse)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_every_scan_takes_the_modelled_time_at_256_ranks(name: str) -> None:
+    check(name, Topology((8,) * 32), reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCANS)
+def test_every_scan_takes_the_modelled_time_at_1024_ranks(name: str) -> None:
+    check(name, Topology((8,) * 128))
+
+
+def test_uneven_numbers_of_nodes_take_at_most_the_modelled_time() -> None:
+    """The rounds' formula is exact for powers of two."""
+    for nodes in (3, 5, 6, 7, 12, 20):
+        for name in ("lane", "doubling"):
+            found, load = run(name, Topology((2,) * nodes), reverse=False)
+            modelled = SCANS[name].seconds(COSTS, load, None)
+            assert 0.75 * modelled < found.seconds <= modelled * (1 + 1e-9), (name, nodes)

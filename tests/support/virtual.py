@@ -1,0 +1,271 @@
+"""Ranks of one process over a network with a virtual clock: the project's scans, unchanged, at any number of ranks.
+
+A rank's scan runs on its courier's thread, as on CPUs; only its wire differs. A message carries the time of its
+arrival, and a rank's clock is the latest arrival that it has waited for. So times are exact and the same in every run,
+however fast this machine is. They depend on number, order, size and targets of the messages alone: computing takes no
+time.
+
+    message      occupies its sender for α + βn, then it has arrived
+    exchange     occupies its sender for α'' + β'n a message, one after another; each arrives α' later
+    all-gather   a ring; each step occupies its sender for α'' + β'n
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeco_train.collectives import Courier
+from zeco_train.collectives.cost_model import Costs
+from zeco_train.collectives.spec import ScanSpec
+from zeco_train.collectives.topology import Topology
+from zeco_train.collectives.wire import Message, Wire
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
+
+TIMEOUT = timedelta(seconds=120)
+
+
+class Network:
+    """Links, clocks and messages of all ranks.
+
+    Args:
+        topology: even nodes of the ranks.
+        costs: of the links, in a node and, if `between` is set, between nodes.
+
+    Attributes:
+        clocks: virtual seconds of each rank.
+        messages, bytes: sent by each rank.
+    """
+
+    def __init__(self, topology: Topology, costs: Costs) -> None:
+        self.topology, self.costs = topology, costs
+        self.clocks = [0.0] * topology.ranks
+        self.messages, self.bytes = Counter[int](), Counter[int]()
+        self._ports = [0.0] * topology.ranks
+        self._boxes: defaultdict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
+        self._meetings: dict[Any, _Meeting] = {}
+        self._lock = threading.Lock()
+
+    def hop(self, source: int, target: int) -> Costs:
+        """The costs of a message between two ranks."""
+        per_node = self.topology.ranks_per_node
+        return self.costs.farthest(1 if source // per_node == target // per_node else 2)
+
+    def post(self, tensor: Tensor, source: int, target: int, tag: Any, occupied: float, latency: float = 0.0) -> None:
+        """Send a message."""
+        assert tensor.is_contiguous()
+        self._ports[source] = max(self.clocks[source], self._ports[source]) + occupied
+        self.messages[source] += 1
+        self.bytes[source] += tensor.nbytes
+        self._box(source, target, tag).put((self._ports[source] + latency, tensor.clone()))
+
+    def take(self, into: Tensor, source: int, target: int, tag: Any) -> None:
+        """Wait for a message; its length must be that of the buffer."""
+        arrival, tensor = self._box(source, target, tag).get(timeout=TIMEOUT.total_seconds())
+        into.view(-1).copy_(tensor.view(-1))
+        self.clocks[target] = max(self.clocks[target], arrival)
+
+    def meet(self, key: Any, rank: int, tensor: Tensor, finish: Callable[[list[float], Tensor], Any]) -> _Meeting:
+        """Join a collective: `finish` gets clocks and tensors of all ranks once the last one has come."""
+        with self._lock:
+            meeting = self._meetings.setdefault(key, _Meeting(self.topology.ranks))
+        meeting.join(rank, self.clocks[rank], tensor, finish)
+        return meeting
+
+    def undelivered(self) -> int:
+        """Messages that nobody received."""
+        return sum(box.qsize() for box in self._boxes.values())
+
+    def _box(self, *key: Any) -> queue.SimpleQueue[Any]:
+        with self._lock:
+            return self._boxes[key]
+
+
+class _Meeting:
+    """A collective of all ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._clocks, self._tensors = [0.0] * ranks, [torch.empty(0)] * ranks
+        self._missing, self._lock, self._over = ranks, threading.Lock(), threading.Event()
+        self.result: Any = None
+
+    def join(self, rank: int, clock: float, tensor: Tensor, finish: Callable[[list[float], Tensor], Any]) -> None:
+        self._clocks[rank], self._tensors[rank] = clock, tensor
+        with self._lock:
+            self._missing -= 1
+            last = self._missing == 0
+        if last:
+            self.result = finish(self._clocks, torch.stack(self._tensors))
+            self._over.set()
+
+    def get(self) -> Any:
+        assert self._over.wait(TIMEOUT.total_seconds()), "a rank did not come"
+        return self.result
+
+
+class _Transfer:
+    """A transfer that completes in `wait`."""
+
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        self.wait = wait
+
+
+class VirtualWire(Wire):
+    """A rank's wire over a `Network`."""
+
+    def __init__(self, network: Network, rank: int, operation: str, reverse: bool) -> None:
+        self.timeout, self.size, self.rank, self.reverse = TIMEOUT, network.topology.ranks, rank, reverse
+        self.operation, self._network, self._calls = operation, network, 0
+        self.position = self.group_rank(rank)
+
+    def send(self, tensor: Tensor, position: int, tag: int, what: str) -> Any:
+        peer = self.group_rank(position)
+        hop = self._network.hop(self.rank, peer)
+        self._network.post(tensor, self.rank, peer, tag, hop.message + hop.byte * tensor.nbytes)
+        return _Transfer()
+
+    def receive(self, into: Tensor, position: int, tag: int, what: str) -> Any:
+        assert into.is_contiguous()
+        peer = self.group_rank(position)
+        return _Transfer(lambda: self._network.take(into, peer, self.rank, tag))
+
+    def open_exchange(self, received: Sequence[Message], tag: int) -> Any:
+        return _VirtualExchange(self, self._network, received, tag)
+
+    def broadcast(self, tensor: Tensor, position: int, what: str) -> Any:
+        """Takes no time: scans with a carry are checked for their results only."""
+        source = self.group_rank(position)
+        meeting = self._network.meet(self._call("broadcast"), self.rank, tensor, lambda _, all_of: all_of[source])
+        return _Transfer(lambda: tensor.copy_(meeting.get()))
+
+    def all_to_all(self, into: Tensor, parts: Tensor, what: str, received: Any = None, sent: Any = None) -> Any:
+        assert received is sent is None
+        network, size, part = self._network, self.size, parts[0].nbytes
+        self._count(parts, part)
+
+        def finish(clocks: list[float], tensors: Tensor) -> tuple[Any, Tensor]:
+            peers = (np.arange(size)[:, None] + np.arange(1, size)) % size
+            hops = [[network.hop(rank, int(peer)) for peer in row] for rank, row in enumerate(peers)]
+            occupied = np.array([[hop.exchange_peer + hop.exchange_byte * part for hop in row] for row in hops])
+            latency = network.costs.farthest(network.topology.nodes).exchange
+            arrivals = np.array(clocks)[:, None] + occupied.cumsum(1) + latency
+            complete = np.zeros(size)
+            np.maximum.at(complete, peers, arrivals)
+            return complete, tensors
+
+        meeting = network.meet(self._call("all to all"), self.rank, parts, finish)
+
+        def wait() -> None:
+            complete, tensors = meeting.get()
+            into.copy_(tensors[:, self.rank])
+            network.clocks[self.rank] = max(network.clocks[self.rank], complete[self.rank])
+
+        return _Transfer(wait)
+
+    def all_gather(self, into: Tensor, part: Tensor, what: str) -> Any:
+        network, size = self._network, self.size
+        self._count(into, part.nbytes)
+
+        def finish(clocks: list[float], tensors: Tensor) -> tuple[Any, Tensor]:
+            hops = [network.hop(rank, (rank + 1) % size) for rank in range(size)]
+            occupied = np.array([hop.exchange_peer + hop.exchange_byte * part.nbytes for hop in hops])
+            latest = np.array(clocks) + network.costs.farthest(network.topology.nodes).exchange
+            port = latest.copy()
+            for _ in range(size - 1):
+                port = np.maximum(latest, port) + occupied
+                latest = np.roll(port, 1)
+            return latest, tensors
+
+        meeting = network.meet(self._call("all gather"), self.rank, part, finish)
+
+        def wait() -> None:
+            complete, tensors = meeting.get()
+            into.copy_(tensors)
+            network.clocks[self.rank] = max(network.clocks[self.rank], complete[self.rank])
+
+        return _Transfer(wait)
+
+    def _count(self, parts: Tensor, part: int) -> None:
+        self._network.messages[self.rank] += self.size - 1
+        self._network.bytes[self.rank] += (self.size - 1) * part
+
+    def _call(self, name: str) -> tuple[Any, ...]:
+        self._calls += 1
+        return self.operation, self.reverse, name, self._calls
+
+
+class _VirtualExchange:
+    def __init__(self, wire: VirtualWire, network: Network, received: Sequence[Message], tag: int) -> None:
+        self._wire, self._network, self._tag = wire, network, tag
+        self._arriving = [wire.receive(*message[:2], tag, message.what) for message in received]
+
+    def start(self, sent: Sequence[Message]) -> tuple[list[Any], list[Any]]:
+        for tensor, position, _ in sent:
+            peer = self._wire.group_rank(position)
+            hop = self._network.hop(self._wire.rank, peer)
+            occupied = hop.exchange_peer + hop.exchange_byte * tensor.nbytes
+            self._network.post(tensor, self._wire.rank, peer, self._tag, occupied, hop.exchange)
+        return self._arriving, []
+
+
+class VirtualCourier(Courier):
+    """A rank's courier over a `Network`; the group is never used."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        super().__init__(None, TIMEOUT, network.topology)  # type: ignore[arg-type]
+        self._network, self._rank = network, rank
+
+    @property
+    def size(self) -> int:
+        return self._network.topology.ranks
+
+    def wire(self, operation: str, reverse: bool) -> Wire:
+        key = operation, reverse
+        if key not in self._wires:
+            self._wires[key] = VirtualWire(self._network, self._rank, operation, reverse)
+        return self._wires[key]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks of a scan have, by rank; and the network after it."""
+
+    incoming: list[Tensor]
+    carries: list[Tensor]
+    network: Network
+
+    @property
+    def seconds(self) -> float:
+        """Virtual time until the last rank has its state."""
+        return max(self.network.clocks)
+
+
+def run_virtual(
+    scan: ScanSpec, requests: Sequence[ScanRequest], topology: Topology, costs: Costs, blocks: int | None = None
+) -> Outcome:
+    """Run a scan of the requests of all ranks, by rank."""
+    network = Network(topology, costs)
+    couriers = [VirtualCourier(network, rank) for rank in range(topology.ranks)]
+    launched: list[LaunchedScan] = [
+        scan.start(request, courier, blocks) for request, courier in zip(requests, couriers, strict=True)
+    ]
+    reverse = requests[0].reverse
+    incoming: dict[int, Tensor] = {}
+    # In scan order, as a serial scan needs.
+    for rank in reversed(range(topology.ranks)) if reverse else range(topology.ranks):
+        incoming[rank] = launched[rank].wait()
+        launched[rank].finish()
+    carries = [one.carry_out() for one in launched] if requests[0].want_carry else []
+    for courier in couriers:
+        courier.drain()
+    assert not network.undelivered(), "messages that nobody received"
+    return Outcome([incoming[rank] for rank in range(topology.ranks)], carries, network)

@@ -1,0 +1,105 @@
+"""The command `python -m zeco_train.bench paper out=FOLDER`: writes figures and tables.
+
+figure_1.png, figure_3.png, figure_4.png     of the ZeCO paper
+lasp2_figure_4.png                           LASP-2's Figure 4 and Table 6
+scaling.png                                  our predictions for 8 to 4,096 GPUs, by algorithm and latency
+tables.csv                                   every row of the papers with the model's value and its error
+errors.txt                                   the model's parameters, and its errors by table and method
+predictions.csv                              our predictions
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeco_train.bench.paper import pictures
+from zeco_train.bench.paper.machine import FITTED, Machine, Row, fit, fit_lasp2, tables
+from zeco_train.bench.paper.ours import ASSUMED, Predicted, measured, predicted
+from zeco_train.errors import ConfigError
+from zeco_train.system.drawing import save_figure
+from zeco_train.system.files import whole_file, write_errors
+
+
+def paper(arguments: Sequence[str]) -> list[Path]:
+    """Write all figures and tables into the folder of `out=FOLDER`; returns their paths.
+
+    Raises:
+        ConfigError: an unknown argument, or no folder.
+        DataError: a file cannot be written, or our results are damaged.
+    """
+    out = None
+    for text in arguments:
+        key, _, value = text.partition("=")
+        if key != "out" or not value:
+            raise ConfigError("argument", text, "paper takes out=FOLDER only")
+        out = Path(value)
+    if out is None:
+        raise ConfigError("out", "", "needs a folder for the figures: out=FOLDER")
+    machine, rows, own, ahead = fit(), tables(), measured(), predicted()
+    figures = {
+        "figure_1": pictures.figure_1(rows, machine, ahead),
+        "figure_3": pictures.figure_3(rows, own),
+        "figure_4": pictures.figure_4(rows, own, machine, ahead),
+        "lasp2_figure_4": pictures.lasp2_figure_4(rows),
+        "scaling": pictures.scaling(ahead),
+    }
+    written = [save_figure(figure, out / f"{name}.png") for name, figure in figures.items()]
+    texts = {
+        "tables.csv": _table_of(rows),
+        "errors.txt": errors(machine, rows),
+        "predictions.csv": _predictions_of(ahead),
+    }
+    for name, text in texts.items():
+        with write_errors(out / name), whole_file(out / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+        written.append(out / name)
+    return written
+
+
+def errors(machine: Machine, rows: Sequence[Row]) -> str:
+    """The parameters, and the errors by table and method."""
+    lines = ["ZeCO's machine, 7 fitted parameters, ms:"]
+    lines += [f"  {name:<16}{value:10.4f}" for name, value in dataclasses.asdict(machine).items()]
+    fixed, per_16k = fit_lasp2()
+    lines.append(f"LASP-2's, 2 parameters: {fixed:.4f} s a step and {1e3 * per_16k:.3f} ms for 16,384 tokens")
+    lines += ["", f"{'table':<10}{'method':<12}{'rows':>5}{'mean':>8}{'worst':>9}{'ratio to dp':>13}"]
+    groups = dict.fromkeys((row.table, row.method) for row in rows)
+    for table, method in groups:
+        own = [row for row in rows if (row.table, row.method) == (table, method)]
+        found = [row.error for row in own]
+        ratios = [row.ratio_error for row in own if row.ratio_error is not None]
+        mean, worst = sum(map(abs, found)) / len(found), max(found, key=abs)
+        ratio = f"{max(ratios, key=abs):+13.3f}" if ratios else f"{'-':>13}"
+        note = "" if method in FITTED or table.startswith("LASP-2") else "  not fitted"
+        lines.append(f"{table:<10}{method:<12}{len(own):5}{mean:8.1%}{worst:+9.1%}{ratio}{note}")
+    return "\n".join([*lines, "", f"predictions: {ASSUMED}", ""])
+
+
+def _table_of(rows: Sequence[Row]) -> str:
+    lines: list[list[object]] = [
+        ["table", "method", "gpus", "tokens", "paper", "model", "error", "ratio", "ratio_error"]
+    ]
+    for row in rows:
+        ratio = ["" if value is None else f"{value:.4f}" for value in (row.paper_ratio, row.ratio_error)]
+        values = f"{row.paper:.6g}", f"{row.model:.6g}", f"{row.error:.4f}", *ratio
+        lines.append([row.table, row.method, row.gpus, row.tokens or "", *values])
+    return _csv(lines)
+
+
+def _predictions_of(rows: Sequence[Predicted]) -> str:
+    names = [field.name for field in dataclasses.fields(Predicted)]
+    return _csv([names, *([_short(value) for value in dataclasses.astuple(row)] for row in rows)])
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _csv(lines: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()

@@ -1,0 +1,220 @@
+"""One rank of a planned run, built and stepped without its peers (`python -m zeco_train.plan … dry_run=true`).
+
+torch's fake process group stands in for all others: its collectives return at once and leave what was in memory. So
+mesh, shards and messages have the shapes of the real run at any size, and values mean nothing. On a GPU the step has
+the run's tokens, and its peak memory is the run's; on a CPU, where that would take hours, it has few, and every other
+shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.reader import Batch
+from models.parameters import parameter_rules
+from zeco_train.collectives.topology import Topology
+from zeco_train.distributed.device import find_device
+from zeco_train.distributed.exchange import build_exchange
+from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.distributed.whole import local
+from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import LaunchedScan, ScanRequest
+from zeco_train.plan.advice import Option
+from zeco_train.plan.case import Case
+from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
+from zeco_train.sp.backend import ScanBackend
+from zeco_train.sp.zeco import AllScanTransport
+from zeco_train.training.build import build_model, build_step
+from zeco_train.training.optim.registry import build_optimizer
+
+# Tokens of a segment on a rank of a CPU.
+_TOKENS_ON_CPU = 64
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a rank without peers has after a step.
+
+    Attributes:
+        rank, world_size: of the run.
+        dp_rank, sp_rank: its place in the mesh.
+        dp_size, sp_size: the mesh.
+        topology: nodes of the ranks of its sequence.
+        tokens: of a pass on this rank.
+        scans: launched in the step, forward and backward.
+        parameters, gradients, optimizer: bytes of this rank's shards.
+        planned: the plan's bytes of the same, of the rank with most.
+        peak: peak memory as torch reports it; None on a CPU.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    sp_rank: int
+    dp_size: int
+    sp_size: int
+    topology: str
+    tokens: int
+    scans: tuple[int, int]
+    parameters: int
+    gradients: int
+    optimizer: int
+    planned: dict[str, float]
+    peak: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return dataclasses.asdict(self)
+
+    def as_text(self, option: Option) -> str:
+        """Lines for the command's output, beside the plan."""
+        place, (forward, backward) = f"({self.dp_rank}, {self.sp_rank})", self.scans
+        lines = [
+            f"dry run: rank {self.rank} of {self.world_size}, without its peers",
+            f"  mesh (dp × sp) {self.dp_size} × {self.sp_size}, this rank {place}; a sequence on {self.topology}",
+            f"  one micro-batch, {self.tokens:,} tokens a pass: {forward} scans forward, {backward} backward",
+            f"  {'MB of this rank':<17}{'built':>12}{'planned':>12}",
+        ]
+        for name, planned in self.planned.items():
+            lines.append(f"  {name:<17}{getattr(self, name) / 1e6:>12.6g}{planned / 1e6:>12.6g}")
+        if self.peak is None:
+            lines.append("  no peak memory: on a CPU the step is short")
+        else:
+            lines.append(f"  {'peak':<17}{self.peak / 1e6:>12.6g}{option.memory.peak / 1e6:>12.6g}")
+        return "\n".join(lines)
+
+
+def dry_run(case: Case, rank: int) -> DryRun:
+    """Build a rank of the case, and run an optimizer step of one micro-batch.
+
+    Once in a process: caches of DTensor keep the names of groups.
+
+    Raises:
+        ConfigError: a rank that the run does not have, a start by torchrun, or a model too large for this machine.
+    """
+    if rank >= case.world_size:
+        raise ConfigError("rank", rank, f"must be < {case.world_size}, the number of ranks")
+    if "RANK" in os.environ or dist.is_initialized():
+        raise ConfigError("dry_run", "true", "needs no peers: start it without torchrun")
+    device = find_device(case.config.train.device, Launch(0, 1, 0), "train.device")
+    if device.type == "cpu":
+        case = _shortened(case)
+    with _no_peers(rank, case.world_size):
+        launch = Launch(rank, case.world_size, 0)
+        timeout = timedelta(seconds=case.config.parallel.timeout_seconds)
+        mesh = init_mesh(launch, case.sp_size, device, timeout, _topology(case, rank))
+        return _step(case, mesh)
+
+
+@contextmanager
+def _no_peers(rank: int, world_size: int) -> Iterator[None]:
+    """The default process group is torch's fake one."""
+    # Registers the backend; it is torch's own means of tests, at the same place in all supported versions.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _topology(case: Case, rank: int) -> Topology:
+    """The nodes of the ranks of this rank's sequence."""
+    first = rank // case.sp_size * case.sp_size
+    return Topology.of_hosts([f"node {rank // case.gpus_per_node}" for rank in range(first, first + case.sp_size)])
+
+
+def _shortened(case: Case) -> Case:
+    """The case with few tokens in a pass."""
+    tokens = min(case.tokens // case.batch, _TOKENS_ON_CPU)
+    data = dataclasses.replace(case.config.data, seq_len=tokens * case.sp_size * case.segments)
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, data=data))
+
+
+def _step(case: Case, mesh: ProcessMesh) -> DryRun:
+    config = case.config
+    # Symmetric memory needs peers that map it.
+    all_scan = dataclasses.replace(config.sp.all_scan, transport=AllScanTransport.p2p)
+    config = dataclasses.replace(config, sp=dataclasses.replace(config.sp, all_scan=all_scan))
+    if mesh.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
+    optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
+    scan = build_exchange(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
+    counted = _Counting(scan)
+    step = build_step(config, model, optimizer, counted, mesh)
+    share = step.backward(_batches(case, mesh), last=True)
+    assert share is not None
+    step.update(share)
+    scan.drain()
+    peak = None
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    parameters = [local(parameter) for parameter in model.parameters()]
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    states = [local(value) for state in optimizer.state.values() for value in state.values()]
+    return DryRun(
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        dp_rank=mesh.dp_rank,
+        sp_rank=mesh.sp_rank,
+        dp_size=mesh.dp_size,
+        sp_size=mesh.sp_size,
+        topology=str(mesh.topology),
+        tokens=case.tokens,
+        scans=(counted.launched[False], counted.launched[True]),
+        parameters=_bytes(parameters),
+        gradients=_bytes(gradients),
+        optimizer=_bytes(states),
+        planned={
+            "parameters": parameter_bytes(case, case.master_bytes),
+            "gradients": parameter_bytes(case, case.master_bytes),
+            "optimizer": optimizer_bytes(case),
+        },
+        peak=peak,
+    )
+
+
+def _batches(case: Case, mesh: ProcessMesh) -> list[Batch]:
+    """The segments of one micro-batch, of arbitrary tokens; with document resets of a single document."""
+    tokens, seq_len = case.tokens // case.batch, case.config.data.seq_len
+    ids = torch.arange(tokens).remainder(case.config.model.vocab_size).expand(case.batch, -1).contiguous()
+    pieces = borders = None
+    if case.config.data.reset_state_at_document:
+        pieces, borders = torch.tensor([0, tokens]), torch.tensor([0, seq_len])
+    batches = []
+    for segment in range(case.segments):
+        offset = (segment * mesh.sp_size + mesh.sp_rank) * tokens
+        numbers = list(range(case.batch))
+        batches.append(Batch(ids, ids, pieces, offset, offset, numbers, segment=segment, borders=borders))
+    return batches
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class _Counting:
+    """Counts the scans of a backend by direction."""
+
+    def __init__(self, scan: ScanBackend) -> None:
+        self._scan, self.launched = scan, Counter[bool]()
+        self.neighbour, self.attention = scan.neighbour, scan.attention
+
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        """Start the scan."""
+        self.launched[request.reverse] += 1
+        return self._scan.launch(request)
