@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zeco_train.bench import figures
-from zeco_train.bench.paper import machine, ours
+from zeco_train.bench.paper import machine, noise, ours
 from zeco_train.bench.paper.command import paper
 from zeco_train.errors import ConfigError
 
@@ -88,10 +88,30 @@ def test_lane_keeps_the_throughput_of_dp_at_256_gpus() -> None:
     assert max(row.efficiency for row in rows if row.backend == "zeco:chain") < 0.8
 
 
+def test_simulation_without_noise_is_the_plan() -> None:
+    """And by hand: 2 layers on 3 ranks, whose scans take 3 s longer than their windows in both passes."""
+    step = noise.Step(ranks=3, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0)
+    assert step.seconds(None, 0.0, 0) == 2 * 10 + 2 * 20 + 5
+    # Only the first rank, which waits for none, has its first block in 10 s; the second starts with the others' late.
+    assert step.seconds(4.0, 0.0, 0) == pytest.approx(2 * 13 + 2 * 22 + 5)
+    for alpha in (8.0, 25.0):
+        row = next(row for row in ours._rows("h200", 256, 16_384, alpha) if row.backend == "zeco")
+        planned = noise.Step.of(ours.gla_1b("h200", 256, 16_384, alpha))
+        assert planned.efficiency(row.microseconds * 1e-6, 0.0, seeds=1) == pytest.approx(row.efficiency, abs=1e-4)
+
+
+def test_noise_costs_more_the_more_there_is_of_it() -> None:
+    step = noise.Step(ranks=64, blocks=20, forward=4e-3, windows=(1e-4, 4e-4), optimizer=0.01)
+    found = [step.efficiency(2e-4, sigma) for sigma in (0.0, 0.02, 0.05)]
+    assert 1 > found[0] > found[1] > found[2] > 0.9
+    # Noise without scans only adds to both.
+    assert step.seconds(None, 0.05, 1) > step.seconds(None, 0.0, 1)
+
+
 def test_paper_writes_figures_and_tables(tmp_path: Path) -> None:
     written = paper([f"out={tmp_path / 'new'}"])
     names = ("figure_1", "figure_3", "figure_4", "lasp2_figure_4", "scaling")
-    expected = [*(f"{name}.png" for name in names), "tables.csv", "errors.txt", "predictions.csv"]
+    expected = [*(f"{name}.png" for name in names), "tables.csv", "errors.txt", "predictions.csv", "noise.csv"]
     assert [path.name for path in written] == expected
     for path in written[:5]:
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zeco_train.bench.paper import pictures
 from zeco_train.bench.paper.machine import FITTED, Machine, Row, fit, fit_lasp2, tables
+from zeco_train.bench.paper.noise import Noisy, noisy
 from zeco_train.bench.paper.ours import ASSUMED, Predicted, measured, predicted
 from zeco_train.errors import ConfigError
 from zeco_train.system.drawing import save_figure
@@ -51,7 +52,8 @@ def paper(arguments: Sequence[str]) -> list[Path]:
     texts = {
         "tables.csv": _table_of(rows),
         "errors.txt": errors(machine, rows),
-        "predictions.csv": _predictions_of(ahead),
+        "predictions.csv": _records(ahead),
+        "noise.csv": _records(noisy()),
     }
     for name, text in texts.items():
         with write_errors(out / name), whole_file(out / name) as partial:
@@ -90,8 +92,8 @@ def _table_of(rows: Sequence[Row]) -> str:
     return _csv(lines)
 
 
-def _predictions_of(rows: Sequence[Predicted]) -> str:
-    names = [field.name for field in dataclasses.fields(Predicted)]
+def _records(rows: Sequence[Predicted] | Sequence[Noisy]) -> str:
+    names = [field.name for field in dataclasses.fields(rows[0])]
     return _csv([names, *([_short(value) for value in dataclasses.astuple(row)] for row in rows)])
 
 

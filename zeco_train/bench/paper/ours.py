@@ -104,7 +104,7 @@ def _load(name: str) -> tuple[dict[str, Any], str]:
 
 
 def predicted() -> list[Predicted]:
-    """Predictions for 8 to 4,096 GPUs: of dp and all backends at `ALPHA`, and of zeco at the other latencies."""
+    """Predictions for 8 to 4,096 GPUs: of all backends and scans at `ALPHA`, of zeco at the other latencies."""
     return [
         row
         for device in DEVICES
@@ -116,12 +116,12 @@ def predicted() -> list[Predicted]:
 
 
 def _rows(device: str, gpus: int, tokens: int, alpha: float) -> Iterator[Predicted]:
-    case = _case(device, gpus, tokens, alpha)
+    case = gla_1b(device, gpus, tokens, alpha)
     of_dp = plan_step(case, BACKENDS["dp"]).per_device
     for backend in BACKENDS.values():
         if alpha != ALPHA and backend.name != "zeco":
             continue
-        for scan in (None, *(backend.scans if backend.name == "zeco" else ())):
+        for scan in (None, *(backend.scans if backend.name == "zeco" and alpha == ALPHA else ())):
             choice = scan_choice(case, backend, scan)
             if choice is None and backend.scans:
                 continue
@@ -135,7 +135,7 @@ def _rows(device: str, gpus: int, tokens: int, alpha: float) -> Iterator[Predict
 _CASES: dict[str, Case] = {}
 
 
-def _case(device: str, gpus: int, tokens: int, alpha: float) -> Case:
+def gla_1b(device: str, gpus: int, tokens: int, alpha: float) -> Case:
     """gla_1b on GPUs that share one sequence. Composed once per device: a case is a few numbers of it."""
     if device not in _CASES:
         arguments = ["+experiment=gla_1b_16k", f"gpu={device}", "world_size=8", "sp.size=8", "data.seq_len=131072"]
