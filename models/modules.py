@@ -1,4 +1,4 @@
-"""Building blocks: RMS norms and the SwiGLU product, with backward passes written out, and holders of parameters.
+"""Building blocks: norms and the SwiGLU product, with backward passes written out, and holders of parameters.
 
 Their statistics and products are computed in fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, and rounded
 once, as in flash-linear-attention. Plain autograd would keep three to five intermediates of the size of the input for
@@ -152,6 +152,13 @@ class ShortConvolution(nn.Module):
         parameter.copy_(values.uniform_(-self._range, self._range, generator=generator))
 
 
+def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Vectors of norm 1, x / sqrt(Σx² + eps) over the last dimension, in the dtype of x."""
+    if torch.compiler.is_compiling():
+        return _l2_normalise(x, eps)[0].to(x.dtype)
+    return _L2NormFunction.apply(x, eps)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
     if torch.compiler.is_compiling():
@@ -247,6 +254,26 @@ class _RMSNormOfGatedFunction(torch.autograd.Function):
         return swish.mul_(du).to(x.dtype), dgate, dweight.to(weight.dtype), None
 
 
+class _L2NormFunction(torch.autograd.Function):
+    """x [..., K] → y = r x with r = (Σx² + eps)^-1/2;  dx = r (dy − y Σ(y ⊙ dy))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        normed, rnorm = _l2_normalise(x, eps)
+        normed = normed.to(x.dtype)
+        # y, which the operator keeps as well, in place of x.
+        ctx.save_for_backward(normed, rnorm)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        normed, rnorm = ctx.saved_tensors
+        wide, dwide = normed.to(rnorm.dtype), dy.to(rnorm.dtype)
+        along = (wide * dwide).sum(dim=-1, keepdim=True)
+        return (dwide - wide * along).mul_(rnorm).to(dy.dtype), None
+
+
 class _SwiGLUFunction(torch.autograd.Function):
     """g, u [...] → y = swish(g) ⊙ u;  dg = dy ⊙ u ⊙ swish'(g),  du = dy ⊙ swish(g)."""
 
@@ -269,6 +296,13 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return wide * rstd, rstd
+
+
+def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Y [..., K] and r [..., 1] of `_L2NormFunction`, both in the accumulation dtype."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    rnorm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
+    return wide * rnorm, rnorm
 
 
 def _norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,11 @@ from models.config import SOFTMAX, LanguageModelConfig
 from models.mixers.base import Mixer
 from models.mixers.based import Based
 from models.mixers.cosformer import Cosformer
+from models.mixers.delta_net import DeltaNet
+from models.mixers.gated_deltanet import GatedDeltaNet
 from models.mixers.gla import GatedLinearAttention
 from models.mixers.hgrn2 import HGRN2
+from models.mixers.kda import KimiDeltaAttention
 from models.mixers.lightning import LightningAttention
 from models.mixers.linear import LinearAttention
 from models.mixers.mamba2 import Mamba2
@@ -30,6 +33,9 @@ MIXERS: dict[str, type[Mixer]] = {
     "rebased": Rebased,
     "cosformer": Cosformer,
     "mamba2": Mamba2,
+    "gated_deltanet": GatedDeltaNet,
+    "delta_net": DeltaNet,
+    "kda": KimiDeltaAttention,
 }
 
 # Of a layer, by its name in `LanguageModelConfig.mixer_of`: softmax layers are part of models with another mixer.

@@ -23,6 +23,7 @@ from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
 from models.parameters import ParameterRule, parameter_rules
 from models.registry import LAYERS
+from zeco_train.ops.passes import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Place
@@ -113,6 +114,11 @@ class BlockSpec:
         return self.state_shapes[-1]
 
     @property
+    def scans_matrices(self) -> bool:
+        """Whether the transition of the operator's state is a matrix, [H, K, K]; softmax layers have none."""
+        return bool(self.operators) and OPERATORS[self.operators[-1]].kind is Kind.matrix
+
+    @property
     def halo_shapes(self) -> Sequence[tuple[int, int, int]]:
         """H, K, V of the states that cross one border only."""
         pairs = zip(self.operators, self.state_shapes, strict=True)
@@ -190,6 +196,12 @@ class ModelSpec:
         """H, K, V of the largest state of a layer."""
         shapes = (shape for block in self.blocks.values() for shape in block.state_shapes)
         return max(shapes, key=math.prod, default=(0, 0, 0))
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of all transitions of all layers that are matrices, for one sequence."""
+        shapes = ((block.count, block.state_shape) for block in self.blocks.values() if block.scans_matrices)
+        return sum(count * heads * key_dim * key_dim for count, (heads, key_dim, _) in shapes)
 
     @property
     def state_elements(self) -> int:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
+from models.decays import initial_rates, initial_steps
 from models.fla import FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import RMSNormOfGated, ShortConvolution, StackedLinear
@@ -163,22 +164,10 @@ class Mamba2Decay(nn.Module):
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """See `models.parameters`. Initial values as in the paper's code."""
         return {
-            "dt_bias": ParameterRule(self._init_dt_bias, decays=False, wide=True),
-            "A_log": ParameterRule(_init_a_log, decays=False, wide=True),
+            "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True),
+            "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True),
             "D": ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, wide=True),
         }
-
-    def _init_dt_bias(self, parameter: Tensor, _: float, generator: torch.Generator) -> None:
-        """The inverse of softplus at time steps whose logarithms are uniform."""
-        low, high, floor = self._steps
-        logs = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        steps = logs.uniform_(math.log(low), math.log(high), generator=generator).exp_().clamp_min_(floor)
-        parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
-
-
-def _init_a_log(parameter: Tensor, _: float, generator: torch.Generator) -> None:
-    values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-    parameter.copy_(values.uniform_(*_A_RANGE, generator=generator).log_())
 
 
 class Mamba2(Mixer):

@@ -182,6 +182,7 @@ HARMLESS_IN: dict[str, set[str]] = {
     "hgrn2": {"fuse_norm", "num_heads"},
     # Without parameters in the feature maps that are supported.
     "linear": {"tie_feature_map_qk", "fuse_norm"},
+    **{name: {"fuse_norm"} for name in ("gated_deltanet", "delta_net", "kda")},
 }
 
 

@@ -34,6 +34,9 @@ FILES: dict[str, list[dict[str, Any]]] = {
         {"hidden_size": 256, "expand_ratio": 64, "num_heads": 4, "hidden_ratio": None},
     ],
     "linear": [{}, {"hidden_size": 512, "expand_v": 2.0}, {"num_heads": 8, "hidden_ratio": 2}],
+    "gated_deltanet": [{}, {"num_v_heads": 12, "head_dim": 64}, {"use_gate": False, "hidden_ratio": None}],
+    "delta_net": [{}, {"hidden_size": 512, "expand_v": 2.0}, {"num_heads": 8, "use_gate": True}],
+    "kda": [{}, {"num_v_heads": 32, "expand_v": 0.5}, {"allow_neg_eigval": True, "intermediate_size": 300}],
     "mamba2": [{}, {"hidden_size": 256, "head_dim": 32, "num_heads": 16, "n_groups": 2}, {"conv_kernel": 3}],
 }
 CASES = [(name, keys) for name, files in FILES.items() for keys in files]

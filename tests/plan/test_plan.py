@@ -23,10 +23,11 @@ from zeco_train.plan import calibration
 from zeco_train.plan.advice import divisors, legal_segments
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.config import PlanSettings, describe, parse
-from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
+from zeco_train.plan.memory import KINDS, _state_bytes, parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
-from zeco_train.plan.wire import costs_of, parameter_traffic
+from zeco_train.plan.wire import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
+from zeco_train.sp.lasp2 import LASP2
 from zeco_train.sp.registry import BACKENDS
 
 NO_LENGTH = ("quickstart", "gla_1b_extension", "gla_recall", "gla_needle")
@@ -129,6 +130,30 @@ def test_operator_times_are_those_of_the_operator(
     assert (f"{operator if not scaled else 'fixed_decay'} has no measurement, so gla's" in on_cpu) is (
         operator != "gla"
     )
+
+
+def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
+    """By messages rather than in one kernel; a transition a layer, unless blocks are recomputed; no kernels claimed."""
+    arguments = [
+        "model=gated_deltanet_1b",
+        "train.dtype=bf16",
+        "world_size=4",
+        "data.seq_len=65536",
+        "data.global_batch=1",
+    ]
+    case = make_case(*arguments)
+    load, shape = load_of(case), (1, 12, 128, 256)
+    assert (load.shape, load.matrices) == (shape, True)
+    choice = scan_choice(case, BACKENDS["zeco"])
+    assert choice is not None
+    assert choice.link is Link.nccl
+    assert scan_bytes(case, LASP2.scans[0]) == 3 * 4 * (12 * 128 * 256 + 12 * 128 * 128)
+    kept = [_state_bytes(make_case(*arguments, f"train.recompute={name}")) for name in ("none", "full")]
+    assert kept[0] - kept[1] == 18 * 12 * 128 * 128 * 4
+    row = _assumptions(case)["operator"]
+    assert "gated_delta has no measurement, so gla's is taken" in row
+    assert "gated_delta has no kernels for these head dims and runs in PyTorch, which takes longer" in row
+    assert "no kernels" not in _assumptions(make_case("model=gla_1b", "train.dtype=bf16"))["operator"]
 
 
 def test_slow_links_bound_step_time() -> None:

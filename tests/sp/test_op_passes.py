@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordingScan, build_scans
+from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix
@@ -39,35 +40,13 @@ DOCUMENTS = {
 TOLERANCE = 1e-13
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = (I − β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ, o_t = scale · q_tᵀ S_t; β [B, T, H]."""
-    assert initial_state is not None
-    state, o = initial_state, []
-    for q_t, k_t, v_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, beta)), strict=True):
-        change = beta_t[..., None] * (v_t - (k_t[..., None, :] @ state).squeeze(-2))
-        state = state + k_t[..., None] * change[..., None, :]
-        o.append((q_t[..., None, :] @ state).squeeze(-2))
-    return (q.shape[-1] ** -0.5 if scale is None else scale) * torch.stack(o, dim=1), state
-
-
 # Operands are named as in `tensors`, where scalar decays have names of their own for other shapes.
 OPS = {
     "slow gla": replace(GLA, select=lambda operands: op_passes(GLA.naive, Kind.diagonal)),
-    "delta": replace(
-        GLA,
-        operands=("q", "k", "v", "beta"),
-        kind=Kind.matrix,
-        naive=delta_rule,
-        select=lambda operands: op_passes(delta_rule, Kind.matrix),
-    ),
+    "slow delta": replace(DELTA, select=lambda operands: op_passes(DELTA.naive, Kind.matrix)),
+    "delta": DELTA,
+    "gated_delta": replace(GATED_DELTA, operands=("shared_q", "shared_unit_k", "v", "scalar_g", "beta")),
+    "kda": KDA,
     "scalar_decay": replace(SCALAR_DECAY, operands=("shared_q", "shared_k", "v", "scalar_g")),
     "fixed_decay": FIXED_DECAY,
 }
@@ -91,6 +70,7 @@ def tensors(num_tokens: int) -> dict[str, Tensor]:
         # All heads share the queries and keys of one group.
         "shared_q": random(num_tokens, 1, KEY_DIM),
         "shared_k": random(num_tokens, 1, KEY_DIM),
+        "shared_unit_k": torch.nn.functional.normalize(random(num_tokens, 1, KEY_DIM), dim=-1),
         "scalar_g": -0.2 * random(*tokens).abs(),
         "log_decay": torch.tensor([0.0, -0.05, -0.4], dtype=torch.float64),
         "do": random(*tokens, VALUE_DIM),

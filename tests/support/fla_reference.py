@@ -27,8 +27,8 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
         return fla_norm.rms_norm_ref(x=x, residual=residual, prenorm=prenorm, **kwargs)
 
     def gated_norm(x: Tensor, g: Tensor, weight: Tensor, bias: None, eps: float, activation: str, **_: Any) -> Tensor:
-        assert activation == "swish"
-        return fla_norm.rms_norm_ref(x, weight, bias, eps=eps) * F.silu(g)
+        gate = {"swish": F.silu, "sigmoid": torch.sigmoid}[activation]
+        return fla_norm.rms_norm_ref(x, weight, bias, eps=eps) * gate(g)
 
     def recurrent(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options: Any) -> Any:
         kept = {name: options[name] for name in ("initial_state", "output_final_state")}
@@ -77,6 +77,66 @@ def use_decay_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hgrn2, "fused_recurrent_gla", recurrent_gla)
     monkeypatch.setattr(hgrn2, "rms_norm_linear", norm_linear)
     monkeypatch.setattr(hgrn2, "swish", F.silu)
+
+
+def use_delta_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make fla's DeltaNet, Gated DeltaNet and KDA compute without Triton, in fp32, for up to 64 tokens at once."""
+    use_references(monkeypatch)
+    delta, gated, kda, of_delta, of_gated, of_kda, gates = (
+        importlib.import_module(f"fla.{name}")
+        for name in (
+            "layers.delta_net",
+            "layers.gated_deltanet",
+            "layers.kda",
+            "ops.delta_rule.naive",
+            "ops.gated_delta_rule.naive",
+            "ops.kda.naive",
+            "ops.kda.gate",
+        )
+    )
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    def strengths(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
+        return beta.sigmoid() * (2 if allow_neg_eigval else 1)
+
+    def of_heads(x: Tensor, v: Tensor) -> Tensor:
+        return x.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
+
+    def recurrent_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
+        q, k, v, beta = (x.transpose(1, 2) for x in (norm(q), norm(k), v, beta))
+        return of_delta.delta_rule_recurrence(q, k, v, beta)[0].transpose(1, 2), None
+
+    def recurrent_gated(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        g = -A_log.exp() * F.softplus(g + dt_bias)
+        q, k = (of_heads(norm(x), v) for x in (q, k))
+        beta = strengths(beta, options["allow_neg_eigval"])
+        return of_gated.naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0], None
+
+    def recurrent_kda(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        q, k = (of_heads(norm(x), v) for x in (q, k))
+        beta = strengths(beta, options["allow_neg_eigval"])
+        return of_kda.naive_recurrent_kda(q, k, v, gates.naive_kda_gate(g, A_log, dt_bias), beta)[0], None
+
+    def convolve(x: Tensor, weight: Tensor, bias: None, activation: str, **_: Any) -> tuple[Tensor, None]:
+        assert activation == "silu"
+        width = weight.shape[-1]
+        y = F.conv1d(x.mT, weight.view(-1, 1, width), bias, padding=width - 1, groups=x.shape[-1])
+        return F.silu(y[..., : x.shape[1]]).mT, None
+
+    def forward(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return convolve(x, self.weight, self.bias, self.activation)
+
+    monkeypatch.setattr(delta, "fused_recurrent_delta_rule", recurrent_delta)
+    monkeypatch.setattr(gated, "fused_recurrent_gated_delta_rule", recurrent_gated)
+    monkeypatch.setattr(gated, "causal_conv1d", convolve)
+    monkeypatch.setattr(kda, "fused_recurrent_kda", recurrent_kda)
+    monkeypatch.setattr(importlib.import_module("fla.modules").ShortConvolution, "forward", forward)
 
 
 def use_fp64(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 One folder per operator, all with the same files: `naive` (the recurrence, token by token: the oracle), `chunked` (in
 PyTorch), `cuda` (kernels), `step` (one token, for generation), `flops`; shared by them `chunks` (layout and decays of
-chunks), `checks` (of shapes and dtypes) and `selection` (by device and dtype). `registry` lists the operators. `mix` is
-the custom op seen by autograd and compilers, `seam` its interface to communication, `passes` its interface to an
-operator. The loss is here too.
+chunks), `pairs` (of the tokens inside them), `checks` (of shapes and dtypes) and `selection` (by device and dtype).
+`registry` lists the operators. `mix` is the custom op seen by autograd and compilers, `seam` its interface to
+communication, `passes` its interface to an operator. The loss is here too.
 """
 
 from __future__ import annotations

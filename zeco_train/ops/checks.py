@@ -7,8 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-# Operands that are log-decays: their dtype is their own.
-LOG_DECAYS = ("g", "log_decay")
+# Operands of a number a token and head, or channel, whose dtype is their own; and why it may not be narrow.
+WIDE = {
+    "g": "log-decays are summed over chunks",
+    "log_decay": "log-decays are summed over chunks",
+    "beta": "writing strengths are solved for over chunks",
+}
 
 
 def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -36,12 +40,10 @@ def check_operands(pieces: Tensor | None, dims: Mapping[str, str], tensors: Mapp
             raise ValueError(f"{name}: expected shape {shape} = {expected}, got {list(x.shape)}")
         if 0 in x.shape:
             raise ValueError(f"{name}: no dimension may be 0, got shape {list(x.shape)}")
-        if name not in LOG_DECAYS and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
+        if name not in WIDE and (not x.is_floating_point() or x.dtype != tensors[first].dtype):
             raise ValueError(f"{name}: expected a floating point dtype, that of {first}; got {x.dtype}")
-        if name in LOG_DECAYS and x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{name}: expected float32 or float64, for log-decays are summed over chunks; got {x.dtype}"
-            )
+        if name in WIDE and x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name}: expected float32 or float64, for {WIDE[name]}; got {x.dtype}")
     if pieces is None:
         return sizes
     if sizes["B"] != 1:

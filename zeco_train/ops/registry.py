@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.passes import Operator
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
@@ -18,6 +19,9 @@ OPERATORS = {
     "fixed_decay": FIXED_DECAY,
     "short_conv": SHORT_CONV,
     "unmasked": UNMASKED,
+    "delta": DELTA,
+    "gated_delta": GATED_DELTA,
+    "kda": KDA,
 }
 
 

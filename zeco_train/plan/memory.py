@@ -218,14 +218,16 @@ def _loss_bytes(case: Case) -> float:
 
 
 def _state_bytes(case: Case) -> float:
-    """R and the carries of each layer and segment, and the buffers of a scan."""
+    """R and the carries of each layer and segment, transitions that are matrices, and the buffers of a scan."""
     kept = case.segments
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
         kept += case.segments + 2
     held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans_over(case.topology)), default=0)
     of_all_layers = case.batch * case.spec.state_elements * case.wide_bytes
-    return float(kept * of_all_layers + held * case.state_bytes)
+    # Kept for the backward pass of a segment; recomputation makes those of one layer at a time.
+    matrices = 0 if case.recompute is Recompute.full else case.batch * case.spec.matrix_elements * case.wide_bytes
+    return float(kept * of_all_layers + held * case.state_bytes + matrices)
 
 
 def _walk_bytes(case: Case, block: BlockSpec) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from models.spec import AttentionSpec
 from zeco_train.collectives.cost_model import Costs
 from zeco_train.collectives.spec import ScanSpec
+from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
 from zeco_train.plan.attention import attention_blocks, method_costs, method_of, plan_exchanges, problem_of
@@ -18,6 +19,7 @@ from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import (
     costs_of,
     count_scans,
+    load_of,
     parameter_traffic,
     plan_halos,
     scan_bytes,
@@ -320,7 +322,7 @@ def _option_line(option: Option, mark: str) -> str:
 
 def _assumptions(case: Case) -> dict[str, str]:
     machine = case.machine
-    costs = costs_of(case, case.config.sp.scans_over(case.topology))
+    costs = costs_of(case, case.config.sp.scans_over(case.topology), matrices=load_of(case).matrices)
     between = "" if costs.between is None else f"; between nodes {_alpha_beta(costs.between)}"
     dtype = case.config.train.dtype
     return {
@@ -348,6 +350,11 @@ def _operators(case: Case) -> dict[str, str]:
         )
         if operator != measured:
             row += f"; {operator} has no measurement, so {measured}'s is taken, scaled by K + V"
+        known = OPERATORS[operator]
+        # One that reads the whole sequence is two products, in PyTorch at their full rate.
+        slow = not known.has_kernels_for(*block.state_shape[1:]) and not known.reads_whole
+        if slow and not case.machine.is_cpu:
+            row += f"; {operator} has no kernels for these head dims and runs in PyTorch, which takes longer"
         rows["operator" if len(blocks) == 1 else f"operator {operator}"] = row
     if any(attention_blocks(case)):
         rates = calibration.ATTENTION_FORWARD, calibration.ATTENTION_BACKWARD

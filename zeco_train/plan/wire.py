@@ -5,6 +5,7 @@ A scan's volume is that of its descriptor in `zeco_train/collectives`; the rank 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -71,10 +72,11 @@ def ways() -> list[tuple[str, BackendSpec, ScanSpec | None]]:
     ]
 
 
-def costs_of(case: Case, scans: Sequence[ScanSpec]) -> Costs:
-    """Costs of the link of the scans to choose from."""
+def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
+    """Costs of the link of the scans to choose from; transitions that are matrices go by messages."""
     link, transport = case.link, case.config.sp.all_scan.transport
-    if link is Link.nccl and transport is not AllScanTransport.p2p and any(scan.kernel for scan in scans):
+    in_kernel = not matrices and any(scan.kernel for scan in scans)
+    if link is Link.nccl and transport is not AllScanTransport.p2p and in_kernel:
         link = Link.symmetric
     return case.machine.scans[link]
 
@@ -103,17 +105,19 @@ def scan_choice(
         scans = (scan,)
     # A configured number of blocks implies a fixed algorithm.
     blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
-    return choose(scans, costs_of(case, scans), load_of(case, block), blocks)
+    load = load_of(case, block)
+    return choose(scans, costs_of(case, scans, matrices=load.matrices), load, blocks)
 
 
 def load_of(case: Case, block: BlockSpec | None = None) -> Load:
     """The size of a scan of a block's states; of the largest state of the model, if none is given."""
-    shape = case.spec.state_shape if block is None else block.state_shape
-    return _load(case, shape)
+    of_model = max(case.spec.blocks.values(), key=lambda each: math.prod(each.state_shape) if each.state_shapes else 0)
+    block = block or of_model
+    return _load(case, block.state_shape if block.state_shapes else (0, 0, 0), matrices=block.scans_matrices)
 
 
-def _load(case: Case, shape: tuple[int, ...]) -> Load:
-    return Load(case.sp_size, (case.batch, *shape), case.wide_bytes, nodes=case.topology.nodes)
+def _load(case: Case, shape: tuple[int, ...], *, matrices: bool = False) -> Load:
+    return Load(case.sp_size, (case.batch, *shape), case.wide_bytes, matrices, nodes=case.topology.nodes)
 
 
 def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False, block: BlockSpec | None = None) -> float:

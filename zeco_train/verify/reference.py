@@ -22,6 +22,7 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.ops import CHUNK
 from zeco_train.ops.documents import pieces_between
 from zeco_train.ops.registry import OPERATORS
+from zeco_train.ops.transition import adjoint, fold
 from zeco_train.sp.dp import LocalScan
 from zeco_train.verify.sequences import Sequence, pieces
 
@@ -127,19 +128,19 @@ class _RankTokens:
             forward.overlap()
             # Enough for the backward pass, which recomputes the states within a piece.
             self._kept.append((state, forward.transition))
-            after = forward.transition.exp()[..., None] * state + forward.state
+            after = fold(forward.state, forward.transition, state)
             self.results["o"][:, a:b] = forward.outputs(state)
             state = after
         return state
 
     def backward(self, grad: Tensor) -> Tensor:
         """Fill the operands' gradients, given that of the state after these tokens; that of the state before them."""
-        for (a, b), (before, log_decay) in zip(reversed(self._bounds), reversed(self._kept), strict=True):
+        for (a, b), (before, transition) in zip(reversed(self._bounds), reversed(self._kept), strict=True):
             operands, do = self._sequence.cut(self._inputs, slice(a, b)), self._inputs["do"][:, a:b]
             between = pieces_between(self._restarts, a, b)
             backward = self._passes.backward(operands, do, (), before, self._scale, between)
             backward.overlap()
-            earlier = log_decay.exp()[..., None] * grad + backward.state_grad
+            earlier = fold(backward.state_grad, adjoint(transition), grad)
             # The gradient of a constant, which comes last, is not among them.
             for name, piece in zip(self._sequence.operands, backward.operand_grads(grad), strict=False):
                 self.results[f"d{name}"][:, a:b] = piece

@@ -18,14 +18,16 @@ from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import SequenceShard, StateScan
 
 WEAKEST, STRONGEST = 1e-6, 20.0
-# Operators with states along a causal sequence; their log-decays are `g`, of each token, or the constant `log_decay`.
+# Operands that sequences have: log-decays are `g`, of each token, or the constant `log_decay`.
+_KNOWN = {"q", "k", "v", "g", "log_decay", "beta"}
+# Operators with states along a causal sequence.
 VERIFIED = [
     name
     for name, operator in OPERATORS.items()
-    if operator.kind is Kind.diagonal
-    and operator.operands in (("q", "k", "v", "g"), ("q", "k", "v", "log_decay"))
-    and not operator.reads_whole
+    if operator.operands[:3] == ("q", "k", "v") and set(operator.operands) <= _KNOWN and not operator.reads_whole
 ]
+# Those of `VERIFIED` whose log-decays have a number for each channel of the keys.
+_BY_CHANNEL = ("gla", "kda")
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,17 @@ class Sequence(RankedSequence):
         return SequenceShard(scan, start, self.seq_len, torch.tensor([0, *inside, stop - start]), before)
 
     def part(self, rank: int) -> dict[str, Tensor]:
-        """q, k, v, g (where there is one) and do of one rank's tokens, on the CPU: the same on every rank that asks."""
+        """The operands that have tokens, and do, of one rank's tokens, on the CPU: the same on every rank that asks."""
         tokens = (self.batch, self.tokens, self.heads)
         values = {
             name: self.random(f"{name} {rank}", *tokens, dim).to(self.dtype)
             for name, dim in zip(("q", "k", "v", "do"), (self.key_dim,) * 2 + (self.value_dim,) * 2, strict=True)
         }
-        if self.operator == "gla":
+        if OPERATORS[self.operator].kind is Kind.matrix:
+            # Longer keys would make the transitions expansions. β lies between 0 and 2.
+            values["k"] = F.normalize(values["k"].to(accumulation_dtype(self.dtype)), dim=-1).to(self.dtype)
+            values["beta"] = 2 * self.random(f"beta {rank}", *tokens).sigmoid()
+        if self.operator in _BY_CHANNEL:
             g = self.random(f"g {rank}", *tokens, self.key_dim)
             values["g"] = F.logsigmoid(g).mul_(decay_rates(self.heads, self.key_dim))
         elif "g" in self.operands:

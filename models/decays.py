@@ -1,0 +1,128 @@
+"""Decays by time steps, g = −exp(A_log) · softplus(logits + dt_bias), as in Mamba-2 and the delta rules: parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from models.parameters import ParameterRule
+from zeco_train.ops import accumulation_dtype
+
+# `ParameterRule.init`.
+Init = Callable[[Tensor, float, torch.Generator], object]
+# The delta rules' initial time steps: range, and lower bound.
+_STEPS = 0.001, 0.1, 1e-4
+# No draw may be 0, whose logarithm is −∞.
+_LEAST_RATE = 1e-6
+
+
+def initial_steps(low: float, high: float, floor: float) -> Init:
+    """Initial dt_bias: the inverse of softplus at time steps whose logarithms are uniform."""
+
+    def init(parameter: Tensor, _: float, generator: torch.Generator) -> None:
+        logs = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        steps = logs.uniform_(math.log(low), math.log(high), generator=generator).exp_().clamp_min_(floor)
+        parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+    return init
+
+
+def initial_rates(low: float, high: float) -> Init:
+    """Initial A_log: logarithms of uniform rates."""
+
+    def init(parameter: Tensor, _: float, generator: torch.Generator) -> None:
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(values.uniform_(low, high, generator=generator).clamp_min_(_LEAST_RATE).log_())
+
+    return init
+
+
+class StepDecay(nn.Module):
+    """A_log [H] and dt_bias [H] or [H·K], which stay in fp32: they act on log-decays summed over the whole sequence.
+
+    They lie in a module of their own, so that FSDP2 keeps those of all layers in one fp32 unit
+    (`LanguageModel.sharding_units`). The model calls it before the first layer and passes the result to the layer.
+
+    Args:
+        heads: H.
+        channels: 1, or K.
+        rates: range of the initial exp(A_log).
+    """
+
+    def __init__(self, heads: int, channels: int, rates: tuple[float, float]) -> None:
+        super().__init__()
+        self._rates = rates
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.dt_bias = nn.Parameter(torch.zeros(heads * channels))
+
+    def forward(self) -> Tensor:
+        """[H + H·channels]: A_log, dt_bias."""
+        return torch.cat((self.A_log, self.dt_bias))
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {
+            "A_log": ParameterRule(initial_rates(*self._rates), decays=False, wide=True),
+            "dt_bias": ParameterRule(initial_steps(*_STEPS), decays=False, wide=True),
+        }
+
+
+def step_log_decays(logits: Tensor, parameters: Tensor, heads: int) -> Tensor:
+    """Log-decays −exp(A_log) · softplus(logits + dt_bias), in fp32 (fp64 for fp64 logits).
+
+    Args:
+        logits: [..., H] or [..., H·K].
+        parameters: [H + H] or [H + H·K], of `StepDecay`.
+        heads: H.
+
+    Returns:
+        [..., H] or [..., H, K].
+    """
+    if torch.compiler.is_compiling():
+        return _log_decays(logits, parameters, heads)[0]
+    return _LogDecays.apply(logits, parameters, heads)
+
+
+def _log_decays(logits: Tensor, parameters: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Log-decays [..., H] or [..., H, K], and softplus' argument in the same shape, in the accumulation dtype."""
+    a_log, dt_bias = parameters[:heads], parameters[heads:]
+    # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
+    shifted = logits.to(accumulation_dtype(logits.dtype)) + dt_bias
+    rates = -a_log.exp()
+    if len(dt_bias) > heads:
+        shifted, rates = shifted.unflatten(-1, (heads, -1)), rates[:, None]
+    return rates * F.softplus(shifted), shifted
+
+
+class _LogDecays(torch.autograd.Function):
+    """x [..., n], (a [H], b [n]) → g = −e^a softplus(x + b).
+
+    Keeps x alone, where autograd would keep three tensors in fp32:
+
+    dx = db by token = −dg e^a σ(x + b)
+    da = Σ dg ⊙ g over all but the heads
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, parameters: Tensor, heads: int) -> Tensor:
+        ctx.save_for_backward(logits, parameters)
+        ctx.heads = heads
+        return _log_decays(logits, parameters, heads)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor, Tensor, None]:
+        logits, parameters = ctx.saved_tensors
+        heads = ctx.heads
+        g, shifted = _log_decays(logits, parameters, heads)
+        rates = -parameters[:heads].exp().view(heads, *(1,) * (g.dim() - logits.dim()))
+        da_log = (dg * g).reshape(-1, heads, g.numel() // (logits.shape[:-1].numel() * heads)).sum((0, 2))
+        dshifted = (dg * rates * shifted.sigmoid()).view(logits.shape)
+        dbias = dshifted.reshape(-1, logits.shape[-1]).sum(0)
+        return dshifted.to(logits.dtype), torch.cat((da_log, dbias)), None

@@ -1,0 +1,108 @@
+"""Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464): the layer and its configuration.
+
+Names and shapes of its parameters equal those of `fla.models.GatedDeltaNetForCausalLM` 0.6.0 (with short convolutions),
+so a checkpoint maps one to one, in both directions (`zeco_train.hf`).
+
+There is no positional embedding: order enters through the convolutions and the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.activations import TokenTensor
+from models.decays import StepDecay, step_log_decays
+from models.fla import FlaFormat
+from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
+from models.modules import GateFunction
+from models.projections import parallel_linear
+
+# Initial values of exp(A_log), as in flash-linear-attention.
+_RATES = (0.0, 16.0)
+
+
+@dataclass
+class GatedDeltaNetConfig(DeltaHeadsConfig):
+    """Shape of a Gated DeltaNet model, see `DeltaHeadsConfig`. The defaults are those of `gated_deltanet_tiny`.
+
+    Attributes:
+        use_gate: whether a layer's output is gated, by swish of a projection, after its norm.
+    """
+
+    mixer: str = "gated_deltanet"
+    name: str = "gated_deltanet_tiny"
+    use_gate: bool = True
+
+    def variants(self) -> list[str]:
+        """What differs from the default model, in words."""
+        return ["no output gate"] * (not self.use_gate) + super().variants()
+
+
+class GatedDeltaNet(DeltaMixer):
+    """One Gated DeltaNet layer: `DeltaMixer` with one decay a head.
+
+    g         = −exp(A_log) softplus(x Wa + dt_bias)              the log-decay, ≤ 0
+    o         = GatedDelta(q, k, v, g, β)
+    y         = (RMSNorm over a head of o ⊙ swish(x Wg)) Wo
+    """
+
+    config_class = GatedDeltaNetConfig
+    operator = "gated_delta"
+    fla = FlaFormat(
+        model_type="gated_deltanet",
+        architecture="GatedDeltaNetForCausalLM",
+        title="Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464)",
+        defaults={"num_hidden_layers": 21},
+        numbers={"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4},
+        optional={"num_v_heads": int},
+        switches={"use_gate": True, "allow_neg_eigval": False},
+        refused={
+            "use_short_conv": (True, "layers without short convolutions"),
+            "conv_bias": (False, "convolutions with a bias"),
+            "output_gate_activation": ("swish", "another function of the output gate"),
+        },
+        written={"attn_mode": "chunk", "use_short_conv": True, "output_gate_activation": "swish"},
+        parts={".attn.decay.": ".attn."},
+    )
+
+    def __init__(self, config: GatedDeltaNetConfig, layer: int) -> None:
+        super().__init__(config, layer, config.heads)
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.decay = StepDecay(self.heads.values, 1, _RATES)
+        self._add_projections()
+        self.a_proj = nn.Linear(config.hidden_size, self.heads.values, bias=False)
+        if config.use_gate:
+            self.g_proj = nn.Linear(config.hidden_size, self.heads.value_width, bias=False)
+        self._add_output(GateFunction.swish if config.use_gate else None)
+
+    @property
+    def wide_parameters(self) -> nn.Module:
+        """See `Mixer`."""
+        return self.decay
+
+    def projections(self, x: Tensor) -> Projected:
+        """See `DeltaMixer`."""
+        gates = (self.g_proj,) if self.config.use_gate else ()
+        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, *gates
+        q, k, v, strengths, decays, *gate = parallel_linear(x, *(layer.weight for layer in layers))
+        return Projected(torch.cat([q, k, v], -1), strengths, decays, gate[0] if gate else None)
+
+    def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
+        """G [B, T, H]."""
+        assert shared is not None
+        return step_log_decays(logits, shared, self.heads.values)
+
+    def decay_width(self) -> int:
+        """See `DeltaMixer`."""
+        return self.heads.values
+
+    def gate_width(self) -> int:
+        """See `DeltaMixer`."""
+        return self.heads.value_width * self.config.use_gate
+
+    def kept_by_gates(self) -> tuple[TokenTensor, ...]:
+        """See `DeltaMixer`."""
+        return (TokenTensor("logits of the decays", self.heads.values),)

@@ -1,0 +1,105 @@
+"""Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692): the layer and its configuration.
+
+Names and shapes of its parameters equal those of `fla.models.KDAForCausalLM` 0.6.0 (with short convolutions, without a
+lower bound of the decays), so a checkpoint maps one to one, in both directions (`zeco_train.hf`).
+
+There is no positional embedding: order enters through the convolutions and the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from models.activations import TokenTensor
+from models.decays import StepDecay, step_log_decays
+from models.fla import FlaFormat
+from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
+from models.modules import GateFunction
+from models.projections import parallel_linear
+
+# Initial values of exp(A_log), as in flash-linear-attention.
+_RATES = (1.0, 16.0)
+
+
+@dataclass
+class KDAConfig(DeltaHeadsConfig):
+    """Shape of a KDA model, see `DeltaHeadsConfig`. The defaults are those of `kda_tiny`."""
+
+    mixer: str = "kda"
+    name: str = "kda_tiny"
+
+
+class KimiDeltaAttention(DeltaMixer):
+    """One KDA layer: `DeltaMixer` with a decay for each channel of the keys, of low rank as the output's gate is.
+
+    g         = −exp(A_log) softplus(x Wf1 Wf2 + dt_bias)         the log-decays of a head's channels, ≤ 0
+    o         = KDA(q, k, v, g, β)
+    y         = (RMSNorm over a head of o ⊙ σ(x Wg1 Wg2 + b)) Wo
+    """
+
+    config_class = KDAConfig
+    operator = "kda"
+    fla = FlaFormat(
+        model_type="kda",
+        architecture="KDAForCausalLM",
+        title="Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692)",
+        numbers={"num_heads": 16, "head_dim": 128, "expand_v": 1.0, "conv_size": 4},
+        optional={"num_v_heads": int},
+        switches={"allow_neg_eigval": False},
+        refused={
+            "use_short_conv": (True, "layers without short convolutions"),
+            "conv_bias": (False, "convolutions with a bias"),
+            "safe_gate": (False, "decays with a lower bound"),
+            "lower_bound": (None, "decays with a lower bound"),
+        },
+        written={"attn_mode": "chunk", "use_short_conv": True, "safe_gate": False, "lower_bound": None},
+        parts={".attn.decay.": ".attn."},
+    )
+
+    def __init__(self, config: KDAConfig, layer: int) -> None:
+        super().__init__(config, layer, config.heads)
+        width, heads = config.hidden_size, self.heads
+        # `init_weights` draws in this order: reordering the modules changes the initial values.
+        self.decay = StepDecay(heads.values, heads.key_dim, _RATES)
+        self._add_projections()
+        self.f_proj = nn.Sequential(
+            nn.Linear(width, heads.value_dim, bias=False),
+            nn.Linear(heads.value_dim, heads.values * heads.key_dim, bias=False),
+        )
+        self.g_proj = nn.Sequential(
+            nn.Linear(width, heads.value_dim, bias=False),
+            nn.Linear(heads.value_dim, heads.value_width, bias=True),
+        )
+        self._add_output(GateFunction.sigmoid)
+
+    @property
+    def wide_parameters(self) -> nn.Module:
+        """See `Mixer`."""
+        return self.decay
+
+    def projections(self, x: Tensor) -> Projected:
+        """See `DeltaMixer`."""
+        (f_down, f_up), (g_down, g_up) = (cast(list[nn.Linear], list(each)) for each in (self.f_proj, self.g_proj))
+        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, f_down, g_down
+        q, k, v, strengths, f, g = parallel_linear(x, *(layer.weight for layer in layers))
+        return Projected(torch.cat([q, k, v], -1), strengths, f_up(f), g_up(g))
+
+    def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:
+        """G [B, T, H, K]."""
+        assert shared is not None
+        return step_log_decays(logits, shared, self.heads.values)
+
+    def decay_width(self) -> int:
+        """See `DeltaMixer`."""
+        return self.heads.values * self.heads.key_dim
+
+    def kept_by_gates(self) -> tuple[TokenTensor, ...]:
+        """See `DeltaMixer`."""
+        return (
+            TokenTensor("x in low rank, for decays and gate", 2 * self.heads.value_dim),
+            TokenTensor("logits of the decays", self.decay_width()),
+        )

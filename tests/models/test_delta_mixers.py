@@ -1,0 +1,295 @@
+"""DeltaNet, Gated DeltaNet and KDA: layers against a plain reference in fp64, initial values, files, fla's models."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.config import LanguageModelConfig
+from models.decays import step_log_decays
+from models.language_model import LanguageModel
+from models.mixers.delta_base import DeltaMixer
+from models.mixers.delta_net import DeltaNetConfig
+from models.mixers.gated_deltanet import GatedDeltaNetConfig
+from models.mixers.kda import KDAConfig
+from models.modules import l2_normalised
+from models.parameters import cast, parameter_rules
+from models.registry import MIXERS, mixer_of
+from models.spec import ModelSpec, spec_of
+from tests.support.fla_reference import use_delta_references
+from zeco_train.errors import ConfigError
+from zeco_train.ops.seam import Boundary, SequenceShard
+from zeco_train.sp.dp import LocalScan
+
+pytestmark = pytest.mark.numeric
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs" / "model"
+PARAMETERS = {
+    "gated_deltanet_tiny": 995_360,
+    "gated_deltanet_340m": 347_120_124,
+    "gated_deltanet_1b": 1_208_318_896,
+    "delta_net_tiny": 927_744,
+    "delta_net_340m": 341_594_112,
+    "delta_net_1b": 1_159_909_888,
+    "kda_tiny": 994_320,
+    "kda_340m": 354_226_368,
+    "kda_1b": 1_180_963_648,
+}
+# No dimension equals another, so that a wrong transposition or reshape cannot pass: K 5, V 10, G 3, H 6.
+WIDTHS: dict[str, Any] = {"vocab_size": 29, "hidden_size": 24, "num_layers": 2, "intermediate_size": 20}
+SHARED: dict[str, Any] = {**WIDTHS, "num_heads": 3, "num_v_heads": 6, "head_dim": 5, "expand_v": 2.0, "conv_size": 3}
+GATED, KDA = GatedDeltaNetConfig(**SHARED, norm_eps=1e-3), KDAConfig(**SHARED, norm_eps=1e-3)
+DELTA = DeltaNetConfig(**WIDTHS, num_heads=3, expand_k=0.625, expand_v=1.25, conv_size=3, norm_eps=1e-3)
+SMALL: dict[str, LanguageModelConfig] = {
+    "gated_deltanet": GATED,
+    "gated_deltanet, no gate, negative eigenvalues": dataclasses.replace(GATED, use_gate=False, allow_neg_eigval=True),
+    "gated_deltanet, as many heads of keys": dataclasses.replace(GATED, num_v_heads=None),
+    "delta_net": DELTA,
+    "delta_net, gate, negative eigenvalues": dataclasses.replace(DELTA, use_gate=True, allow_neg_eigval=True),
+    "kda": KDA,
+    "kda, negative eigenvalues": dataclasses.replace(KDA, allow_neg_eigval=True),
+}
+TOKENS = 71
+# fp64: sums of 71 tokens in another order.
+TOLERANCE = 1e-11
+# Kept alive here: operators get only a handle of their scan.
+SCAN = LocalScan()
+
+
+def build(config: LanguageModelConfig) -> LanguageModel:
+    """A model in fp64 in which every path matters."""
+    model = ModelSpec(config).build().double()
+    model.init_weights(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 if parameter.ndim == 1 else 10
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def reference(layer: DeltaMixer, x: Tensor) -> Tensor:
+    """The layer token by token and head by head, from its parameters."""
+    config, heads, p = layer.config, layer.heads, dict(layer.named_parameters())
+
+    def convolved(name: str) -> Tensor:
+        inputs, weight = x @ p[f"{name}_proj.weight"].T, p[f"{name}_conv1d.weight"][:, 0]
+        padded = F.pad(inputs, (0, 0, config.conv_size - 1, 0))
+        y = sum(padded[:, i : i + TOKENS] * weight[:, i] for i in range(config.conv_size))
+        return F.silu(y)  # type: ignore[arg-type]
+
+    q, k, v = map(convolved, "qkv")
+    strengths = torch.sigmoid(x @ p["b_proj.weight"].T) * (2 if config.allow_neg_eigval else 1)
+    decays = x.new_ones(*x.shape[:2], heads.values, 1)
+    if "a_proj.weight" in p:
+        steps = torch.log1p(torch.exp(x @ p["a_proj.weight"].T + p["decay.dt_bias"]))
+        decays = torch.exp(-torch.exp(p["decay.A_log"]) * steps)[..., None]
+    elif "f_proj.0.weight" in p:
+        logits = x @ p["f_proj.0.weight"].T @ p["f_proj.1.weight"].T + p["decay.dt_bias"]
+        rates = torch.exp(p["decay.A_log"])[:, None]
+        decays = torch.exp(-rates * torch.log1p(torch.exp(logits)).unflatten(-1, (heads.values, -1)))
+    outputs = []
+    for head in range(heads.values):
+        at = head // (heads.values // heads.keys) * heads.key_dim
+        own_q, own_k = (y[..., at : at + heads.key_dim] for y in (q, k))
+        own_q, own_k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (own_q, own_k))
+        own_v = v[..., head * heads.value_dim : (head + 1) * heads.value_dim]
+        state, o = x.new_zeros(len(x), heads.key_dim, heads.value_dim), []
+        for t in range(TOKENS):
+            state = decays[:, t, head, :, None] * state
+            held = (own_k[:, t, :, None] * state).sum(1)
+            change = strengths[:, t, head, None] * (own_v[:, t] - held)
+            state = state + own_k[:, t, :, None] * change[:, None]
+            o.append((own_q[:, t, :, None] * state).sum(1) / heads.key_dim**0.5)
+        found = torch.stack(o, 1)
+        outputs.append(found / (found.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * p["o_norm.weight"])
+    o = torch.cat(outputs, -1)
+    if "g_proj.0.weight" in p:
+        o = o * torch.sigmoid(x @ p["g_proj.0.weight"].T @ p["g_proj.1.weight"].T + p["g_proj.1.bias"])
+    elif "g_proj.weight" in p:
+        o = o * F.silu(x @ p["g_proj.weight"].T)
+    return o @ p["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_layer_and_all_gradients_equal_the_reference(name: str) -> None:
+    layer = build(SMALL[name]).model.blocks()[0].attn
+    assert isinstance(layer, DeltaMixer)
+    generator = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=generator) for _ in range(2))
+    place, found = SequenceShard(SCAN, 0, TOKENS).place(TOKENS, x.device), []
+    for is_reference in (False, True):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        shared = layer.wide_parameters() if layer.wide_parameters is not None else None
+        y = reference(layer, leaf) if is_reference else layer(leaf, place, (Boundary(),) * 2, shared)[0]
+        y.backward(dy)
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        found.append({"y": y.detach(), "x": leaf.grad, **grads})
+    for what, expected in found[1].items():
+        ours = found[0][what]
+        assert ours is not None
+        assert expected is not None
+        assert (ours - expected).norm() <= TOLERANCE * expected.norm(), what
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_log_decays_and_gradients_equal_plain_operations(channels: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 7, 3 * channels, generator=generator, dtype=torch.float64, requires_grad=True)
+    parameters = torch.randn(3 + 3 * channels, generator=generator, dtype=torch.float64, requires_grad=True)
+    found = step_log_decays(logits, parameters, 3)
+    steps = F.softplus(logits + parameters[3:])
+    plain = -parameters[:3].exp().repeat_interleave(channels) * steps
+    plain = plain if channels == 1 else plain.unflatten(-1, (3, channels))
+    weights = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(found, plain, rtol=1e-13, atol=0)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(g, (logits, parameters), weights) for g in (found, plain)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_normalised_vectors_and_their_gradients_equal_plain_operations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
+    x[0] *= 1e-3  # so that eps matters
+    x.requires_grad_()
+    found, plain = l2_normalised(x), x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    weights = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(found, plain, rtol=1e-13, atol=0)
+    (ours,), (theirs,) = (torch.autograd.grad(y, x, weights) for y in (found, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    bf16 = l2_normalised(x.detach().bfloat16())
+    assert bf16.dtype is torch.bfloat16
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(("config", "least"), [(GATED, 0.0), (KDA, 1.0)])
+def test_initial_values_are_those_of_fla(config: LanguageModelConfig, least: float) -> None:
+    # fla's model has 128 decays a layer, or 128 · 16.
+    config = dataclasses.replace(config, hidden_size=64, num_heads=64, num_v_heads=128, head_dim=16, num_layers=1)  # type: ignore[call-arg]
+    model = ModelSpec(config).build()
+    model.init_weights(0)
+    layer = model.model.blocks()[0].attn
+    rates, steps = layer.decay.A_log.exp(), F.softplus(layer.decay.dt_bias)
+    assert least <= rates.min() < least + 1
+    assert 15 < rates.max() <= 16.001
+    assert 0.00099 < steps.min() < 0.0015
+    assert 0.07 < steps.max() < 0.1001
+    # Logarithms are uniform: the median is the geometric mean of the ends.
+    assert 0.005 < steps.median() < 0.02
+    for convolution in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d):
+        assert convolution.bias is None
+        assert 0.018 < convolution.weight.std() < 0.022
+
+
+def test_parameters_of_decays_have_no_weight_decay_and_stay_fp32() -> None:
+    for config in (GATED, KDA):
+        model = build(config)
+        rules = {name: rule for name, _, rule in parameter_rules(model)}
+        wide = {name for name, rule in rules.items() if rule.wide}
+        assert wide == {f"model.layers.{n}.attn.decay.{name}" for n in range(2) for name in ("A_log", "dt_bias")}
+        assert not any(rules[name].decays for name in wide)
+        for dtype, of_wide in ((torch.bfloat16, torch.float32), (torch.float64,) * 2):
+            cast(model, dtype)
+            assert all(p.dtype is (of_wide if name in wide else dtype) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value", "problem"),
+    [
+        (GATED, "num_v_heads", 4, "must be a multiple of num_heads=3"),
+        (KDA, "num_v_heads", 0, "must be a multiple of num_heads=3"),
+        (GATED, "expand_v", 0.5, "times head_dim=5 must be a whole number; nearest: 0.4"),
+        (KDA, "head_dim", 0, "must be a whole number ≥ 1"),
+        (DELTA, "conv_size", 1, "must be a whole number ≥ 2"),
+        (GATED, "conv_size", 1, "must be a whole number ≥ 2"),
+        (DELTA, "num_heads", 7, "must divide"),
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)
+def test_values_out_of_range_are_refused(config: Any, key: str, value: object, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        dataclasses.replace(config, **{key: value})
+    assert f"model.{key}=" in error.value.line
+    assert problem in error.value.line
+
+
+# Files and fla
+
+
+def load_config(name: str) -> LanguageModelConfig:
+    kind = MIXERS[name.rpartition("_")[0]].config_class
+    merged = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.load(CONFIG_DIR / f"{name}.yaml"))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, kind)
+    return config
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_files_hold_the_parameters_that_they_name(name: str) -> None:
+    config = load_config(name)
+    count = PARAMETERS[name]
+    assert config.name == name
+    assert spec_of(config).num_parameters == count
+    told = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M" if count >= 1e8 else f"{count / 1e6:.2f}M"
+    assert (CONFIG_DIR / f"{name}.yaml").read_text().startswith(f"# {told} parameters")
+    if name.endswith("_tiny"):
+        assert MIXERS[config.mixer].config_class() == config
+
+
+def fla_model(config: LanguageModelConfig) -> Any:
+    """fla's model of the same shape, by the names in its format."""
+    fla = mixer_of(config).fla
+    assert fla is not None
+    models = importlib.import_module("fla.models")
+    kind = getattr(models, fla.architecture.replace("ForCausalLM", "Config"))
+    assert kind.model_type == fla.model_type
+    same = ("vocab_size", "hidden_size", "intermediate_size", "norm_eps", "tie_word_embeddings")
+    own = {key: getattr(config, key) for key in (*same, *fla.numbers, *fla.optional, *fla.switches)}
+    return getattr(models, fla.architecture)(kind(num_hidden_layers=config.num_layers, **{**own, **fla.written}))
+
+
+def in_fla(config: LanguageModelConfig, name: str) -> str:
+    """fla's name of a parameter."""
+    fla = mixer_of(config).fla
+    assert fla is not None
+    for own, theirs in fla.parts.items():
+        name = name.replace(own, theirs)
+    return name
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *SMALL])
+def test_parameter_names_and_shapes_equal_fla(name: str) -> None:
+    config = SMALL[name] if name in SMALL else load_config(name)
+    with torch.device("meta"):
+        ours, theirs = ModelSpec(config).build(), fla_model(config)
+    found = {in_fla(config, key): tuple(x.shape) for key, x in ours.state_dict().items()}
+    assert found == {key: tuple(x.shape) for key, x in theirs.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logits_equal_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla's model with its Triton kernels replaced by fla's plain references, and with our weights."""
+    use_delta_references(monkeypatch)
+    config = SMALL[name]
+    ours = build(config).float()
+    theirs = fla_model(config).eval()
+    theirs.load_state_dict({in_fla(config, key): x for key, x in ours.state_dict().items()})
+    ids = torch.arange(80).reshape(2, 40) * 7 % 29
+    with torch.no_grad():
+        logits = ours(ids, SequenceShard(scan=SCAN, offset=0, seq_len=40))
+        expected = theirs(ids, use_cache=False).logits
+    # fp32 on both sides, since fla's naive recurrences support no other dtype.
+    torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())

@@ -1,0 +1,48 @@
+"""Delta rules against code that is not this project's: transformers' chunked rule for Qwen3-Next, in fp32 on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.test_delta import SCALE, expected, sharded
+from tests.support.delta_cases import KEY_DIM, make
+
+# Importing transformers' model takes 8 s of CPU time.
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
+
+# fp32, other chunks of other sums; measured 1.6e-6.
+TOLERANCE = 4e-6
+# With fla, transformers takes kernels, which need a GPU. Their scale is K^-1/2.
+_THEIRS = """
+import sys; sys.modules["fla"] = None
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+(q, k, v, g, beta, state), do, grad, factor = torch.load(sys.argv[1])
+leaves = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
+o, end = torch_chunk_gated_delta_rule(q * factor, k, v, g, beta, initial_state=state, output_final_state=True)
+found = torch.autograd.grad([o, end], leaves, [do, grad])
+torch.save([o.detach(), end.detach(), *found], sys.argv[2])
+"""
+
+
+def test_rule_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Also over simulated ranks, which their function does not know."""
+    operands, state, do, grad = make("gated_delta", 200)
+    narrow = [x.float() for x in operands], state.float(), do.float(), grad.float()
+    given, results = tmp_path / "given.pt", tmp_path / "results.pt"
+    torch.save(([*narrow[0], narrow[1]], narrow[2], narrow[3], SCALE * KEY_DIM**0.5), given)
+    command = [sys.executable, "-c", _THEIRS, str(given), str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "initial_grad")
+    theirs = dict(zip(names, torch.load(results), strict=True))
+    ours = sharded("gated_delta", narrow, [0, 30, 128, 200], None)
+    exact = expected("gated_delta", (operands, state, do, grad), None)
+    for name, x in theirs.items():
+        assert (ours[name] - x).norm() <= TOLERANCE * x.norm(), name
+        assert (x - exact[name]).norm() <= TOLERANCE * exact[name].norm(), name

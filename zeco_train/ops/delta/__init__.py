@@ -1,0 +1,48 @@
+"""Delta rules: each token replaces what the state holds for its key by its value, by the share β.
+
+    S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t-1} + β_t k_t v_tᵀ,    o_t = scale · q_tᵀ S_t
+
+q, k [B, T, G, K]; v, o [B, T, H, V]; β [B, T, H], fp32 or fp64. G divides H, and consecutive heads share queries and
+keys, as in `zeco_train.ops.scalar_decay`. The state decays before the token writes. The operators differ in g:
+
+    `delta`          none                    DeltaNet (Schlag et al. 2021; Yang et al. 2024, arXiv 2406.06484)
+    `gated_delta`    [B, T, H]               Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464)
+    `kda`            [B, T, H, K]            Kimi Delta Attention (2025, arXiv 2510.26692)
+
+g is log-decays, fp32 or fp64, finite and at most 0. Keys must have norm 1 (or less) and β lie between 0 and 2: each
+transition is then no expansion. With longer keys the state may grow without bound; mixers normalise them, and the
+values are not checked here, since that would synchronise with the device.
+
+The transition of a shard is a matrix, [B, H, K, K]. There are no kernels on GPUs yet: PyTorch serves all devices.
+"""
+
+from __future__ import annotations
+
+from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
+from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
+from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
+from zeco_train.ops.delta.step import delta_step, gated_delta_step
+from zeco_train.ops.passes import Kind, Operator
+
+DELTA = Operator(
+    operands=("q", "k", "v", "beta"),
+    kind=Kind.matrix,
+    select=lambda operands: CHUNKED_DELTA,
+    naive=naive_delta,
+    step=delta_step,
+    forward_flops=forward_flops,
+    recomputed_flops=recomputed_flops,
+)
+
+GATED_DELTA = Operator(
+    operands=("q", "k", "v", "g", "beta"),
+    kind=Kind.matrix,
+    select=lambda operands: CHUNKED_GATED,
+    naive=naive_gated_delta,
+    step=gated_delta_step,
+    forward_flops=forward_flops,
+    recomputed_flops=recomputed_flops,
+)
+
+# The same functions: g has one dimension more.
+KDA = GATED_DELTA

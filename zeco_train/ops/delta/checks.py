@@ -1,0 +1,22 @@
+"""Checks of the operands of the delta rules."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeco_train.ops.checks import check_operands
+
+
+def check_inputs(pieces: Tensor | None, **tensors: Tensor) -> None:
+    """Check the tensors of a phase, given by their names (q, k, v, g, beta, do), against each other.
+
+    g is [B, T, H] or [B, T, H, K].
+
+    Raises:
+        ValueError: naming the tensor, the expected shape or dtype, and the actual one.
+    """
+    by_channel = "g" in tensors and tensors["g"].dim() == 4
+    dims = {"q": "BTGK", "k": "BTGK", "v": "BTHV", "do": "BTHV", "g": "BTHK" if by_channel else "BTH", "beta": "BTH"}
+    sizes = check_operands(pieces, dims, tensors)
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(f"q: expected a number of groups that divides the {sizes['H']} heads of v, got {sizes['G']}")

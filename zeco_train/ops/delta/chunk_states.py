@@ -1,0 +1,220 @@
+"""Chunks of the delta rules in WY form: their systems, and states and gradients of states at their boundaries.
+
+In a chunk of C tokens, S the state before it, with k̄_i = k_i ⊙ (decay from the chunk's start through i), k̃_i = k_i ⊙
+(decay after i to its end) and E_ij the decay between two tokens, 0 across a restart (FLA's chunk form: Yang et al.
+2024, arXiv 2406.06484, section 3; by channel arXiv 2510.26692):
+
+    L_ij = β_i Σ_K k_i ⊙ k_j ⊙ E_ij  (i > j)        (I + L) W = β k̄,    (I + L) U = β v
+    N    = U − W S                                   the "new values", what each token adds to the state
+    S'   = decay ⊙ S + k̃ᵀ N                          the state after the chunk
+    M    = Diag(decay) − k̃ᵀ W                        the chunk's transition: S' = M S + k̃ᵀ U
+
+Letters: N chunks as well, where it is a length; X = B·H. The loops here are the only ones over chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.chunks import ChunkDecays, chunk_decays, matrices, to_chunks
+from zeco_train.ops.pairs import pair_grads, pair_scores
+from zeco_train.ops.scalar_decay.chunk_states import decay_matrix
+
+
+class Pairs(Protocol):
+    """Products of the token pairs inside chunks, with the decays between them."""
+
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        """Σ_K x_i ⊙ y_j ⊙ E_ij for j <= i, else 0: x, y [N, B, H, C, K] → [N, B, H, C, C]."""
+        ...
+
+    def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of x and y through the scores, whose gradient is read for j <= i only."""
+        ...
+
+
+class _HeadPairs:
+    """With one decay a head, g [B, T, H, 1]: one product, and a matrix of decays."""
+
+    def __init__(self, g: Tensor, pieces: Tensor | None, dtype: torch.dtype) -> None:
+        self._decays = decay_matrix(g, pieces, dtype).squeeze(3)
+
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Pairs`."""
+        return (x @ y.mT).mul_(self._decays)
+
+    def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Pairs`."""
+        score_grads = score_grads * self._decays
+        return score_grads @ y, score_grads.mT @ x
+
+
+class _ChannelPairs:
+    """With a decay for each channel, g [B, T, H, K]."""
+
+    def __init__(self, g: Tensor, pieces: Tensor | None) -> None:
+        self._g, self._pieces = g, pieces
+
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Pairs`."""
+        return pair_scores(x, y, self._g, self._pieces)
+
+    def grads(self, x: Tensor, y: Tensor, score_grads: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Pairs`."""
+        return pair_grads(x, y, score_grads, self._g, self._pieces)
+
+
+class Chunks:
+    """The keys, values and decays of a rank by chunks, and the solutions of their systems.
+
+    Arithmetic and results are fp64 if v is, else fp32.
+
+    Args:
+        k: [B, T, G, K].
+        v: [B, T, H, V].
+        g: [B, T, H] or [B, T, H, K].
+        beta: [B, T, H].
+        pieces: [T], see `zeco_train.ops.documents`.
+
+    Attributes:
+        keys: [N, B, H, C, K].
+        values: [N, B, H, C, V].
+        strengths: β [N, B, H, C, 1].
+        decays: inside chunks, [N, B, H, C, K], or C × 1 with one decay a head.
+        pairs: products of the chunks' token pairs.
+        products: [N, B, H, C, C], Σ_K k_i ⊙ k_j ⊙ E_ij for j < i, else 0.
+        system: [N, B, H, C, C], L.
+        w, u: [N, X, C, K] and [N, X, C, V].
+        end_keys: k̃ [N, X, C, K].
+        total: [N, X, K, 1] or [N, X, 1, 1], decay of a state over each chunk.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Tensor | None) -> None:
+        self.dtype = dtype = accumulation_dtype(v.dtype)
+        self.pieces = pieces
+        by_channel = g.dim() == 4
+        g = g if by_channel else g[..., None]
+        self.keys, self.values = self.by_heads(k, v.shape[2]), to_chunks(v, dtype)
+        self.strengths = to_chunks(beta[..., None], dtype)
+        self.decays: ChunkDecays = chunk_decays(g, pieces, dtype)
+        self.pairs: Pairs = _ChannelPairs(g, pieces) if by_channel else _HeadPairs(g, pieces, dtype)
+        self.products = self.pairs.scores(self.keys, self.keys).tril_(-1)
+        self.system = self.strengths * self.products
+        right = torch.cat([self.decays.from_start * self.keys, self.values], -1).mul_(self.strengths)
+        solved = _by_chunk(self._solve(right, transposed=False))
+        self.w, self.u = solved.split((self.keys.shape[-1], v.shape[-1]), -1)
+        self.end_keys = _by_chunk(self.decays.to_end * self.keys)
+        self.total = self.decays.total.flatten(1, 2)[..., None]
+        self._state_shape = torch.Size((v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+
+    def by_heads(self, x: Tensor, heads: int) -> Tensor:
+        """Queries or keys of each head, [B, T, G, K] → [N, B, H, C, K]; consecutive heads share a group's."""
+        of_groups = to_chunks(x, self.dtype)
+        shared = heads // of_groups.shape[2]
+        return of_groups if shared == 1 else of_groups.repeat_interleave(shared, dim=2)
+
+    def solve_transposed(self, x: Tensor) -> Tensor:
+        """(I + L)⁻ᵀ x of each chunk, [N, X, C, V] → [N, B, H, C, V]."""
+        return self._solve(x.view(*self.system.shape[:-1], -1), transposed=True)
+
+    def _solve(self, right: Tensor, *, transposed: bool) -> Tensor:
+        # Only the part beside the diagonal is read, which is taken to be 1.
+        system = self.system.mT if transposed else self.system
+        return torch.linalg.solve_triangular(system, right, upper=transposed, unitriangular=True)
+
+    def summary(self) -> tuple[Tensor, Tensor]:
+        """State from a zero start, and transition, of all chunks: [B, H, K, V] and [B, H, K, K].
+
+        The transition is one product of K columns more a chunk. It is left out where a restart cuts it off and the
+        host can see that, that is, on CPUs.
+        """
+        batch, heads, key_dim, value_dim = self._state_shape
+        cut = self.pieces is not None and self.pieces.device.type == "cpu" and bool(self.pieces[-1] > 0)
+        columns = self.keys.new_zeros(batch * heads, key_dim, value_dim + (0 if cut else key_dim))
+        columns[..., value_dim:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        for w, u, keys, total in zip(self.w, self.u, self.end_keys, self.total, strict=True):
+            added = torch.bmm(w, columns).neg_()
+            added[..., :value_dim].add_(u)
+            columns = columns.mul_(total).baddbmm_(keys.mT, added)
+        columns = columns.unflatten(0, (batch, heads))
+        state = columns[..., :value_dim].contiguous()
+        if cut:
+            return state, state.new_zeros(batch, heads, key_dim, key_dim)
+        return state, columns[..., value_dim:].contiguous()
+
+    def states_from(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
+        """States at all boundaries, and the new values N of all tokens.
+
+        Args:
+            incoming: [B, H, K, V], the state before the first chunk.
+
+        Returns:
+            [N + 1, X, K, V] and [N, X, C, V].
+        """
+        check_state(incoming, "incoming_state", self._state_shape)
+        num_chunks = len(self.w)
+        states = self.u.new_empty(num_chunks + 1, *incoming.flatten(0, 1).shape)
+        states[0] = incoming.flatten(0, 1)
+        added = self.u.new_empty(self.u.shape)
+        for n in range(num_chunks):
+            torch.baddbmm(self.u[n], self.w[n], states[n], alpha=-1, out=added[n])
+            torch.mul(self.total[n], states[n], out=states[n + 1])
+            states[n + 1].baddbmm_(self.end_keys[n].mT, added[n])
+        return states, added
+
+
+class ChunkGrads:
+    """Gradients of the states at the boundaries of chunks.
+
+        dN = Pᵀ do + k̃ dS'        dS = decay ⊙ dS' + (scale · q̄)ᵀ do − Wᵀ dN
+
+    Args:
+        chunks: of keys, values and decays.
+        q: [B, T, G, K].
+        do: [B, T, H, V].
+        scale: factor of the outputs.
+
+    Attributes:
+        queries: [N, B, H, C, K].
+        scores: P [N, B, H, C, C], scale · Σ_K q_i ⊙ k_j ⊙ E_ij.
+        output_grads: [N, B, H, C, V].
+    """
+
+    def __init__(self, chunks: Chunks, q: Tensor, do: Tensor, scale: float) -> None:
+        self._chunks = chunks
+        self.queries, self.output_grads = chunks.by_heads(q, do.shape[2]), to_chunks(do, chunks.dtype)
+        self.scores = chunks.pairs.scores(self.queries, chunks.keys).mul_(scale)
+        self._seen = _by_chunk(scale * chunks.decays.from_start * self.queries)
+        self._of_chunks = _by_chunk(self.output_grads)
+        through = torch.bmm(matrices(self.scores).mT, matrices(self.output_grads))
+        self._through_scores = through.view(self._of_chunks.shape)
+
+    def grads_from(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the states at all boundaries, and of the new values of all tokens.
+
+        Args:
+            incoming: [B, H, K, V], the gradient of the state after the last chunk.
+
+        Returns:
+            [N + 1, X, K, V] and [N, X, C, V].
+        """
+        chunks, num_chunks = self._chunks, len(self._seen)
+        grads = self._through_scores.new_empty(num_chunks + 1, *incoming.flatten(0, 1).shape)
+        grads[-1] = incoming.flatten(0, 1)
+        of_added = torch.empty_like(self._through_scores)
+        for n in reversed(range(num_chunks)):
+            torch.baddbmm(self._through_scores[n], chunks.end_keys[n], grads[n + 1], out=of_added[n])
+            torch.mul(chunks.total[n], grads[n + 1], out=grads[n])
+            grads[n].baddbmm_(self._seen[n].mT, self._of_chunks[n])
+            grads[n].baddbmm_(chunks.w[n].mT, of_added[n], alpha=-1)
+        return grads, of_added
+
+
+def _by_chunk(x: Tensor) -> Tensor:
+    """[N, B, H, I, J] → [N, B·H, I, J], contiguous."""
+    return x.reshape(x.shape[0], -1, *x.shape[-2:]).contiguous()

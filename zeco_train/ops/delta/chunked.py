@@ -1,0 +1,164 @@
+"""Chunked delta rules in PyTorch: the passes of one rank, forward and backward (docs/mathematics.md).
+
+    forward     systems, (S_loc, M) → scan | scores P | R → states from R, o = scale · q̄ S + P N
+    backward    systems, P, D_loc → scan | states from R again | D_in → gradients of states, dq, dk, dv, dg, dβ
+
+One implementation serves the three rules: decays by channel, one a head, which nothing expands to K numbers a token,
+and none, which are decays of 1. The scan takes the transition M as a matrix, [B, H, K, K]. It is computed in the
+forward pass and kept, so that the backward pass scans with its transpose and never computes it again.
+
+The WY form is that of Yang et al. 2024 (arXiv 2406.06484), its gates of arXiv 2412.06464 and 2510.26692; the equations
+are in `chunk_states`. Invalid shapes or dtypes raise a ValueError that names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.chunks import add_later_tokens, matrices, to_tokens
+from zeco_train.ops.delta.checks import check_inputs
+from zeco_train.ops.delta.chunk_states import ChunkGrads, Chunks
+from zeco_train.ops.documents import find_restarts
+from zeco_train.ops.passes import Passes
+
+
+class _Forward:
+    """Forward pass, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
+
+    saved: tuple[Tensor, ...] = ()
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
+        self._q, k, self._v, g, beta = _with_decays(operands, gated)
+        check_inputs(pieces, q=self._q, k=k, v=self._v, g=g, beta=beta)
+        self._scale = scale
+        self._chunks = Chunks(k, self._v, g, beta, pieces)
+        self.state, self.transition = self._chunks.summary()
+
+    def overlap(self) -> None:
+        """Compute the scores inside chunks."""
+        chunks = self._chunks
+        self._queries = chunks.by_heads(self._q, self._v.shape[2])
+        self._scores = chunks.pairs.scores(self._queries, chunks.keys)
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute o [B, T, H, V], given R [B, H, K, V]."""
+        chunks = self._chunks
+        states, added = chunks.states_from(incoming_state)
+        o = torch.bmm(matrices(self._scores), added.flatten(0, 1))
+        o.baddbmm_(matrices(chunks.decays.from_start * self._queries), states[:-1].flatten(0, 1)).mul_(self._scale)
+        return to_tokens(o.view(chunks.values.shape), self._v.shape[1], self._v.dtype)
+
+
+class _Backward:
+    """Backward pass, see `zeco_train.ops.passes.BackwardPass`; without `gated` there is no gradient of g."""
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+        *,
+        gated: bool,
+    ) -> None:
+        assert incoming_state is not None
+        self._operands, self._gated, self._pieces = operands, gated, pieces
+        q, k, v, g, beta = _with_decays(operands, gated)
+        check_inputs(pieces, q=q, k=k, v=v, g=g, beta=beta, do=do)
+        self._scale, self._incoming, self._groups = scale, incoming_state, q.shape[2]
+        self._chunks = Chunks(k, v, g, beta, pieces)
+        self._grads = ChunkGrads(self._chunks, q, do, scale)
+        grads, _ = self._grads.grads_from(torch.zeros_like(incoming_state))
+        self.state_grad = grads[0].view(incoming_state.shape).clone()
+
+    def overlap(self) -> None:
+        """Compute the states again, from R."""
+        self._states, self._added = self._chunks.states_from(self._incoming)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute the gradients of the operands in their order, given D_in [B, H, K, V].
+
+        With S before and dS' after a chunk, the true ones, N its new values and dN their gradients:
+
+            X  = v − k̄ S,    Y = (I + L)⁻ᵀ dN,    dv = β Y,    dL = −Y Nᵀ below the diagonal,    dP = scale · do Nᵀ
+            dβ = Σ_V Y ⊙ X + Σ_j dL_ij Σ_K k_i ⊙ k_j ⊙ E_ij
+            dq = scale · decay from the start ⊙ do Sᵀ + Σ_j dP_ij k_j ⊙ E_ij
+            dk = −decay from the start ⊙ dv Sᵀ + Σ_j β_i dL_ij k_j ⊙ E_ij                                  as rows,
+                 + decay to the end ⊙ N dS'ᵀ + Σ_i (dP_ij q_i + β_i dL_ij k_i) ⊙ E_ij                      as columns
+        """
+        check_state(incoming_grad, "incoming_grad", self._incoming.shape)
+        chunks, of_outputs = self._chunks, self._grads
+        grads, of_added = of_outputs.grads_from(incoming_grad)
+        shape = chunks.keys.shape
+        before, after, added = (x.unflatten(1, shape[1:3]) for x in (self._states[:-1], grads[1:], self._added))
+        solved = chunks.solve_transposed(of_added)
+        dv = chunks.strengths * solved
+        system_grads = (solved @ added.mT).neg_().tril_(-1)
+        dbeta = (system_grads * chunks.products).sum(-1, keepdim=True)
+        rest = chunks.values - (chunks.decays.from_start * chunks.keys) @ before
+        dbeta += (solved * rest).sum(-1, keepdim=True)
+        score_grads = (of_outputs.output_grads @ added.mT).mul_(self._scale)
+        dq, columns = chunks.pairs.grads(of_outputs.queries, chunks.keys, score_grads)
+        rows, more = chunks.pairs.grads(chunks.keys, chunks.keys, system_grads.mul_(chunks.strengths))
+        dq.add_((of_outputs.output_grads @ before.mT).mul_(chunks.decays.from_start), alpha=self._scale)
+        rows.sub_((dv @ before.mT).mul_(chunks.decays.from_start))
+        columns.add_(more).add_((added @ after.mT).mul_(chunks.decays.to_end))
+        found = [dq, rows + columns, dv, dbeta]
+        if self._gated:
+            terms = of_outputs.queries * dq + chunks.keys * (rows - columns)
+            found.insert(3, self._decay_grads(terms, self._states[1:], grads[1:]))
+        results = [self._to_operand(x, operand) for x, operand in zip(found, self._operands, strict=True)]
+        if self._gated and self._pieces is not None:
+            results[3][:, find_restarts(self._pieces)] = 0.0
+        return tuple(results)
+
+    def _decay_grads(self, terms: Tensor, states: Tensor, grads: Tensor) -> Tensor:
+        """Compute dg, [N, B, H, C, K] or C × 1: sums over a token and those after it, to its chunk's end.
+
+        The term of the state at that end stands for all later chunks and ranks (`boundary_terms`). With documents a sum
+        ends before the next restart; at a restart itself the result is rounding errors only.
+
+        Args:
+            terms: [N, B, H, C, K], q ⊙ dq + k ⊙ (dk as rows − dk as columns).
+            states: [N, X, K, V], true ones after each chunk.
+            grads: their gradients, of that shape.
+        """
+        boundary = boundary_terms(states, grads).unflatten(1, terms.shape[1:3])
+        if self._chunks.decays.total.shape[-1] == 1:
+            terms, boundary = terms.sum(-1, keepdim=True), boundary.sum(-1, keepdim=True)
+        terms[..., -1, :] += boundary
+        return add_later_tokens(terms, self._pieces)
+
+    def _to_operand(self, grad: Tensor, operand: Tensor) -> Tensor:
+        """[N, B, H, C, D] → the shape and dtype of the operand; summed over the heads that share queries and keys."""
+        if operand.dim() == 4 and operand.shape[2] != grad.shape[2]:
+            grad = grad.unflatten(2, (operand.shape[2], -1)).sum(3)
+        tokens = to_tokens(grad, operand.shape[1], operand.dtype)
+        return tokens.view(operand.shape)
+
+
+def boundary_terms(states: Tensor, grads: Tensor) -> Tensor:
+    """Σ_V S ⊙ dS at the ends of chunks, [N, X, K, V] → [N, X, K]; at a rank's end, its final state and D_in.
+
+    The gradient of a chunk's decays through all that comes after it: without it dg is wrong on every rank but the last.
+    """
+    return (states * grads).sum(-1)
+
+
+def _with_decays(operands: Sequence[Tensor], gated: bool) -> tuple[Tensor, ...]:
+    """q, k, v, g, β; without `gated`, log-decays of 0, a view of one number."""
+    if gated:
+        return tuple(operands)
+    q, k, v, beta = operands
+    return q, k, v, beta.new_zeros(1).expand(beta.shape), beta
+
+
+CHUNKED_DELTA = Passes(partial(_Forward, gated=False), partial(_Backward, gated=False))
+CHUNKED_GATED = Passes(partial(_Forward, gated=True), partial(_Backward, gated=True))

@@ -1,0 +1,62 @@
+"""One token of a delta rule, for generation: the state is updated in place, so memory is that of one state.
+
+    S ← Diag(exp(g)) S,    u = β (v − kᵀ S),    S ← S + k uᵀ,    o = scale · qᵀ S
+
+On all devices a few passes over the state in PyTorch. No gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.delta.checks import check_inputs
+
+
+def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float | None = None) -> Tensor:
+    """`gated_delta_step` without decay: g = 0."""
+    return gated_delta_step(q, k, v, beta.new_zeros(1).expand(beta.shape), beta, state, scale)
+
+
+@torch.no_grad()
+def gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float | None = None
+) -> Tensor:
+    """Compute the next token of each sequence of a batch.
+
+    Args:
+        q: [B, 1, G, K]; bf16, fp32 or fp64.
+        k: [B, 1, G, K], same dtype, of norm at most 1.
+        v: [B, 1, H, V], same dtype; G divides H.
+        g: [B, 1, H] or [B, 1, H, K], log-decay ≤ 0; fp32 or fp64.
+        beta: [B, 1, H], between 0 and 2; fp32 or fp64.
+        state: [B, H, K, V], fp64 if v is, else fp32; contiguous, state after the previous token; updated in place.
+        scale: factor of the output, K^-1/2 if None.
+
+    Returns:
+        o: [B, 1, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the tensor.
+    """
+    check_inputs(None, q=q, k=k, v=v, g=g, beta=beta)
+    batch, num_tokens, groups, key_dim = q.shape
+    check_state(state, "state", torch.Size((batch, v.shape[2], key_dim, v.shape[3])))
+    dtype = accumulation_dtype(v.dtype)
+    if num_tokens != 1:
+        raise ValueError(f"q: expected one token of each sequence, got {num_tokens}")
+    if state.dtype != dtype:
+        raise ValueError(f"state: expected {dtype}, for v is {v.dtype}; got {state.dtype}")
+    if not state.is_contiguous():
+        raise ValueError("state: expected a contiguous tensor, since it is updated in place")
+    scale = key_dim**-0.5 if scale is None else scale
+
+    of_groups = state.unflatten(1, (groups, -1))
+    key, query = (x.to(dtype).view(batch, groups, 1, 1, key_dim) for x in (k, scale * q.to(dtype)))
+    value, strength = (x.to(dtype).view(batch, groups, v.shape[2] // groups, 1, -1) for x in (v, beta))
+    decay = g.to(dtype).exp().view(batch, groups, v.shape[2] // groups, -1, 1)
+    of_groups.mul_(decay)
+    of_groups.addcmul_(key.mT, strength * (value - key @ of_groups))
+    return (query @ of_groups).view(v.shape).to(v.dtype)
