@@ -144,7 +144,9 @@ class Backends:
         self.model = build_model(run.model, run.train, run.parallel.strategy, session.mesh, run.seed)
         self._optimizer = build_optimizer(parameter_rules(self.model), run.optim, run.train.dtype.compute)
         set_learning_rate(self._optimizer, LEARNING_RATE)
-        self._scan = SwitchedScan(build_softmax(run.sp, run.model, session.mesh))
+        # `auto` chooses one method for all numbers of tokens, as for a long sequence.
+        softmax = build_softmax(run.sp, run.model, session.mesh, dtype=run.train.dtype.compute)
+        self._scan = SwitchedScan(softmax)
         self._alone = _alone(session.mesh)
 
     def scan_of(self, name: str) -> ScanBackend:
