@@ -31,7 +31,7 @@ from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=600)
 
 
 class Network:
