@@ -51,8 +51,18 @@ def why_not() -> str | None:
         return "not root"
     if not _TUN.exists():
         return f"no {_TUN}"
-    missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
-    return f"no {' and '.join(missing)}" if missing else None
+    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+        return f"no {' and '.join(missing)}"
+    # A container's root may have no right to them.
+    probe = ["name", f"zp{os.getpid()}", "mode", "tun"]
+    for command in (
+        ["unshare", "--net", "--uts", "--mount", "true"],
+        ["ip", "tuntap", "add", *probe],
+        ["ip", "tuntap", "del", *probe],
+    ):
+        if subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode:
+            return f"no right to {' '.join(command[:3])}"
+    return None
 
 
 @dataclass(frozen=True)
