@@ -109,7 +109,7 @@ def _open(name: str) -> int:
 
 
 def _receiver(packet: bytes) -> int | None:
-    """The node that an IPv4 packet is for; None if it is none of ours."""
+    """The node to which an IPv4 packet is addressed; None if it is not in this network."""
     if len(packet) < 20 or packet[0] >> 4 != 4 or packet[16:19] != bytes(map(int, SUBNET.split("."))):
         return None
     return packet[19] - 1 if packet[19] else None

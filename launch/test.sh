@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests, several files in parallel. The default skips those marked `slow`, and still covers every package and
-# every claim of exactness, in five minutes on two idle cores. --all: every test, in eighteen minutes.
+# every claim of exactness; limit: five minutes on two idle cores. --all: every test; limit: twenty minutes.
 # usage: launch/test.sh [--all] [PYTEST_ARGUMENT ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev

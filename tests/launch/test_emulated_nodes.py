@@ -1,4 +1,4 @@
-"""Emulated nodes: training over them, one that is cut off, and error lines."""
+"""Training over emulated nodes, with one of them cut off; error messages of the script."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ from zeco_train.bench.samples import Row
 from zeco_train.bench.session import Session
 from zeco_train.config.schema import Dtype
 from zeco_train.errors import ConfigError
+from zeco_train.sp.attention.pipelined import LEAST_TOKENS
 from zeco_train.system.ranges import check_least
 
 COLUMNS = {
@@ -73,7 +74,8 @@ class AttentionConfig(RunsConfig):
         tokens: per rank, one after the other.
         dtype: of q, k, v.
         passes: `forward`, `forward_backward`.
-        check_tokens: tokens per rank in the correctness check.
+        check_tokens: tokens per rank in the correctness check; −1 is 8,192 on GPUs, where methods cut the heads into
+            parts as in long runs, and 256 on CPUs.
     """
 
     variants: list[str] = field(default_factory=lambda: list(VARIANTS))
@@ -84,7 +86,7 @@ class AttentionConfig(RunsConfig):
     tokens: list[int] = field(default_factory=lambda: [16_384, 65_536])
     dtype: Dtype = Dtype.bf16
     passes: list[str] = field(default_factory=lambda: list(PASSES))
-    check_tokens: int = 512
+    check_tokens: int = -1
 
     def validate(self) -> None:
         """See `CaseConfig.validate`."""
@@ -93,7 +95,9 @@ class AttentionConfig(RunsConfig):
         if not self.variants or unknown or len(set(self.variants)) < len(self.variants):
             allowed = f"must be a list of different ones of {', '.join(VARIANTS)}"
             raise ConfigError("variants", self.variants, allowed)
-        check_least(self, heads=1, head_dim=1, check_tokens=2)
+        check_least(self, heads=1, head_dim=1)
+        if self.check_tokens < 2 and self.check_tokens != -1:
+            raise ConfigError("check_tokens", self.check_tokens, "must be ≥ 2, or -1 for the device's default")
         self._check_lists(tokens=2)
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
             raise ConfigError("key_heads", self.key_heads, f"must be ≥ 1 and divide heads={self.heads}")
@@ -148,8 +152,10 @@ def _check_all(config: AttentionConfig, session: Session, report: Report) -> dic
     """
     checked: dict[str, float] = {}
     problem: ConfigError | None = None
+    default = LEAST_TOKENS if session.on_cuda else 256
+    tokens = default if config.check_tokens == -1 else config.check_tokens
     for name in config.variants:
-        shape, alone = config.shape(name, config.check_tokens), reference_of(name)
+        shape, alone = config.shape(name, tokens), reference_of(name)
         try:
             # A rank alone takes the whole sequence.
             length = whole_sequence(shape, session.world_size) if name == alone else shape

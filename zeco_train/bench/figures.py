@@ -28,7 +28,7 @@ from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import GREY, finish_axes, new_figure, plain, save_figure
+from zeco_train.system.drawing import GREY, finish_axes, label_axes, new_figure, plain, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,8 +128,8 @@ def _collectives(rows: list[Row], machine: str) -> Figure:
     for column, variant in _PAPER_COLLECTIVES.items():
         points = [(row["gpus"], row[column]) for row in reference("zeco_collectives_ms")]
         _draw_paper(left, points, variant, column)
-    _label(left, f"{size:g} MiB a rank", "GPUs", "ms")
-    _label(right, f"{most} GPUs", "MiB a rank", "ms")
+    label_axes(left, f"{size:g} MiB a rank", "GPUs", "ms")
+    label_axes(right, f"{most} GPUs", "MiB a rank", "ms")
     return figure
 
 
@@ -148,7 +148,7 @@ def _operator(rows: list[Row], machine: str) -> Figure | None:
         # The paper measures gla only.
         for variant in _PAPER_BACKENDS if papers and not _operator_of(rows[0]) else ():
             _draw_paper(upper, [(row["gpus"], row[variant]) for row in papers if variant in row], variant, variant)
-        _label(upper, f"{count:,} tokens a GPU", "GPUs", "ms")
+        label_axes(upper, f"{count:,} tokens a GPU", "GPUs", "ms")
         _draw_ratios(lower, here)
     return figure
 
@@ -194,7 +194,7 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure | None:
         here = [row for row in rows if _shape(row) == shape]
         for variant in _variants(here):
             _draw(axis, _points(here, variant, "tokens"), variant)
-        _label(axis, _named(shape), "tokens a GPU", "ms")
+        label_axes(axis, _named(shape), "tokens a GPU", "ms")
     return figure
 
 
@@ -215,8 +215,8 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
             _draw_paper(upper, [(gpus, rate) for gpus, rate, _ in points], variant, f"{variant}, H 32")
             if variant != "dp":
                 _draw_paper(lower, [(gpus, ratio) for gpus, _, ratio in points], variant, f"{variant}, H 32")
-        _label(upper, f"{count:,} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
-        _label(lower, "", "GPUs", "tokens/s over that of dp", log=False)
+        label_axes(upper, f"{count:,} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
+        label_axes(lower, "", "GPUs", "tokens/s over that of dp", log=False)
         lower.axhline(1.0, color=_COLOURS["dp"], linewidth=0.8)
     return figure
 
@@ -232,8 +232,8 @@ def _decode(rows: list[Row], machine: str) -> Figure:
             _draw(left, _points(here, variant, "context", "tokens_per_second"), variant)
             _draw(right, _points(here, variant, "context", "memory_gb"), variant)
         at_once = f"{batch} sequence{'s' if batch > 1 else ''} at once"
-        _label(left, at_once, "tokens before", "tokens/s of a rank", log=False)
-        _label(right, at_once, "tokens before", "GB of a rank, weights included", log=False)
+        label_axes(left, at_once, "tokens before", "tokens/s of a rank", log=False)
+        label_axes(right, at_once, "tokens before", "GB of a rank, weights included", log=False)
         for axis in (left, right):
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
             heights = (float(y) for line in axis.lines for y in line.get_ydata())
@@ -310,21 +310,3 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]
 def _figure(title: str, rows: int, columns: int, height: float) -> tuple[Figure, Any]:
     figure = new_figure(title, (max(9.0, 7.5 * columns), height), dpi=120, title_size=11)
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _label(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    axes.set_xscale("log", base=2)
-    if log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    finish_axes(axes)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -73,3 +73,22 @@ def finish_axes(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.grid(alpha=0.25, which="major", axis=grid)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def label_axes(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
+    """Title, labels and scales: x logarithmic to base 2, y logarithmic with `log`; a legend beside the axes, if any."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    finish_axes(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

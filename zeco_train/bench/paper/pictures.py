@@ -11,7 +11,7 @@ from zeco_train.bench.paper.ours import ALPHA, ALPHAS, ASSUMED, DEVICES, GPUS, T
 from zeco_train.collectives.registry import ALL_SCANS
 from zeco_train.sp.registry import BACKENDS
 from zeco_train.system.amounts import length_name
-from zeco_train.system.drawing import CURVES, GREY, finish_axes, new_figure
+from zeco_train.system.drawing import CURVES, GREY, finish_axes, label_axes, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def figure_1(rows: Sequence[Row], machine: Machine, predicted: Sequence[Predicte
     for device, style in zip(DEVICES, ("--", ":"), strict=True):
         ours = [(row.gpus, row.gpus * row.rate) for row in _zeco(predicted, device, 32_768)]
         left.plot(*_xy(ours), style, color=_COLOURS["zeco"], label=f"zeco here, {device}, predicted")
-    _scales(left, "32k tokens a GPU", "GPUs", "tokens/s of all GPUs")
+    label_axes(left, "32k tokens a GPU", "GPUs", "tokens/s of all GPUs")
     for axes, title, table, methods, gpus in (
         (bars[0], "collective, 256 GPUs, ms", "ZeCO 2", ("all_gather", "all_scan"), 256),
         (bars[1], "operator above dp,\n128 GPUs × 32k, ms", "ZeCO 4", ("lasp1", "lasp2", "zeco"), 128),
@@ -62,7 +62,7 @@ def figure_3(rows: Sequence[Row], measured: Sequence[Measured]) -> Figure:
         left.plot(GPUS, states, style, color=_COLOURS[method], label=f"{method} (theory)")
     lane = [_lane_states(n) for n in GPUS[1:]]
     left.plot(GPUS[1:], lane, ":", color=_COLOURS["zeco"], label="lane, between nodes")
-    _scales(left, "communication volume of a rank", "GPUs", "states")
+    label_axes(left, "communication volume of a rank", "GPUs", "states")
     of_states = 1 / _CHUNK
     for method, costs in (
         ("lasp1", [float(n) for n in GPUS]),
@@ -71,13 +71,13 @@ def figure_3(rows: Sequence[Row], measured: Sequence[Measured]) -> Figure:
     ):
         style = "--" if method == "lasp2" else "-"
         middle.plot(GPUS, costs, style, color=_COLOURS[method], label=f"{method} (theory)")
-    _scales(middle, "computation of a rank, dp = 1", "GPUs", "times dp")
+    label_axes(middle, "computation of a rank, dp = 1", "GPUs", "times dp")
     for method in ("all_gather", "all_scan"):
         _paper(right, [(row.gpus, row.paper) for row in _of(rows, "ZeCO 2", method)], method, f"{method}, paper")
         points = [(row.gpus, row.model) for row in _of(rows, "ZeCO 2", method)]
         right.plot(*_xy(points), color=_COLOURS[method], linewidth=1, label=f"{method}, its machine")
         _measured(right, measured, "ZeCO 2", method)
-    _scales(right, "state of 32 × 128 × 128", "GPUs", "ms")
+    label_axes(right, "state of 32 × 128 × 128", "GPUs", "ms")
     return figure
 
 
@@ -105,8 +105,10 @@ def figure_4(
             for method in ("zeco", "lasp2"):
                 points = [(row.gpus, row.rate) for row in _backend(predicted, device, tokens, method)]
                 bottom.plot(*_xy(points), style, color=_COLOURS[method], label=f"{method} here, {device}, predicted")
-        _scales(top, f"operator, {length_name(tokens)} tokens a GPU, H 16", "GPUs", "ms")
-        _scales(bottom, f"training, gla_1b, {length_name(tokens)} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
+        label_axes(top, f"operator, {length_name(tokens)} tokens a GPU, H 16", "GPUs", "ms")
+        label_axes(
+            bottom, f"training, gla_1b, {length_name(tokens)} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False
+        )
     figure.supxlabel(f"{ASSUMED}; the paper's training has H 32, ours H 16", fontsize=8)
     return figure
 
@@ -122,7 +124,7 @@ def lasp2_figure_4(rows: Sequence[Row]) -> Figure:
         axes.plot(*_xy(points), "x", color=colour, label=f"{gpus} GPUs, paper")
     lengths = sorted({row.tokens for row in own})
     axes.plot(lengths, [n / (fixed + per_16k * n / 16_384) for n in lengths], color=GREY, label="computed, any GPUs")
-    _scales(axes, f"a step takes {fixed:.3f} s + {1e3 * per_16k:.2f} ms a 16,384 tokens", "tokens", "tokens/s")
+    label_axes(axes, f"a step takes {fixed:.3f} s + {1e3 * per_16k:.2f} ms a 16,384 tokens", "tokens", "tokens/s")
     _lengths(axes)
     return figure
 
@@ -140,8 +142,10 @@ def scaling(predicted: Sequence[Predicted]) -> Figure:
                 found = _zeco(predicted, device, tokens, alpha)
                 points = [(one.gpus, one.efficiency) for one in found]
                 row[1].plot(*_xy(points), style, color=colour, label=f"{alpha:g} µs, {device}")
-        _scales(row[0], f"{length_name(tokens)} tokens a GPU, {ALPHA:g} µs between nodes", "GPUs", "of dp", log=False)
-        _scales(row[1], f"{length_name(tokens)} tokens a GPU, fastest scan", "GPUs", "of dp", log=False)
+        label_axes(
+            row[0], f"{length_name(tokens)} tokens a GPU, {ALPHA:g} µs between nodes", "GPUs", "of dp", log=False
+        )
+        label_axes(row[1], f"{length_name(tokens)} tokens a GPU, fastest scan", "GPUs", "of dp", log=False)
         row[1].set_ylim(0.9, 1.005)
         row[1].axhline(0.97, color=GREY, linewidth=0.8)
     figure.supxlabel(ASSUMED, fontsize=8)
@@ -197,23 +201,6 @@ def _measured(axes: Axes, measured: Sequence[Measured], table: str, method: str)
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _scales(axes: Axes, title: str, x: str, y: str, log: bool = True) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    axes.set_xscale("log", base=2)
-    if log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    finish_axes(axes)
-    axes.legend(frameon=False, fontsize=6.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _lengths(axes: Axes) -> None:

@@ -143,7 +143,7 @@ def _borders(of_row: tuple[int, ...], batch: int, device: torch.device, stream: 
         batch: rows.
         device: of the kernel.
         stream: the device's current one. The copy runs on it and nothing waits for the copy, so the kernels of another
-            stream, such as one that is being captured, cannot have the same tensor.
+            stream, for example during the capture of a CUDA graph, need a tensor of their own.
     """
     rows = [row * of_row[-1] + border for row in range(batch) for border in of_row[bool(row) :]]
     # Pinned: a copy from pageable memory would wait for the device's queued work.

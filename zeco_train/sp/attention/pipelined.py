@@ -82,7 +82,14 @@ class PipelinedAttention(ShardedAttention):
 
 
 def num_parts(key_heads: int, step: int, tokens: int, most: int | None = None) -> int:
-    """Parts of so many heads of keys, each a multiple of `step`, for a rank's tokens; `most`: as `num_parts` there."""
+    """Number of parts of `key_heads` heads, each a multiple of `step` heads.
+
+    Args:
+        key_heads: heads of keys.
+        step: see `PipelinedAttention.heads_step`.
+        tokens: of a rank.
+        most: upper bound; None: `NUM_PARTS` from `LEAST_TOKENS` tokens on, otherwise 1.
+    """
     most = most or (NUM_PARTS if tokens >= LEAST_TOKENS else 1)
     return next(n for n in range(most, 0, -1) if n == 1 or key_heads % (n * step) == 0)
 

@@ -40,10 +40,10 @@ class AttentionChoice(Enum):
 
 
 def choose(choice: AttentionChoice, load: AttentionLoad) -> MethodSpec:
-    """The method that a setting names; `auto`: of the balanced methods the one that sends the fewest bytes.
+    """The configured method; `auto` selects the balanced method that sends the fewest bytes.
 
-    Those of the rank that sends most, in a forward and a backward pass. All ranks of a sequence choose alike, as plans
-    do, since the choice depends on the load only.
+    Bytes are those of the rank that sends most, in a forward and a backward pass. All ranks of a sequence choose alike,
+    as plans do, since the choice depends on the load only.
 
     Raises:
         ConfigError: see `check_heads`.
