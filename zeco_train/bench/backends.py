@@ -25,7 +25,8 @@ from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
-from zeco_train.training.build import build_model
+from zeco_train.training.build import build_graphs, build_model
+from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
@@ -162,7 +163,8 @@ class Backends:
     def contender(self, name: str, tokens: RandomTokens) -> Contender:
         """A variant as a contender, with these tokens."""
         alone, segments = name == "dp", self._run.train.segments
-        scan, step = self.scan_of(name), self._training_step(alone, tokens)
+        graphs = build_graphs(self._run, self.model, self._session.device)
+        scan, step = self.scan_of(name), self._training_step(alone, tokens, graphs)
 
         def train(number: int) -> float:
             self._scan.current = scan
@@ -173,7 +175,7 @@ class Backends:
             loss, _ = step.update(share).read()
             return loss
 
-        return Contender(name, train, None if alone else scan)
+        return Contender(name, train, None if alone else scan, graphs=graphs)
 
     def gradient(
         self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
@@ -219,7 +221,7 @@ class Backends:
             whole[name] = tensor.detach().to("cpu", dtype)
         return whole
 
-    def _training_step(self, alone: bool, tokens: RandomTokens) -> TrainingStep:
+    def _training_step(self, alone: bool, tokens: RandomTokens, graphs: StepGraphs | None = None) -> TrainingStep:
         run = self._run
         return TrainingStep(
             self.model,
@@ -230,6 +232,7 @@ class Backends:
             grad_clip=run.optim.grad_clip,
             tokens_per_step=self._session.world_size * tokens.count,
             seq_len=tokens.seq_len(alone),
+            graphs=graphs,
         )
 
 

@@ -23,6 +23,7 @@ from zeco_train.bench.check import check_results
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.sp.backend import ScanBackend
+from zeco_train.training.graphs import StepGraphs
 
 Mark = torch.cuda.Event | float
 # Blocks of steps per contender.
@@ -45,6 +46,7 @@ class Contender:
         loss: of the last step.
         peak_gb: peak device memory.
         held_gb: device memory of its own buffers, held for its whole lifetime.
+        graphs: that replay its steps.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Contender:
     loss: float | Tensor = math.nan
     peak_gb: float | None = None
     held_gb: float = 0.0
+    graphs: StepGraphs | None = None
 
     def as_row(self, session: Session) -> Row:
         """Fields by their names in results.json, by the slowest rank. Collective.
@@ -150,7 +153,12 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
-        contender.peak_gb = max(contender.peak_gb or 0.0, torch.cuda.max_memory_allocated() / 1e9)
+        peak = torch.cuda.max_memory_allocated()
+        if contender.graphs is not None:
+            # The allocator does not see what replays use.
+            held, used = contender.graphs.memory()
+            contender.held_gb, peak = held / 1e9, peak + used
+        contender.peak_gb = max(contender.peak_gb or 0.0, peak / 1e9)
 
 
 def _mark(session: Session) -> Mark:

@@ -87,10 +87,10 @@ class SequenceForward:
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device
-        return _to_device(batch.input_ids, device), _to_device(batch.labels, device)
+        return to_device(batch.input_ids, device), to_device(batch.labels, device)
 
 
-def _to_device(tokens: Tensor, device: torch.device) -> Tensor:
+def to_device(tokens: Tensor, device: torch.device) -> Tensor:
     """Copy to the device; pinned, since a copy from pageable memory would wait for the device's queued work."""
     if device.type == "cuda" and not tokens.is_cuda:
         tokens = tokens.pin_memory()

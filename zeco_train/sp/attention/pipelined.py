@@ -20,8 +20,9 @@ from zeco_train.ops.softmax.attended import Attended
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method import ShardedAttention
 
-# Of a rank, from which on a part's compute is longer than the launches of its messages; an estimate, not measured.
-LEAST_TOKENS = 8192
+# Of a rank, from which on parts pay. Below, they take longer: NCCL's kernels take multiprocessors from the attention,
+# and its kernels have fewer blocks for the same work (2 H200, 16k tokens a rank, 4 parts: 1.10 and 1.16 times as long).
+LEAST_TOKENS = 65_536
 NUM_PARTS = 4
 
 T = TypeVar("T")
