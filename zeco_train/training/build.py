@@ -350,8 +350,8 @@ def build_graphs(config: Config, model: LanguageModel, device: torch.device) -> 
     problem = None
     if config.train.segments > 1:
         problem = f"train.segments={config.train.segments}"
-    elif config.data.reset_state_at_document:
-        problem = "data.reset_state_at_document: the borders of documents change"
+    elif config.data.reset_state_at_document and config.model.attn.chosen(config.model.num_layers):
+        problem = "data.reset_state_at_document with softmax layers: the borders of documents change"
     if problem is not None:
         logger.info("train.cuda_graphs: steps run without graphs, which do not support %s", problem)
         return None

@@ -83,7 +83,7 @@ class SequenceForward:
         start = batch.offset - self.mesh.sp_rank * tokens
         segment = None if tokens * self.mesh.sp_size == seq_len else (start, start + tokens * self.mesh.sp_size)
         before, borders = batch.before, batch.borders
-        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, before, borders, segment)
+        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, before, borders, segment, batch.pieces)
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device

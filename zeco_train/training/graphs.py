@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from data.reader import Batch
+from zeco_train.ops.documents import find_pieces
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
 
@@ -58,7 +59,7 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[Hashable, _Captured] = {}
-        self._inputs: dict[torch.Size, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[tuple[str, torch.Size], Tensor] = {}
         self._gradients: list[Tensor | None] = []
         self._step = self._micro_batch = 0
 
@@ -97,14 +98,14 @@ class StepGraphs:
         """`run` for the passes of a micro-batch.
 
         Args:
-            batch: without documents.
+            batch: documents may change from batch to batch, for layers that read `pieces` only.
             last: the step's last micro-batch.
             work: of the batch, with tokens and labels on the device.
         """
         with self._on_stream():
             given = self._at_fixed_address(batch)
         # The first one's gradients are written, those of the others added.
-        key = self._micro_batch == 0, last, given.input_ids.shape, given.offset, given.before
+        key = self._micro_batch == 0, last, given.input_ids.shape, given.offset, given.pieces is not None
         self._micro_batch += 1
         return self.run(key, lambda: (work(given),))[0]
 
@@ -114,13 +115,23 @@ class StepGraphs:
             self._gradients = [parameter.grad for parameter in self._model.parameters()]
 
     def _at_fixed_address(self, batch: Batch) -> Batch:
-        shape = batch.input_ids.shape
-        if shape not in self._inputs:
-            self._inputs[shape] = tuple(torch.empty(shape, dtype=torch.int64, device=self._device) for _ in range(2))  # type: ignore[assignment]
-        inputs = self._inputs[shape]
-        for fixed, given in zip(inputs, (batch.input_ids, batch.labels), strict=True):
-            fixed.copy_(to_device(given, self._device))
-        return replace(batch, input_ids=inputs[0], labels=inputs[1])
+        fixed = replace(
+            batch,
+            input_ids=self._fixed("input_ids", batch.input_ids),
+            labels=self._fixed("labels", batch.labels),
+        )
+        pieces = find_pieces(batch.cu_seqlens, batch.before, batch.input_ids.shape[1], torch.device("cpu"))
+        if pieces is None:
+            return fixed
+        # It says what `before` and `borders` say, which change and so must not get into a captured kernel.
+        return replace(fixed, pieces=self._fixed("pieces", pieces), before=0, borders=None)
+
+    def _fixed(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy at the address of all tensors of this name and shape."""
+        key = name, tensor.shape
+        if key not in self._inputs:
+            self._inputs[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return self._inputs[key].copy_(to_device(tensor, self._device))
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> _Captured:
         graph, meter = torch.cuda.CUDAGraph(), active_meter()
