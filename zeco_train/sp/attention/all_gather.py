@@ -215,7 +215,7 @@ def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
 
 
 def _hidden(load: AttentionLoad) -> float:
-    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens)
+    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens, load.nodes)
 
 
 ALL_GATHER = MethodSpec(

@@ -152,7 +152,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
     forward = (2 * load.queries + repeated) * load.itemsize + sums
     operands = (3 * load.queries + repeated) * load.itemsize
     gradients = (load.queries + repeated) * load.wide
-    backward, hidden = operands + gradients + sums, 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens)
+    backward = operands + gradients + sums
+    hidden = 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
     return MethodCosts(leaving * forward, leaving * backward, (5, 9), 2.0 * operands, hidden=hidden)
 
 
