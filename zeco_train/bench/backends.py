@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -166,16 +167,20 @@ class Backends:
         graphs = build_graphs(self._run, self.model, self._session.device)
         scan, step = self.scan_of(name), self._training_step(alone, tokens, graphs)
 
+        launching: list[float] = []
+
         def train(number: int) -> float:
-            self._scan.current = scan
+            self._scan.current, started = scan, time.perf_counter()
             step.zero_grad()
             with scan.exposed.measuring():
                 share = step.backward(tokens.batches(number, alone, segments), last=True, proceed=_nobody_stops)
             assert share is not None
-            loss, _ = step.update(share).read()
+            numbers = step.update(share)
+            launching.append(time.perf_counter() - started)
+            loss, _ = numbers.read()
             return loss
 
-        return Contender(name, train, None if alone else scan, graphs=graphs)
+        return Contender(name, train, None if alone else scan, launching=launching, graphs=graphs)
 
     def gradient(
         self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True

@@ -73,6 +73,7 @@ COLUMNS = {
     "runs": ("steps", ">5"),
     "mfu": ("MFU", ">6:.3f"),
     "hfu": ("HFU", ">6:.3f"),
+    "host_ms": ("host ms", ">8:.2f"),
     "exposed_ms": ("exposed ms", ">10:.3f"),
     "peak_gb": ("peak GB", ">7:.2f"),
     "first_step_seconds": ("first step s", ">12:.1f"),

@@ -40,6 +40,7 @@ class Contender:
             own.
         scan: its exposed communication is measured.
         samples: ms of each timed step on this rank.
+        launching: seconds after which the host has launched each step, of all steps on this rank; empty: not measured.
         seconds: per step, the mean of each block on this rank, by the host's clock.
         first_seconds: duration of the first step, including compilation and autotuning.
         exposed: seconds that compute waited for scans in all timed steps on this rank.
@@ -53,6 +54,7 @@ class Contender:
     step: Callable[[int], float | Tensor]
     scan: ScanBackend | None = None
     samples: list[float] = field(default_factory=list)
+    launching: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_seconds: float = 0.0
     exposed: float | None = None
@@ -77,6 +79,7 @@ class Contender:
             "variant": self.name,
             **Summary.of(by_rank).as_row(),
             "wall_ms": 1e3 * statistics.median(seconds),
+            "host_ms": max(session.gather(self._host_ms())) or None,
             "exposed_ms": 1e3 * max(exposed) / len(self.samples) if exposed else None,
             "peak_gb": max(session.gather(self.peak_gb or 0.0)) or None,
             "first_step_seconds": max(session.gather(self.first_seconds)),
@@ -84,6 +87,11 @@ class Contender:
             "samples_ms_by_rank": by_rank,
             "seconds_by_block": seconds,
         }
+
+    def _host_ms(self) -> float:
+        """Median over the last steps, as many as are timed; 0 if not measured."""
+        last = self.launching[-len(self.samples) :]
+        return 1e3 * statistics.median(last) if last else 0.0
 
 
 def time_in_turns(

@@ -54,7 +54,7 @@ from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
-from zeco_train.training.graphs import CudaGraphs, StepGraphs
+from zeco_train.training.graphs import CudaGraphs, StepGraphs, capture_problem
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
@@ -347,12 +347,7 @@ def build_graphs(config: Config, model: LanguageModel, device: torch.device) -> 
     """What replays the steps of a configuration; None, with the reason in the log, where they cannot be captured."""
     if config.train.cuda_graphs is CudaGraphs.off or device.type != "cuda":
         return None
-    problem = None
-    if config.train.segments > 1:
-        problem = f"train.segments={config.train.segments}"
-    elif config.data.reset_state_at_document and config.model.attn.chosen(config.model.num_layers):
-        problem = "data.reset_state_at_document with softmax layers: the borders of documents change"
-    if problem is not None:
+    if (problem := capture_problem(config)) is not None:
         logger.info("train.cuda_graphs: steps run without graphs, which do not support %s", problem)
         return None
     return StepGraphs(model, device)

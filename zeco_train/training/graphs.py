@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from zeco_train.ops.documents import find_pieces
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
 
+if TYPE_CHECKING:
+    from zeco_train.config.schema import Config
+
 # Steps before the capture: they compile, connect, and allocate what stays, such as the optimizer's moments.
 WARM_UP = 2
 
@@ -36,6 +39,15 @@ class CudaGraphs(Enum):
 
     auto = "auto"
     off = "off"
+
+
+def capture_problem(config: Config) -> str | None:
+    """What keeps a configuration's steps from being captured; None if nothing does."""
+    if config.train.segments > 1:
+        return f"train.segments={config.train.segments}"
+    if config.data.reset_state_at_document and config.model.attn.chosen(config.model.num_layers):
+        return "data.reset_state_at_document=true with softmax layers"
+    return None
 
 
 class _Captured(NamedTuple):
