@@ -95,7 +95,8 @@ class TrainConfig:
             state of the next. Memory is that of one part; the gradient is that of the whole sequence.
         recompute: activations that the backward pass recomputes.
         compile: whether to compile the blocks.
-        cuda_graphs: see `CudaGraphs`.
+        cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where they can be captured; `off` launches
+            their kernels one by one. The same bits.
         nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
             up to N such steps in a row; data, step and learning rate advance, weights do not change.
         profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
