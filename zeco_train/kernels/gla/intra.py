@@ -26,11 +26,11 @@ import triton.language as tl
 
 from zeco_train.kernels.gla.tiles import (
     decay,
-    decay_between,
     head_offset,
     load_pieces,
-    load_rows,
     load_tile,
+    split_decays,
+    split_pairs,
     state_pointers,
     store_tile,
 )
@@ -94,22 +94,12 @@ def _decayed(
     JOINED: tl.constexpr,
 ):
     """For blocks of 2^shift tokens: [C], which tokens are queries; [C, BK], the factors; [C, BK], X."""
-    block = tl.arange(0, C) >> shift
-    is_query = (block & 1) == 1
-    reference = ((block | 1) << shift) - 1
-    factors = decay_between(sums - load_rows(b, reference, start, T, H, K, first_key, BK))
+    is_query, factors = split_decays(b, sums, shift, start, T, H, K, first_key, C, BK)
     if JOINED:
         tokens = _round_to_bf16(_take(joined, is_query) * factors)
     else:
         tokens = (tl.where(is_query[:, None], queries, keys).to(tl.float32) * factors).to(queries.dtype)
     return is_query, factors, tokens
-
-
-@triton.jit
-def _pairs(shift, C: tl.constexpr):
-    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens."""
-    block = tl.arange(0, C) >> shift
-    return (block ^ 1)[:, None] == block[None, :]
 
 
 @triton.jit
@@ -152,7 +142,7 @@ def scores_kernel(
         for shift in range(6):
             _, _, tokens = _decayed(b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED)
             products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION)
-            total = tl.where(_pairs(shift, C), total + products, total)
+            total = tl.where(split_pairs(shift, C), total + products, total)
     if DOCUMENTS:
         own, _, _ = load_pieces(pieces, start, T, C)
         total = tl.where(own[:, None] == own[None, :], total, 0.0)
@@ -258,7 +248,7 @@ def intra_grads_kernel(
             is_query, factors, tokens = _decayed(
                 b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
             )
-            size_grads = tl.where(_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
+            size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
             seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
             moved = factors * seen
             to_query = tl.where(is_query, 1.0, 0.0)[:, None]

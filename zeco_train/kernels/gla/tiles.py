@@ -90,6 +90,22 @@ def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def split_pairs(shift, C: tl.constexpr):
+    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens (kernels/gla/intra.py)."""
+    block = tl.arange(0, C) >> shift
+    return (block ^ 1)[:, None] == block[None, :]
+
+
+@triton.jit
+def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
+    """For blocks of 2^shift tokens: [C], which tokens lie in later blocks; [C, BK], decays to their pair's middle."""
+    block = tl.arange(0, C) >> shift
+    reference = ((block | 1) << shift) - 1
+    factors = decay_between(sums - load_rows(b, reference, start, T, H, K, first_key, BK))
+    return (block & 1) == 1, factors
+
+
+@triton.jit
 def load_pieces(pieces, start, T, C: tl.constexpr):
     """[C] pieces of the chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
     rows = tl.arange(0, C)
