@@ -24,8 +24,10 @@ from zeco_train.kernels.delta.decays import border_decays, load_decays
 from zeco_train.kernels.gla.tiles import (
     decay,
     head_offset,
+    laid_out_like,
     load_pieces,
     load_tile,
+    round_to_bf16,
     split_decays,
     split_pairs,
     state_pointers,
@@ -33,6 +35,20 @@ from zeco_train.kernels.gla.tiles import (
     sum_tokens,
 )
 from zeco_train.kernels.scalar_decay.decays import key_head_offset
+
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _round(x, tokens):
+    """x, fp32, in the dtype of the tokens."""
+    if INTERPRETED:
+        rounded = x.to(tokens.dtype)
+    elif tokens.dtype == tl.bfloat16:
+        rounded = round_to_bf16(x)
+    else:
+        rounded = x
+    return rounded
 
 
 @triton.jit
@@ -69,6 +85,7 @@ def grads_kernel(
     GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    ONE_LAYOUT: tl.constexpr,
 ):
     """One program serves BK channels of the keys of one chunk of one head."""
     key_tiles: tl.constexpr = (K + BK - 1) // BK
@@ -146,6 +163,10 @@ def grads_kernel(
 
     if BY_CHANNEL:
         own_sums = sums + head_offset(batch_head, T, H, K)
+        if ONE_LAYOUT:
+            own = laid_out_like(own, query_grads)
+            queries = laid_out_like(queries, query_grads)
+            keys = laid_out_like(keys, query_grads)
         terms = queries.to(tl.float32) * query_grads + keys.to(tl.float32) * row_grads - leaving
         # each token with itself: its terms cancel
         self = tl.sum(tl.where(rows[:, None] == rows[None, :], score_grads, 0.0), axis=1)[:, None]
@@ -153,28 +174,29 @@ def grads_kernel(
         column_grads += self * queries.to(tl.float32)
         # for both roles of a row at once
         score_grads = tl.where(rows[:, None] == rows[None, :], 0.0, score_grads - tl.trans(score_grads))
-        system_grads -= tl.trans(system_grads)
+        score_grads = _round(score_grads, keys)
+        system_grads = _round(system_grads - tl.trans(system_grads), keys)
+        key_grads = row_grads + column_grads
         strengthless = tl.zeros([C, BK], tl.float32)  # ρ
         for shift in range(6):
             is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
-            later = is_later[:, None]
+            to_later = tl.where(is_later, 1.0, 0.0)[:, None]
             split = split_pairs(shift, C)
-            decayed = keys.to(tl.float32) * factors
-            mixed = tl.where(later, queries.to(tl.float32) * factors, decayed).to(keys.dtype)
-            scaled = tl.where(later, decayed * strengths, decayed).to(keys.dtype)
-            of_scores = tl.where(split, score_grads, 0.0).to(keys.dtype)
-            of_systems = tl.where(split, system_grads, 0.0).to(keys.dtype)
-            of_scores = tl.dot(of_scores, mixed, input_precision=PRECISION)
-            of_systems = tl.dot(of_systems, scaled, input_precision=PRECISION)
+            mixed = _round(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, keys)
+            weights = factors * tl.where(is_later[:, None], strengths, 1.0)
+            scaled = _round(keys.to(tl.float32) * weights, keys)
+            of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
+            of_systems = tl.dot(tl.where(split, system_grads, 0.0), scaled, input_precision=PRECISION)
             if GATED:
-                terms += mixed.to(tl.float32) * of_scores + scaled.to(tl.float32) * of_systems
+                terms += mixed.to(tl.float32) * of_scores
+                terms += scaled.to(tl.float32) * of_systems
             of_scores *= factors
             of_systems *= factors
-            query_grads += tl.where(later, of_scores, 0.0)
-            strengthless += tl.where(later, of_systems, 0.0)
-            column_grads -= tl.where(later, 0.0, of_scores + of_systems)
+            query_grads += to_later * of_scores
+            strengthless += to_later * of_systems
+            key_grads += (to_later - 1.0) * (of_scores + of_systems)
         strength_grads += tl.sum(keys.to(tl.float32) * strengthless, axis=1)
-        row_grads += strengths * strengthless
+        key_grads += strengths * strengthless
     else:
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
         products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
@@ -187,9 +209,10 @@ def grads_kernel(
         column_grads = tl.dot(tl.trans(of_scores), queries, column_grads, input_precision=PRECISION)
         column_grads = tl.dot(tl.trans(of_systems), keys, column_grads, input_precision=PRECISION)
         terms = queries.to(tl.float32) * query_grads + keys.to(tl.float32) * (row_grads - column_grads)
+        key_grads = row_grads + column_grads
 
     store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
-    store_tile(dk, row_grads + column_grads, start, T, H, K, first_key, C, BK)
+    store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
     tl.store(dbeta + by_head, strength_grads, mask=is_token)
     if GATED:
         later_tokens = rows[:, None] <= rows[None, :]

@@ -128,7 +128,7 @@ class Launcher:
         BK, _ = self._tile(options)
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.pieces, found.scores, found.inverses, self.scale,
-            self.T, self.H, self.G, self.K, self.BH, BK=BK,
+            self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
             SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3", **self.pair_flags, **options.launch,
         )  # fmt: skip
         return found
@@ -251,7 +251,7 @@ class Launcher:
         grads_kernel[(self.num_chunks * tiles, self.BH)](
             q, self.k, self.v, self.sums, self.beta, do, self.pieces, inverses, states, grads, added, of_added,
             dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV,
-            GATED=self.gated, **self.pair_flags, **options.launch,
+            GATED=self.gated, ONE_LAYOUT=BK == CHUNK, **self.pair_flags, **options.launch,
         )  # fmt: skip
         if dg is not None and not self.by_channel:
             dg = dg.sum(0)

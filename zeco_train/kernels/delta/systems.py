@@ -22,6 +22,7 @@ from zeco_train.kernels.delta.decays import border_decays, load_decays
 from zeco_train.kernels.gla.tiles import (
     decay,
     head_offset,
+    laid_out_like,
     load_pieces,
     load_tile,
     split_decays,
@@ -65,8 +66,9 @@ def systems_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVING: tl.constexpr,
+    ONE_LAYOUT: tl.constexpr,
 ):
-    """One program serves one chunk of one head. SOLVING: precision of the inverse's products."""
+    """One program serves one chunk of one head. SOLVING: precision of the inverse's products. ONE_LAYOUT: BK is C."""
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     q += key_head_offset(batch_head, T, H, G, K)
@@ -84,6 +86,10 @@ def systems_kernel(
             own = load_tile(own_sums, start, T, H, K, first_key, C, BK)
             self = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[:, None]
             pair_scores = tl.where(rows[:, None] == rows[None, :], pair_scores + self, pair_scores)
+            if ONE_LAYOUT:
+                own = laid_out_like(own, products)
+                queries = laid_out_like(queries, products)
+                keys = laid_out_like(keys, products)
             for shift in range(6):
                 is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
                 decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)

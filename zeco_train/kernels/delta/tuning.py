@@ -17,8 +17,9 @@ LARGEST_HEAD_DIM = 256
 # No tile is narrower than this: see the note on miscompiled tiles of 32 keys in kernels/gla/launch.py.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 
-_PAIRS = Options(64, 64, 4, 1)
-_SYSTEMS = Options(64, 64, 8, 1, 128)
+_SUMS = Options(64, 64, 4, 1)
+_OPERANDS = Options(64, 64, 8, 1)
+_SYSTEMS = Options(64, 64, 4, 1)
 _WALK = Options(LARGEST_HEAD_DIM, 64, 4, 2)
 _GRADS = Options(64, 64, 8, 1)
 _NARROW = Options(32, 32, 4, 1)
@@ -34,9 +35,9 @@ class Tuning:
         programs: number of programs of a walk that saturates the chip, all at once.
     """
 
-    channel_sums: Options = _PAIRS
+    channel_sums: Options = _SUMS
     systems: Options = _SYSTEMS
-    operands: Options = _PAIRS
+    operands: Options = _OPERANDS
     summaries: Options = _WALK
     outputs: Options = _WALK
     states: Options = _WALK
@@ -65,4 +66,11 @@ KEPT: dict[Key, Tuning] = {
 }
 
 _OPTIONS = KeptOptions("kernels of delta rules", KEPT)
-options_for, find = _OPTIONS.options_for, _OPTIONS.find
+
+
+def options_for(k: torch.Tensor) -> Tuning:
+    """The options for keys [B, T, G, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
+    return _OPTIONS.options_for(k, k)
+
+
+find = _OPTIONS.find

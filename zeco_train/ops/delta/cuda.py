@@ -37,7 +37,7 @@ class CudaForward:
         q, k, v, *g, beta = operands
         check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)))
         q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
-        tuning, self._gated = options_for(k, v), gated
+        tuning, self._gated = options_for(k), gated
         self._sums = decay_sums_of(g[0].contiguous(), tuning) if gated else _no_decay(beta)
         self._launcher = Launcher(k, v, self._sums, beta, pieces, scale, tuning, gated=gated)
         self._systems = self._launcher.systems(q)
@@ -90,7 +90,7 @@ class CudaBackward:
         scores, inverses, self._starts, self._transitions = saved
         self._systems = Systems(scores, inverses)
         of_decays = _like_g(sums[0]).contiguous() if gated else _no_decay(beta)
-        self._launcher = Launcher(k, v, of_decays, beta, pieces, scale, options_for(k, v), gated=gated)
+        self._launcher = Launcher(k, v, of_decays, beta, pieces, scale, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, inverses)
         self._local = self._launcher.local_grads(self._operands, scores, self._do)
         *earlier, grad = self._local.unbind()
@@ -138,7 +138,7 @@ def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...
     sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if gated and g[0].dim() == 4 else beta.mT
     sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
     # For the shapes only, which do not depend on documents or the scale.
-    launcher = Launcher(k, v, sums, beta, None, 1.0, options_for(k, v), gated=gated)
+    launcher = Launcher(k, v, sums, beta, None, 1.0, options_for(k), gated=gated)
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
     kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
     return (_like_g(sums), *kept) if gated else kept
