@@ -41,11 +41,11 @@ class DeltaCase(RankCase):
     Attributes:
         shape: B, T, G, H, K, V.
         rule: of `zeco_train.ops.delta`.
-        programs: number of programs of the walks over chunks; few make long segments.
+        joining: see `Tuning`; a small number makes many segments, a large one makes one, None takes the kept one.
     """
 
     rule: str = "kda"
-    programs: int = 264
+    joining: float | None = 0.1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,8 +96,9 @@ def _found(case: DeltaCase, tensors: dict[str, Tensor], scale: float, pieces: Te
     """Results of the kernels."""
     from zeco_train.ops.delta import cuda  # late: imports Triton, whose mode is fixed at import
 
-    plain = cuda.options_for
-    with mock.patch.object(cuda, "options_for", lambda *x: replace(plain(*x), programs=case.programs)):
+    kept = cuda.options_for(tensors["k"])
+    kept = kept if case.joining is None else replace(kept, joining=case.joining, programs=264)
+    with mock.patch.object(cuda, "options_for", return_value=kept):
         return _results(_kernels(case.rule), case.names, tensors, scale, pieces)
 
 
@@ -127,25 +128,23 @@ def delta_errors(case: DeltaCase, dtype: torch.dtype, device: torch.device) -> d
     return errors
 
 
-LONG, SHORT = 1, 264
+LONG = 1e9
 DOCUMENTS = (0, 40, 64, 65, 150)
 SMALL = {
     "one token": DeltaCase((1, 1, 1, 1, 16, 16)),
     "kda, odd sizes": DeltaCase((1, 140, 1, 2, 24, 40), rate=1.0),
     "kda, documents": DeltaCase((1, 150, 1, 1, 16, 24), documents=DOCUMENTS),
-    "kda, documents, one segment": DeltaCase((1, 150, 1, 1, 16, 16), documents=DOCUMENTS, before=0, programs=LONG),
+    "kda, documents, one segment": DeltaCase((1, 150, 1, 1, 16, 16), documents=DOCUMENTS, before=0, joining=LONG),
     "kda, one document, that continues": DeltaCase((1, 130, 1, 1, 16, 16), documents=(0, 130)),
     "kda, strong decays": DeltaCase((1, 130, 1, 1, 16, 16), rate=50.0),
     "kda, resets": DeltaCase((1, 130, 1, 1, 16, 16), reset=-3e38),
-    "kda, tiles of K and V": DeltaCase((1, 130, 1, 1, 40, 72), programs=LONG),
+    "kda, tiles of K and V": DeltaCase((1, 130, 1, 1, 40, 72), joining=LONG),
     "gated_delta, groups, batches": DeltaCase((2, 100, 1, 2, 16, 8), rule="gated_delta", rate=1.0),
     "gated_delta, documents": DeltaCase((1, 150, 1, 1, 40, 16), rule="gated_delta", documents=DOCUMENTS),
     "gated_delta, strong decays": DeltaCase((1, 130, 1, 1, 16, 16), rule="gated_delta", rate=50.0),
     "gated_delta, resets": DeltaCase((1, 130, 1, 1, 16, 16), rule="gated_delta", reset=-3e38),
     "delta": DeltaCase((1, 140, 1, 2, 16, 24), rule="delta"),
-    "delta, documents, one segment": DeltaCase(
-        (1, 150, 1, 1, 16, 16), rule="delta", documents=DOCUMENTS, programs=LONG
-    ),
+    "delta, documents, one segment": DeltaCase((1, 150, 1, 1, 16, 16), rule="delta", documents=DOCUMENTS, joining=LONG),
 }
 # The interpreter takes about a second per case.
 QUICK = ["kda, documents", "gated_delta, groups, batches"]
@@ -155,12 +154,12 @@ LARGE = {
         f"{rule}, {name}": replace(case, rule=rule)
         for rule in ("kda", "gated_delta", "delta")
         for name, case in {
-            "128 channels": DeltaCase((1, 2000, 2, 4, 128, 128)),
+            "128 channels": DeltaCase((1, 2000, 2, 4, 128, 128), joining=None),
             "64 channels": DeltaCase((2, 1000, 3, 3, 64, 64), rate=1.0),
             "wide values": DeltaCase((1, 1000, 2, 2, 128, 256), documents=(0, 70, 128, 700, 1000)),
             "the widest heads": DeltaCase((1, 700, 2, 2, 256, 256)),
             "no power of two": DeltaCase((1, 1000, 2, 4, 96, 160), documents=(0, 70, 128, 700, 1000)),
-            "weak decays": DeltaCase((1, 4096, 2, 2, 128, 128), rate=0.005),
+            "weak decays": DeltaCase((1, 4096, 2, 2, 128, 128), rate=0.005, joining=None),
             "strong decays everywhere": DeltaCase((1, 1000, 1, 1, 64, 128), rate=50.0),
         }.items()
     },
@@ -331,7 +330,7 @@ def test_delta_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rule", ["delta", "gated_delta", "kda"])
 def test_delta_kernels_do_not_synchronise_and_are_deterministic(rule: str) -> None:
     """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
-    case = DeltaCase((1, 1000, 1, 4, 128, 64), documents=(0, 300, 1000), rule=rule)
+    case = DeltaCase((1, 2000, 1, 4, 128, 64), documents=(0, 300, 2000), rule=rule, joining=None)
     device = torch.device("cuda")
     tensors, pieces = case.tensors(torch.bfloat16, device), case.pieces(device)
     first = _found(case, tensors, 0.125, pieces)
@@ -352,7 +351,7 @@ from tests.ops.test_delta_kernels import DeltaCase, _found
 
 device = torch.device("cuda")
 for rule in ("kda", "gated_delta", "delta"):
-    case = DeltaCase((1, 4096, 16, 16, 128, 128), rule=rule)
+    case = DeltaCase((1, 4096, 16, 16, 128, 128), rule=rule, joining=None)
     tensors = case.tensors(torch.bfloat16, device)
     torch.cuda.synchronize()
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +85,11 @@ class Launcher:
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
         _, columns = self._walk_tile(tuning.outputs)
-        segments = max(1, tuning.programs // (triton.cdiv(self.V, columns) * self.BH))
-        self.segment_chunks = triton.cdiv(self.num_chunks, min(segments, self.num_chunks))
+        segments = tuning.programs // (triton.cdiv(self.V, columns) * self.BH)
+        # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
+        balanced = int(math.sqrt(self.num_chunks / tuning.joining))
+        segments = max(1, min(segments, balanced, self.num_chunks))
+        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
 
     def _tile(self, options: Options) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class Tuning:
         summaries, outputs, states: of the walks forward: the segments', of o, and of the backward pass.
         reverse: of both walks in reverse.
         programs: number of programs of a walk that saturates the chip, all at once.
+        joining: chunks that all walks together take as long for as for joining one more segment, estimated.
     """
 
     channel_sums: Options = _SUMS
@@ -44,6 +45,7 @@ class Tuning:
     reverse: Options = _WALK
     grads: Options = _GRADS
     programs: int = 132
+    joining: float = 6.0
 
 
 def _narrow(walk: Options) -> Tuning:
