@@ -129,7 +129,7 @@ def delta_errors(case: DeltaCase, dtype: torch.dtype, device: torch.device) -> d
 
 
 LONG = 1e9
-DOCUMENTS = (0, 40, 64, 65, 150)
+DOCUMENTS = (0, 40, 64, 65, 100, 150)
 SMALL = {
     "one token": DeltaCase((1, 1, 1, 1, 16, 16)),
     "kda, odd sizes": DeltaCase((1, 140, 1, 2, 24, 40), rate=1.0),
@@ -184,6 +184,36 @@ def test_delta_kernels_match_fp64_under_interpreter(names: list[str], monkeypatc
         assert errors.pop("dg at restarts", 0.0) == 0.0, name
         assert all(error <= LIMITS[torch.float32] for error in errors.values()), f"{name}: {errors}"
         assert len(errors) == (9 if SMALL[name].rule == "delta" else 10)
+
+
+def _crossing_restarts(rank: int, world_size: int, rules: list[str]) -> list[str]:
+    """Results of one document that depend on the size of the other one's numbers."""
+    torch.set_num_threads(1)
+    wrong = []
+    for rule in rules:
+        case = DeltaCase((1, 140, 1, 1, 16, 16), rule=rule, documents=(0, 90, 140))
+        pieces, quiet = case.pieces(torch.device("cpu")), case.tensors(torch.float32, torch.device("cpu"))
+        wanted = _found(case, quiet, SCALE, pieces)
+        for loud, kept in ((slice(0, 90), slice(90, 140)), (slice(90, 140), slice(0, 90))):
+            tensors = {name: x.clone() for name, x in quiet.items()}
+            for name in ("q", "v", "do"):
+                tensors[name][:, loud] *= 1e8
+            found = _found(case, tensors, SCALE, pieces)
+            for name in ("o", *(f"d{operand}" for operand in case.names)):
+                if torch.equal(wanted[name][:, loud], found[name][:, loud]):
+                    wrong.append(f"{rule}: {name} is not louder")
+                if not torch.equal(wanted[name][:, kept], found[name][:, kept]):
+                    wrong.append(f"{rule}: {name} of {kept} changes")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "rules", [["kda"], pytest.param(["delta", "gated_delta"], marks=pytest.mark.slow)], ids=["kda", "others"]
+)
+def test_no_value_or_gradient_crosses_restart_in_kernels(rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, not within rounding: a restart is a product with 0."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_crossing_restarts, 1, rules, fresh=True) == [[]]
 
 
 def _wrong_segments(rank: int, world_size: int, rules: list[str]) -> list[str]:
