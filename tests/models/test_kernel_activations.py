@@ -120,14 +120,8 @@ def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConf
     assert _walk_bytes(case, case.block(0)) == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b", "gated_deltanet_1b"]
-)
-@pytest.mark.parametrize("batch", [1, 8])
-def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
-    from zeco_train.ops.delta import cuda as delta
-    from zeco_train.ops.scalar_decay import cuda
-
+def _walking(name: str, batch: int) -> tuple[float, Tensor, Tensor]:
+    """Planned bytes of the walks' starts, and the operator's q and v, of many tokens."""
     case = make_case(
         f"model={name}", "gpu=h200", "train.dtype=bf16", f"data.micro_batch={batch}", f"data.global_batch={batch}"
     )
@@ -135,14 +129,28 @@ def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int)
     heads, key_dim, value_dim = block.state_shape
     meta = {"dtype": torch.bfloat16, "device": "meta"}
     q, v = torch.empty(batch, tokens, 1, key_dim, **meta), torch.empty(batch, tokens, heads, value_dim, **meta)
-    if block.operators[-1] == "gated_delta":
-        beta = torch.empty(batch, tokens, heads, device="meta")
-        *_, starts, transitions = delta.CUDA_GATED.saved_like((q, q, v, beta, beta))
-        assert (starts.numel() + transitions.numel()) * 4 == _walk_bytes(case, block)
-        return
-    log_decay = torch.empty(heads, device="meta")
-    (starts,) = cuda.CUDA_FIXED.saved_like((q, q, v, log_decay))
-    assert starts.numel() * 4 <= _walk_bytes(case, block) <= 1.05 * starts.numel() * 4
+    return _walk_bytes(case, block), q, v
+
+
+@pytest.mark.parametrize("name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
+    from zeco_train.ops.scalar_decay import cuda
+
+    planned, q, v = _walking(name, batch)
+    (starts,) = cuda.CUDA_FIXED.saved_like((q, q, v, torch.empty(v.shape[2], device="meta")))
+    assert starts.numel() * 4 <= planned <= 1.05 * starts.numel() * 4
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet_340m", "gated_deltanet_1b"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planned_starts_and_transitions_of_delta_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
+    from zeco_train.ops.delta import cuda
+
+    planned, q, v = _walking(name, batch)
+    g = torch.empty(v.shape[:3], device="meta")
+    *_, starts, transitions = cuda.CUDA_GATED.saved_like((q, q, v, g, g))
+    assert planned == (starts.numel() + transitions.numel()) * 4
 
 
 def test_mamba2_counts_what_kernels_keep_for_the_gradient_of_the_decays() -> None:
