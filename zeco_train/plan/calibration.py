@@ -49,10 +49,11 @@ def walks(operator: str, heads: int, key_dim: int, value_dim: int) -> int:
         key_dim: K.
         value_dim: V.
     """
-    if operator not in ("scalar_decay", "fixed_decay"):
+    if operator == "gla":
         return max(264, heads)
     # A walk takes a program for each 64 columns of the values, and all programs run at once.
-    programs = 264 if max(key_dim, value_dim) <= 128 else 132
+    of_scalars = operator in ("scalar_decay", "fixed_decay")
+    programs = 264 if of_scalars and max(key_dim, value_dim) <= 128 else 132
     return heads * max(1, programs // (-(-value_dim // 64) * heads))
 
 
