@@ -11,8 +11,8 @@ from torch import Tensor
 from data.loader import Batch
 from models.parameters import parameter_rules
 from zeco_train.config.schema import load_config
+from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
-from zeco_train.sp.dp import LocalScan
 from zeco_train.training.build import build_model
 from zeco_train.training.graphs import WARM_UP, StepGraphs
 from zeco_train.training.optim.registry import build_optimizer
@@ -46,12 +46,13 @@ def train(
 ) -> tuple[list[tuple[float, float]], list[Tensor]]:
     """Losses and norms of all steps, and the weights after the last."""
     config = load_config(["model=gla_tiny", "train.dtype=bf16", "sp=dp", "name=graphs", *settings])
+    scan = build_exchange(config.sp, config.model, mesh, TOKENS, torch.bfloat16, deterministic=True)
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
     step = TrainingStep(
         model,
         optimizer,
-        LocalScan(),
+        scan,
         mesh,
         strategy=config.parallel.strategy,
         grad_clip=1.0,

@@ -97,6 +97,9 @@ class TrainConfig:
         compile: whether to compile the blocks.
         cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where they can be captured; `off` launches
             their kernels one by one. The same bits.
+        deterministic: FlashAttention adds up the gradients of queries in one order, so that a hybrid's run repeats its
+            bits on GPUs, as models without softmax layers always do. It takes more time, and memory: in fp32 the
+            gradients of a layer's queries several times (132 over the rank's heads on an H100 or H200).
         nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
             up to N such steps in a row; data, step and learning rate advance, weights do not change.
         profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
@@ -113,6 +116,7 @@ class TrainConfig:
     recompute: Recompute = Recompute.none
     compile: Compile = Compile.auto
     cuda_graphs: CudaGraphs = CudaGraphs.auto
+    deterministic: bool = False
     nonfinite: str = "stop"
     profile: str | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])

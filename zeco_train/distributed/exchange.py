@@ -25,6 +25,7 @@ def build_exchange(
     mesh: ProcessMesh,
     seq_len: int = LONG,
     dtype: torch.dtype = torch.bfloat16,
+    deterministic: bool = False,
 ) -> ScanBackend:
     """The scan of the configured backend, with what the model's layers need beside it. Collective.
 
@@ -34,13 +35,14 @@ def build_exchange(
         mesh: the ranks.
         seq_len: tokens of a sequence, see `attention_method`.
         dtype: of queries, keys and values.
+        deterministic: gradients have the same bits in each run, those of softmax layers, too.
 
     Raises:
         ConfigError: the ranks, or the model's heads, do not support the configuration.
     """
     halo = halo_groups(mesh) if spec_of(model).needs_halo else None
     scan = build_scan(config, mesh.scan_groups, mesh.timeout, mesh.device, halo, mesh.topology)
-    scan.attention = build_softmax(config, model, mesh, seq_len, dtype) or scan.attention
+    scan.attention = build_softmax(config, model, mesh, seq_len, dtype, deterministic) or scan.attention
     return scan
 
 
@@ -50,6 +52,7 @@ def build_softmax(
     mesh: ProcessMesh,
     seq_len: int = LONG,
     dtype: torch.dtype = torch.bfloat16,
+    deterministic: bool = False,
 ) -> AttentionMethod | None:
     """The method of the model's softmax layers; None if it has none. Collective. See `build_exchange`.
 
@@ -59,7 +62,9 @@ def build_softmax(
     method = attention_method(config, model, mesh.sp_size, seq_len, dtype)
     if method is None:
         return None
-    return build_attention(method, attention_group(mesh), mesh.timeout, mesh.device, mesh.topology.nodes)
+    found = build_attention(method, attention_group(mesh), mesh.timeout, mesh.device, mesh.topology.nodes)
+    found.deterministic = deterministic
+    return found
 
 
 def attention_method(

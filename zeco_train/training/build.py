@@ -282,7 +282,9 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     # Without masks: shards meet where the label of the last token is the first token of the next shard.
     plain = _build_loader(config, run.data.train, split) if config.task.is_masked else loader
     check_shards_fit(plain, progress.sequences, mesh)
-    scan = build_exchange(config.sp, config.model, mesh, data.seq_len, train.dtype.compute)
+    scan = build_exchange(
+        config.sp, config.model, mesh, data.seq_len, train.dtype.compute, deterministic=train.deterministic
+    )
     step = build_step(config, model, optimizer, scan, mesh)
     return Parts(
         mesh=mesh,

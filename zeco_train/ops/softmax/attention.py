@@ -27,13 +27,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
 
 
 def attend_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    span: Span,
+    key_start: int,
+    scale: float,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, of the part that these keys have in o: in fp32, or the dtype of q.
 
-    `attended`: over all keys, of which k and v may be a part.
+    Args:
+        do: gradient of o, in its shape and dtype.
+        q: as of `attend`.
+        k: likewise.
+        v: likewise.
+        attended: over all keys, of which k and v may be a part.
+        span: as of `attend`.
+        key_start: likewise.
+        scale: likewise.
+        deterministic: add up in one order; FlashAttention does not by default, SDPA always does.
     """
-    return _kernels(q).attend_backward(do, q, k, v, attended, span, key_start, scale)
+    operands = do, q, k, v, attended, span, key_start, scale
+    if _kernels(q) is flash:
+        return flash.attend_backward(*operands, deterministic)
+    return sdpa.attend_backward(*operands)
 
 
 def _kernels(q: Tensor) -> ModuleType:

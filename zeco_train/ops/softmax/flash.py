@@ -64,7 +64,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
 
 
 def attend_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    span: Span,
+    key_start: int,
+    scale: float,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `zeco_train.ops.softmax.attend_backward`."""
     call, batch = _call(span, key_start, key_start + k.shape[1]), q.shape[0]
@@ -74,7 +82,7 @@ def attend_backward(
     sums = attended.lse[:, :, call.queries].transpose(0, 1).flatten(1).contiguous()
     o, grad = _packed(attended.o, call.queries), _packed(do, call.queries)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    with _deterministic():
+    with _deterministic() if deterministic else contextlib.nullcontext():
         grads = torch.ops.aten._flash_attention_backward(
             grad, queries, keys, values, o, sums, *_lengths(call, batch, q.device), 0.0, call.causal, unused, unused,
             scale=scale, **_window(call),
@@ -88,10 +96,7 @@ def attend_backward(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """The kernel reads torch's global setting when it is launched; by default it adds up dq in any order.
-
-    Then a run would not repeat its own bits, nor continue with them after an interruption.
-    """
+    """The kernel reads torch's global setting when it is launched; by default it adds up dq in any order."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic

@@ -123,7 +123,9 @@ class AllGather(PipelinedAttention):
             # Gradients of no more keys than the span reads: together they are hardly larger than those of all.
             read = slice(span.first_key - start, span.stop - start)
             found = Attended(o, lse.mT)
-            dq, dk, dv = attend_backward(do, q, k[:, read], v[:, read], found, span, span.first_key, scale)
+            dq, dk, dv = attend_backward(
+                do, q, k[:, read], v[:, read], found, span, span.first_key, scale, self.deterministic
+            )
             dqs.append(dq)
             of_keys.append((read, dk, dv))
         of_keys.sort(key=lambda each: each[1].shape[1])

@@ -12,7 +12,9 @@ from zeco_train.ops.softmax.span import Span
 
 
 class LocalAttention:
-    """An `AttentionMethod` over one rank."""
+    """An `AttentionMethod` over one rank; `deterministic` as of `ShardedAttention`."""
+
+    deterministic = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, seq_len: int, scale: float) -> Attended:
         """See `zeco_train.ops.seam.AttentionMethod`."""
@@ -22,7 +24,7 @@ class LocalAttention:
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, seq_len: int, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""
-        return attend_backward(do, q, k, v, attended, span, span.start, scale)
+        return attend_backward(do, q, k, v, attended, span, span.start, scale, self.deterministic)
 
     def gather(self, tensors: Sequence[Tensor], segment: tuple[int, int]) -> list[Tensor]:
         """See `zeco_train.ops.seam.AttentionMethod`."""

@@ -26,9 +26,12 @@ class ShardedAttention(ABC):
 
     Attributes:
         num_nodes: over which these ranks are spread.
+        deterministic: add up gradients in one order on this rank, see `zeco_train.ops.softmax.attend_backward`; sums
+            over ranks always are.
     """
 
     num_nodes = 1
+    deterministic = False
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire

@@ -11,10 +11,9 @@ from torch.distributed import ProcessGroup
 
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import AttentionMethod
 from zeco_train.sp.attention.all_gather import ALL_GATHER
 from zeco_train.sp.attention.local import LocalAttention
-from zeco_train.sp.attention.method import AttentionLoad, MethodSpec
+from zeco_train.sp.attention.method import AttentionLoad, MethodSpec, ShardedAttention
 from zeco_train.sp.attention.ring import RING
 from zeco_train.sp.attention.ulysses import ULYSSES
 
@@ -74,7 +73,7 @@ def _possible(heads: int, key_heads: int, ranks: int) -> list[MethodSpec]:
 
 def build_attention(
     spec: MethodSpec, group: ProcessGroup, timeout: timedelta, device: torch.device | None = None, nodes: int = 1
-) -> AttentionMethod:
+) -> ShardedAttention | LocalAttention:
     """The method over an SP group that carries nothing else.
 
     Args:

@@ -66,7 +66,9 @@ class Ring(ShardedAttention):
             transfers = self.wire.exchange([*sent, *partials.sent(part)], [*received, *partials.received()])
             part = None
             if blocks.is_read:
-                dqp, dkp, dvp = attend_backward(do, q, blocks.k, blocks.v, attended, span, blocks.keys[0], scale)
+                dqp, dkp, dvp = attend_backward(
+                    do, q, blocks.k, blocks.v, attended, span, blocks.keys[0], scale, self.deterministic
+                )
                 dq += dqp
                 if step == 0:
                     dk += dkp

@@ -70,7 +70,7 @@ class Ulysses(PipelinedAttention):
     def _gradients(self, arriving: list[_Shuffled], whole: Span, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """Of queries, keys and values of this rank's heads; what has arrived is freed with the return."""
         do, q, o, lse, k, v = (each.wait() for each in arriving)
-        return attend_backward(do, q, k, v, Attended(o, lse.squeeze(-1).mT), whole, 0, scale)
+        return attend_backward(do, q, k, v, Attended(o, lse.squeeze(-1).mT), whole, 0, scale, self.deterministic)
 
     def _repeated(self, x: Tensor) -> Tensor:
         """[B, T, G, D] with G ≥ P heads: each one as often in a row as needed."""
