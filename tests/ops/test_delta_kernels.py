@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from tests.support.delta_kernel_cases import DeltaCase, both_results
 from tests.support.distributed import run_distributed
-from tests.support.kernel_cases import SHARED_MEMORY, RankCase, compiling, relative_error
+from tests.support.kernel_cases import SHARED_MEMORY, compiling, relative_error
 from tests.support.waiting import ENOUGH
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.documents import find_restarts
@@ -34,64 +34,6 @@ pytestmark = pytest.mark.numeric
 SCALE = 0.7
 
 
-@dataclass(frozen=True)
-class DeltaCase(RankCase):
-    """One rank's tokens.
-
-    Attributes:
-        shape: B, T, G, H, K, V.
-        rule: of `zeco_train.ops.delta`.
-        joining: see `Tuning`; a small number makes many segments, a large one makes one, None takes the kept one.
-    """
-
-    rule: str = "kda"
-    joining: float | None = 0.1
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The operands, in their order."""
-        return ("q", "k", "v", "beta") if self.rule == "delta" else ("q", "k", "v", "g", "beta")
-
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Random inputs, keys of norm 1."""
-        B, T, G, H, K, V = self.shape
-        of_decays = (B, T, H, K) if self.rule == "kda" else (B, T, H)
-        found = self.random((B, T, G, K), (B, T, H, V), of_decays, dtype, device)
-        found["k"] = normalize(found["k"].float(), dim=-1).to(dtype)
-        generator = torch.Generator().manual_seed(1)
-        found["beta"] = 2 * torch.randn(B, H, T, generator=generator).sigmoid().mT.to(device)
-        return found
-
-
-def _results(
-    passes: Passes, names: tuple[str, ...], tensors: dict[str, Tensor], scale: float, pieces: Tensor | None
-) -> dict[str, Tensor]:
-    """All results of the two passes."""
-    operands = [tensors[name] for name in names]
-    promised = [(x.shape, x.stride(), x.dtype) for x in passes.saved_like(operands)]
-    forward = passes.forward(operands, scale, pieces)
-    found = {"S": forward.state.clone(), "M": forward.transition.clone()}
-    forward.overlap()
-    found["o"] = forward.outputs(tensors["R"])
-    torch.testing.assert_close(found["S"], forward.state, rtol=0, atol=0, equal_nan=True)  # a scan may still read it
-    saved = [*forward.saved]
-    assert promised == [(x.shape, x.stride(), x.dtype) for x in saved]
-    kept = operands.copy()
-    for position in passes.replaced:
-        assert (saved[0].shape, saved[0].dtype) == (operands[position].shape, operands[position].dtype)
-        kept[position] = saved.pop(0)
-    incoming = tensors["R"] if passes.needs_incoming else None
-    backward = passes.backward(kept, tensors["do"], saved, incoming, scale, pieces)
-    found["D"] = backward.state_grad.clone()
-    backward.overlap()
-    grads = backward.operand_grads(tensors["D_in"])
-    torch.testing.assert_close(found["D"], backward.state_grad, rtol=0, atol=0, equal_nan=True)
-    for name, grad in zip(names, grads, strict=True):
-        assert (grad.shape, grad.dtype) == (tensors[name].shape, tensors[name].dtype), name
-        found[f"d{name}"] = grad
-    return found
-
-
 def _found(case: DeltaCase, tensors: dict[str, Tensor], scale: float, pieces: Tensor | None) -> dict[str, Tensor]:
     """Results of the kernels."""
     from zeco_train.ops.delta import cuda  # late: imports Triton, whose mode is fixed at import
@@ -99,7 +41,7 @@ def _found(case: DeltaCase, tensors: dict[str, Tensor], scale: float, pieces: Te
     kept = cuda.options_for(tensors["k"])
     kept = kept if case.joining is None else replace(kept, joining=case.joining, programs=264)
     with mock.patch.object(cuda, "options_for", return_value=kept):
-        return _results(_kernels(case.rule), case.names, tensors, scale, pieces)
+        return both_results(_kernels(case.rule), case.names, tensors, scale, pieces)
 
 
 def _kernels(rule: str) -> Passes:
@@ -118,7 +60,7 @@ def delta_errors(case: DeltaCase, dtype: torch.dtype, device: torch.device) -> d
     scale = case.shape[4] ** -0.5
     found = _found(case, tensors, scale, pieces)
     passes = CHUNKED_DELTA if case.rule == "delta" else CHUNKED_GATED
-    expected = _results(passes, case.names, {name: x.double() for name, x in tensors.items()}, scale, pieces)
+    expected = both_results(passes, case.names, {name: x.double() for name, x in tensors.items()}, scale, pieces)
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     identity = found["M"].shape[:3].numel() ** 0.5
@@ -331,7 +273,7 @@ def _compiled(rank: int, world_size: int, name: str) -> dict[str, int]:
     kept = tuning.find(divmod(capability, 10), dtype, case.shape[4])
     cpu = torch.device("cpu")
     with compiling(capability) as found, mock.patch.object(cuda, "options_for", return_value=kept):
-        _results(_kernels(case.rule), case.names, case.tensors(dtype, cpu), 1.0, case.pieces(cpu))
+        both_results(_kernels(case.rule), case.names, case.tensors(dtype, cpu), 1.0, case.pieces(cpu))
     return found
 
 
