@@ -188,7 +188,7 @@ def test_nonfinite_last_loss_raises() -> None:
         contender.as_row(session)
 
 
-def test_plot_writes_one_figure_per_model_and_heads(tmp_path: Path) -> None:
+def test_plot_writes_figures_over_gpus_and_tokens_per_model_and_heads(tmp_path: Path) -> None:
     files = []
     for gpus in (1, 4):
         rows = [
@@ -204,7 +204,8 @@ def test_plot_writes_one_figure_per_model_and_heads(tmp_path: Path) -> None:
         files[-1].write_text(json.dumps(result))
     with mock.patch.object(figures, "_draw_paper") as draw_paper:
         paths = figures.plot_files([*map(str, files), f"out={tmp_path}"])
-    assert [path.name for path in paths] == ["gla_1b_h16.png", "gla_1b_h32.png"]
+    names = ["gla_1b_h16.png", "gla_1b_h32.png", "gla_1b_h16_tokens.png", "gla_1b_h32_tokens.png"]
+    assert [path.name for path in paths] == names
     drawn = {(call.args[2], call.args[1][0]) for call in draw_paper.call_args_list}
     assert ("dp", (8.0, 47594.0)) in drawn
     assert ("zeco", (8.0, 44497 / 47594)) in drawn
