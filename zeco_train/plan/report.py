@@ -107,6 +107,7 @@ def _describe(case: Case) -> dict[str, Any]:
         "sp_size": case.sp_size,
         "dp_size": case.dp_size,
         "strategy": config.parallel.strategy.value,
+        "shards": case.shards,
         "dtype": config.train.dtype.value,
         "compiled": case.compiled,
         "recompute": case.recompute.value,
@@ -127,7 +128,7 @@ def _head(case: Case) -> list[str]:
         f"{model.name}: {case.spec.num_parameters:,} parameters, {flops / 1e9:.3g} GFLOP a token, "
         f"{config.train.dtype.value}{', compiled' if case.compiled else ''}",
         f"sp={config.sp.backend.value} on {case.dp_size} × {case.sp_size} ranks (dp × sp) of {case.machine.name}, "
-        f"{config.parallel.strategy.value}, recompute={case.recompute.value}",
+        f"{config.parallel}, recompute={case.recompute.value}",
         f"{config.data.global_batch} × {config.data.seq_len:,} tokens a step{segments}: {case.tokens:,} tokens a rank "
         f"at a time, {case.passes} forward and backward passes",
     ]
