@@ -113,6 +113,35 @@ LASP1_DRIFT = 1.0
 # Seconds per byte sent by NCCL that it takes from the overlapped compute, by using SMs and bandwidth: matrix products
 # of gla_1b take 157 to 160 ms on 4 H200s and 148 on one, for 5.2 GB.
 NCCL_SECONDS = 2e-12
+
+
+class Protocol(NamedTuple):
+    """A protocol of NCCL.
+
+    Attributes:
+        start: seconds of any collective.
+        hop, node_hop: seconds from rank to rank inside a node, and from node to node.
+        share: of a link's bandwidth.
+    """
+
+    start: float
+    hop: float
+    node_hop: float
+    share: float
+
+
+# NCCL's own table, by which it chooses (src/graph/tuning.cc of 2.12: LL, LL128 and Simple over NVLink and network; LL's
+# hops over NVLink 1.8 times as long between nodes). Not measured here.
+RINGS = (
+    Protocol(3.6e-6, 0.85e-6, 2.7e-6, 0.25),
+    Protocol(10.0e-6, 1.9e-6, 4.0e-6, 0.92),
+    Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0),
+)
+TREES = (
+    Protocol(4.4e-6, 0.94e-6, 5.0e-6, 0.9 / 3.8),
+    Protocol(4.4e-6, 1.2e-6, 8.5e-6, 0.9 * 0.915),
+    Protocol(0.0, 28e-6, 50e-6, 0.9),
+)
 # Seconds between the kernels of a block, each pass: 8 ms of a step of gla_1b with 20 blocks on an H200.
 GAPS = 0.2e-3
 # Seconds to launch a block's forward and its backward pass; a lower bound of the pass.

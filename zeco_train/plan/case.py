@@ -38,12 +38,15 @@ class Case:
     machine: Machine
     gpus_per_node: int
 
-    def with_changes(self, *, segments: int | None = None, recompute: Recompute | None = None) -> Case:
-        """A copy with other values of `train`; None leaves a value unchanged."""
+    def with_changes(
+        self, *, segments: int | None = None, recompute: Recompute | None = None, shard_size: int | None = None
+    ) -> Case:
+        """A copy with other values of `train` and `parallel`; None leaves a value unchanged."""
         train = dataclasses.replace(
             self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute
         )
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, train=train))
+        parallel = dataclasses.replace(self.config.parallel, shard_size=shard_size or self.config.parallel.shard_size)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, train=train, parallel=parallel))
 
     @property
     def dp_size(self) -> int:

@@ -5,7 +5,7 @@ attention     FLOPs of softmax attention, which grow with the sequence / an assu
 operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`)
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
-parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides
+parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them
 scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
 exchanges     messages of softmax layers, less the attention that overlaps with them; only for models that have them
 halos         messages of convolutions' inputs to the next rank, without overlap; only for models that have them
@@ -25,6 +25,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.attention import attention_blocks, attention_seconds, plan_exchanges
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
+from zeco_train.plan.sharding import exposed_parameter_seconds
 from zeco_train.plan.wire import (
     count_scans,
     forward_passes,
@@ -87,7 +88,7 @@ def plan_step(
     if has_attention:
         seconds["attention"] = attention_seconds(case, backend, method)
     busy = sum(seconds.values())
-    seconds["parameters"] = _exposed_traffic(case, busy)
+    seconds["parameters"] = exposed_parameter_seconds(case, busy - seconds["optimizer"])
     seconds["scans"] = exposed_scan_seconds(case, backend, scan)
     if has_attention:
         seconds["exchanges"] = plan_exchanges(case, backend, method).seconds
@@ -175,18 +176,6 @@ def _traffic_per_token(case: Case, block: BlockSpec) -> float:
             times = row.forward * (1 + again + computed_again) + row.backward
             total += times * row.width * (case.wide_bytes if row.wide else case.compute_bytes)
     return total if case.compiled else total * known.EAGER_TRAFFIC
-
-
-def _exposed_traffic(case: Case, busy: float) -> float:
-    """Seconds of FSDP's traffic: its cost to overlapped compute, or the part that compute is too short to hide.
-
-    On a CPU the same cores do both, so nothing is hidden.
-    """
-    traffic, machine = parameter_traffic(case), case.machine
-    within = machine.link if case.shards <= case.gpus_per_node else machine.node_link
-    between = machine.link if case.nodes == 1 else machine.node_link
-    moved = (traffic.gathered + traffic.scattered) / within + traffic.summed / between
-    return moved if machine.is_cpu else max(known.NCCL_SECONDS * traffic.total, moved - busy)
 
 
 def _gaps(case: Case, busy: float) -> float:
