@@ -13,6 +13,8 @@ from zeco_train.bench import figures
 from zeco_train.bench.paper import machine, noise, ours
 from zeco_train.bench.paper.command import paper
 from zeco_train.errors import ConfigError
+from zeco_train.plan import calibration as known
+from zeco_train.plan.step_time import waited_seconds
 
 pytestmark = pytest.mark.numeric
 
@@ -89,11 +91,19 @@ def test_lane_keeps_the_throughput_of_dp_at_256_gpus() -> None:
 
 
 def test_simulation_without_noise_is_the_plan() -> None:
-    """And by hand: 2 layers on 3 ranks, whose scans take 3 s longer than their windows in both passes."""
-    step = noise.Step(ranks=3, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0)
+    """And by hand: 2 layers on 2 ranks, whose scans take 3 and 2 s longer than their windows."""
+    step = noise.Step(ranks=2, blocks=2, forward=10.0, windows=(1.0, 2.0), optimizer=5.0)
     assert step.seconds(None, 0.0, 0) == 2 * 10 + 2 * 20 + 5
-    # Only the first rank, which waits for none, has its first block in 10 s; the second starts with the others' late.
-    assert step.seconds(4.0, 0.0, 0) == pytest.approx(2 * 13 + 2 * 22 + 5)
+    # The first rank waits for none, but is held within a share of a block, and by as much the other's second state
+    # comes earlier. In the backward pass that share exceeds the delay, which is waited for once.
+    drift = known.DRIFT * 10
+    assert 0 < drift < 2 < known.DRIFT * 20
+    assert step.seconds(4.0, 0.0, 0) == pytest.approx(13 + 13 - drift + 22 + 20 + 5)
+    # That is the planner's rule.
+    waits = [2 * waited_seconds(late, known.DRIFT * block, 2) for late, block in ((3.0, 10.0), (2.0, 20.0))]
+    assert waits == pytest.approx([3 + 3 - drift, 2])
+    # Ranks that wait for each other stay together, so they wait each time.
+    assert dataclasses.replace(step, together=2).seconds(4.0, 0.0, 0) == pytest.approx(2 * 13 + 2 * 22 + 5)
     for alpha in (8.0, 25.0):
         row = next(row for row in ours._rows("h200", 256, 16_384, alpha) if row.backend == "zeco")
         planned = noise.Step.of(ours.gla_1b("h200", 256, 16_384, alpha))

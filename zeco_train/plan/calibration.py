@@ -105,10 +105,12 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
 # GPUs (exposed time relative to the operator's, 16k and 32k, H 16 and 32).
 OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
 LASP1_SERIAL = 0.27
-# Blocks by which LASP-1's ranks may drift apart, since FSDP prefetches one block: within that a pass waits for one turn
-# through all ranks, not in every layer. 4 H200s, 16,384 tokens per rank: a step takes 2 to 5 ms more than with the
-# other backends (1.4 by this), while 20 layers measured alone wait 27 ms. Not measured on more GPUs.
-LASP1_DRIFT = 1.0
+# Share of a block's time by which ranks may drift apart, since FSDP's collectives hold them together: a delay of up to
+# that is waited for once a pass, and only what exceeds it in every layer. Fitted to measured steps of `lasp1` on 4
+# H200s, which take 5, 5 and 10 ms longer than those of `dp` (16k, 16k and 32k tokens a rank, the operator's first
+# kernels), and 0 and 18 ms (16k and 32k, later kernels): by this 8, 8, 15, 4 and 6; without drift 29, 29, 56, 23 and
+# 42. Assumed for the chain and for more ranks; the ZeCO paper's runs on 8 to 256 GPUs look as if there were none.
+DRIFT = 0.12
 
 # Seconds per byte sent by NCCL that it takes from the overlapped compute, by using SMs and bandwidth: matrix products
 # of gla_1b take 157 to 160 ms on 4 H200s and 148 on one, for 5.2 GB.

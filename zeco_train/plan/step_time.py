@@ -126,12 +126,31 @@ def _exposed_of(case: Case, backend: BackendSpec, scan: ScanSpec | None, block: 
     if choice.scan.in_series:
         # Each rank computes its outputs between receive and send, serialised over the ranks.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
-        turns = (choice.seconds + serial * forward, choice.seconds + serial * backward)
-        seconds, layers = _compute_seconds(case), sum(block.count for block in scanning_blocks(case))
-        drift = known.LASP1_DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
-        return sum(passes * max(0.0, turn - drift) + passes / layers * min(turn, drift) for turn in turns)
-    overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
-    return passes * sum(max(0.0, choice.seconds - work) for work in overlapped)
+        late = [choice.seconds + serial * work for work in (forward, backward)]
+    else:
+        overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
+        late = [max(0.0, choice.seconds - work) for work in overlapped]
+    drift = drift_seconds(case) if choice.scan.one_way else 0.0
+    return passes * sum(waited_seconds(each, drift, _scanning_layers(case)) for each in late)
+
+
+def waited_seconds(late: float, drift: float, layers: int) -> float:
+    """Seconds that a layer waits, on average over a pass.
+
+    The last rank's states are `late` after the work that hides them. Ranks that may be `drift` apart wait for as much
+    only once: then they stay behind, and their states come in time.
+    """
+    return max(0.0, late - drift) + min(late, drift) / layers
+
+
+def drift_seconds(case: Case) -> float:
+    """Seconds by which ranks may be apart (`calibration.DRIFT`), with forward and backward blocks on average."""
+    seconds = _compute_seconds(case)
+    return known.DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
+
+
+def _scanning_layers(case: Case) -> int:
+    return sum(block.count for block in scanning_blocks(case))
 
 
 def _compute_seconds(case: Case) -> dict[str, float]:
