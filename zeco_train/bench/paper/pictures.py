@@ -142,7 +142,7 @@ def scaling(predicted: Sequence[Predicted]) -> Figure:
                 found = _zeco(predicted, device, tokens, alpha)
                 points = [(one.gpus, one.efficiency) for one in found]
                 row[1].plot(*_xy(points), style, color=colour, label=f"{alpha:g} µs, {device}")
-            for name, colour, label in (("dp", CURVES[0], "fastest"), ("dp:all", CURVES[1], "all")):
+            for name, colour, label in (("dp", CURVES[0], "the fastest number of"), ("dp:all", CURVES[1], "all")):
                 points = [(one.gpus, one.rate) for one in _backend(predicted, device, tokens, name)]
                 row[2].plot(*_xy(points), style, color=colour, label=f"shards over {label} GPUs, {device}")
         label_axes(
