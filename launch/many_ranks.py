@@ -56,6 +56,8 @@ _STEPS, _EVERY = 6, 2
 _GRACE_SECONDS = 15.0
 _PRIVATE_MB = 150.0
 _GROWTH = 1.1
+# Memory that is freed goes back to the system, of all threads from one heap: 79 MB instead of 104 on each of 32 ranks.
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # fp32, sums in another order.
 _TOLERANCE = 1e-3
 # Assumed for the estimate: seconds of a small message between machines.
@@ -298,6 +300,8 @@ def lose_one(options: argparse.Namespace) -> list[str]:
     print(f"losses of {len(rows)} steps differ from one rank's by {worst:.1e}")
     private = max(each["private_mb"] for each in ranks.counts())
     print(f"private memory of a rank: {private:.0f} MB at most")
+    if private > _PRIVATE_MB:
+        problems.append(f"{private:.0f} MB of private memory on a rank")
     if rows.keys() != expected.keys() or not worst <= _TOLERANCE:
         problems.append(f"losses differ from one rank's by {worst:.1e}")
     return problems
@@ -333,4 +337,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     show_any_text()
+    if not _MALLOC.keys() <= os.environ.keys():
+        # glibc reads them when a process starts.
+        os.execve(sys.executable, sys.orig_argv, {**_MALLOC, **os.environ})
     sys.exit(main(sys.argv[1:]))

@@ -41,10 +41,11 @@ class CountingStore(dist.Store):
 
 def _counted(name: str) -> Callable[..., Any]:
     def request(self: CountingStore, *arguments: Any) -> Any:
-        # One a second, also after the start.
-        beat = isinstance(arguments[0], str) and "/heartbeat/" in arguments[0]
-        self.counts["heartbeats" if beat else "requests"] += 1
-        self.counts["keys"] += len(arguments[0]) if isinstance(arguments[0], list) else 1
+        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        # The watchdog's: a few a second, also after the start.
+        watching = any("/heartbeat/" in key or key.endswith("/lost") for key in keys)
+        self.counts["watching" if watching else "requests"] += 1
+        self.counts["keys"] += 0 if watching else len(keys)
         return getattr(self.store, name)(*arguments)
 
     return request
@@ -57,7 +58,7 @@ for _name in _REQUESTS:
 def count_start(result: Path) -> None:
     """Count from now on; when training has ended, `result` has the counts at its start, as JSON.
 
-    requests, keys     to the launcher's store, without heartbeats
+    requests, keys     to the launcher's store, without the watchdog's
     groups, created    process groups that this rank is in, and all that it takes part in creating
     checks             collectives of objects, by which ranks agree, and barriers
     sockets            open at the first step
