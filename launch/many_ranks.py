@@ -184,6 +184,8 @@ def settings(count: int, run_dir: Path, timeout: float, more: Sequence[str]) -> 
 def main(arguments: Sequence[str]) -> int:
     """Count and lose; returns the exit code."""
     options = _parse(arguments)
+    for count in (*options.counts, options.ranks):
+        _check_memory(count)
     prepare(options.more)
     problems = list[str]()
     if options.counts:
@@ -211,7 +213,6 @@ def count_starts(options: argparse.Namespace) -> list[str]:
     print(f"{'ranks':>6}" + "".join(f"{name:>13}" for name in names) + "   of a rank, mean; seconds: of the last")
     means, problems = dict[int, dict[str, float]](), list[str]()
     for count in options.counts:
-        _check_memory(count)
         folder = options.folder / f"start_{count}"
         more = [*options.more, "train.steps=1", "checkpoint.every=0"]
         ranks = start(count, settings(count, folder / "run", options.timeout, more), folder)
@@ -267,7 +268,6 @@ def lose_one(options: argparse.Namespace) -> list[str]:
     """Train, kill a rank, and resume; returns what does not hold."""
     count, folder, lost = options.ranks, options.folder / f"lost_{options.ranks}", options.ranks // 2
     more = [*options.more, f"train.steps={_STEPS}", f"checkpoint.every={_EVERY}", "sched.warmup_steps=1"]
-    _check_memory(count)
     arguments = settings(count, folder / "run", options.timeout, more)
     began = time.monotonic()
     ranks = start(count, arguments, folder / "first")
@@ -290,6 +290,7 @@ def lose_one(options: argparse.Namespace) -> list[str]:
     print(f"resumed by the same command: ended after {time.monotonic() - began:.1f} s, step {_steps(folder / 'run')}")
     if any(codes):
         return [*problems, f"the resumed run: exit codes {sorted(set(codes), key=str)}; see {folder}"]
+    more = [text for text in more if not text.startswith("parallel")]
     alone = start(1, settings(count, folder / "alone", options.timeout, more), folder / "one")
     if any(alone.wait(options.limit)):
         return [*problems, f"one rank failed; see {folder / 'one'}"]
