@@ -26,7 +26,7 @@ def test_four_ranks_start_lose_one_and_resume(tmp_path: Path) -> None:
     lines = ended.stdout.splitlines()
     names = lines[0].split()
     two, four = (dict(zip(names, map(float, line.split()), strict=False)) for line in lines[1:3])
-    # A set and a read of a group's addresses: the world's, the mesh's two, two scans', two of the shards, checkpoints'.
+    # A set and a read of the addresses of each group: the mesh's two, two of scans, shards, checkpoints; and the world.
     assert two["requests"] == four["requests"] == 2 * (four["groups"] + 1)
     assert two["groups"] == four["groups"] >= 6
     assert (two["checks"], two["sockets"] < four["sockets"]) == (four["checks"], True)
