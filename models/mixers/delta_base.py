@@ -269,12 +269,15 @@ class DeltaMixer(Mixer):
     def activations(self) -> Activations:
         """Activations that autograd and the compiler's partitioner save.
 
-        The operator runs in PyTorch on all devices, and makes fp32 copies of all its tensors.
+        In PyTorch the operator makes fp32 copies of all its tensors. Its kernels keep two matrices of each chunk, and
+        make the operands of their walks over states again in the backward pass.
         """
         heads, decays, gate = self.heads, self.decay_width(), self.gate_width()
         keys, values = heads.key_width, heads.value_width
         all_keys, states = heads.values * heads.key_dim, heads.values * heads.key_dim * heads.value_dim // CHUNK
+        pairs = heads.values * CHUNK
         doubled = self.config.allow_neg_eigval
+        in_pytorch = not OPERATORS[self.operator].has_kernels_for(heads.key_dim, heads.value_dim)
         kept = (
             TokenTensor("input of the convolutions", heads.conv_width),
             TokenTensor("output of the convolutions", heads.conv_width),
@@ -290,6 +293,12 @@ class DeltaMixer(Mixer):
             TokenTensor("o", values),
             TokenTensor("1 / rms of o", heads.values, wide=True),
             TokenTensor("o normed", values),
+            TokenTensor("scores and inverses in chunks", 2 * pairs * (not in_pytorch), cpu=False),
+        )
+        of_kernels = (
+            TokenTensor("W, decayed queries and keys, their gradients by head", 5 * all_keys, cpu=False),
+            TokenTensor("U, new values, and gradients", 3 * values, cpu=False),
+            TokenTensor("states and their gradients", 2 * states, cpu=False),
         )
         gradients = (
             TokenTensor("gradient of o", values),
@@ -297,10 +306,11 @@ class DeltaMixer(Mixer):
             TokenTensor("gradients of q and k", 2 * keys),
             TokenTensor("gradient of v", values),
             TokenTensor("gradient of the log-decays", decays, wide=True),
-            TokenTensor("states and their gradients", 2 * states, wide=True),
-            TokenTensor("chunks of q and k, W, decayed ones, and gradients", 11 * all_keys, wide=True),
-            TokenTensor("chunks of v and do, U, new values, and gradients", 9 * values, wide=True),
-            TokenTensor("products and systems in chunks, and gradients", 6 * heads.values * CHUNK, wide=True),
+            TokenTensor("states and their gradients", 2 * states, wide=True, gpu=in_pytorch),
+            TokenTensor("chunks of q and k, W, decayed ones, and gradients", 11 * all_keys, wide=True, gpu=in_pytorch),
+            TokenTensor("chunks of v and do, U, new values, and gradients", 9 * values, wide=True, gpu=in_pytorch),
+            TokenTensor("products and systems in chunks, and gradients", 6 * pairs, wide=True, gpu=in_pytorch),
+            *of_kernels * (not in_pytorch),
         )
         traffic = (
             Traffic("queries, keys and values side by side", heads.conv_width, 2, 2),

@@ -128,8 +128,11 @@ def test_settings_are_yaml_values() -> None:
         (["operator", "dims=[64,128]"], "dims=[64,128]: must be a list [a list [a whole number, …], …]"),
         (["operator", "dims=[[64]]"], "must be a list of pairs [K, V]"),
         (["operator", "dtype=fp8"], "dtype=fp8: must be one of bf16, fp32, fp64"),
-        (["operator", "operator=delta"], "operator=delta: must be one of gla, scalar_decay, fixed_decay"),
-        (["operator", "groups=2"], "groups=2: gla has none; take operator=scalar_decay or fixed_decay"),
+        (
+            ["operator", "operator=rwkv"],
+            "operator=rwkv: must be one of gla, scalar_decay, fixed_decay, delta, gated_delta",
+        ),
+        (["operator", "groups=2"], "groups=2: gla has none; take another operator"),
         (["operator", "operator=scalar_decay", "groups=3"], "groups=3: must be ≥ 1 and divide heads=[16, 32]"),
         (["operator", "decay=none"], "decay=none: gla draws its decays; take operator=fixed_decay"),
         (["operator", "operator=fixed_decay", "decay=alibi"], "decay=alibi: must be one of retention, none"),

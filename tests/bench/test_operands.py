@@ -38,6 +38,9 @@ SHAPES = [
     Shape(4, 8, 16, 70, "scalar_decay"),
     Shape(4, 8, 16, 70, "fixed_decay", 1, "retention"),
     Shape(4, 8, 16, 70, "fixed_decay", None, "none"),
+    Shape(4, 8, 16, 70, "delta"),
+    Shape(4, 8, 16, 70, "gated_delta", 2),
+    Shape(4, 8, 16, 70, "kda"),
 ]
 SETTINGS = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=60", "dtype=fp64"]
 SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=70"]
@@ -49,7 +52,7 @@ def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
     shard = SequenceShard(LocalScan(), 0, shape.tokens)
     found = inputs.results(lambda *operands: mix(shape.operator, operands, shard)[0])
     expected = inputs.results(lambda *operands: OPERATORS[shape.operator].naive(*operands)[0])
-    last = {"gla": ["dg"], "scalar_decay": ["dg"], "fixed_decay": []}[shape.operator]
+    last = [f"d{name}" for name in OPERATORS[shape.operator].operands[3:] if name != "log_decay"]
     assert [*found] == [*expected] == ["o", "dq", "dk", "dv", *last]
     for name, result in found.items():
         assert relative_error(result, expected[name]) < 1e-12, name
@@ -59,13 +62,19 @@ def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
 def test_operands_have_the_sizes_and_decays_of_their_operator() -> None:
     sizes = {str(shape): [list(x.shape) for x in Inputs.random(shape, Dtype.fp32, 0, CPU).operands.values()]
              for shape in SHAPES}  # fmt: skip
-    whole, grouped, heads, one, plain = sizes.values()
+    whole, grouped, heads, one, plain, delta, gated, kda = sizes.values()
     assert whole == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8]]
     assert grouped == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4]]
     assert heads == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
     assert one == [[1, 70, 1, 8], [1, 70, 1, 8], [1, 70, 4, 16], [4]]
     assert plain == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [4]]
-    decays = [Inputs.random(shape, Dtype.fp64, 0, CPU).operands["log_decay"] for shape in SHAPES[3:]]
+    assert delta == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4]]
+    assert gated == [[1, 70, 2, 8], [1, 70, 2, 8], [1, 70, 4, 16], [1, 70, 4], [1, 70, 4]]
+    assert kda == [[1, 70, 4, 8], [1, 70, 4, 8], [1, 70, 4, 16], [1, 70, 4, 8], [1, 70, 4]]
+    for operands in (Inputs.random(shape, Dtype.fp64, 0, CPU).operands for shape in SHAPES[5:]):
+        assert torch.allclose(operands["k"].norm(dim=-1), torch.ones(1, dtype=torch.float64))
+        assert 0 < operands["beta"].min() < operands["beta"].max() < 1
+    decays = [Inputs.random(shape, Dtype.fp64, 0, CPU).operands["log_decay"] for shape in SHAPES[3:5]]
     # As `chunk_retention` of fla 0.6.0 has them.
     assert torch.allclose(decays[0], (1 - 2.0 ** (-5.0 - torch.arange(4).double())).log(), rtol=1e-12)
     assert not decays[1].any()
@@ -75,9 +84,9 @@ def _case(folder: str, *arguments: str) -> tuple[OperatorConfig, list[str]]:
     return OperatorConfig.load([*SMALL, f"out={folder}", *arguments]), [*arguments]
 
 
-def _both_operators(rank: int, world_size: int, folder: str) -> list[str]:
-    """Run the case with both operators, then with a wrong scan; returns the error messages."""
-    for name, more in (("scalar_decay", ["groups=2"]), ("fixed_decay", ["decay=none"])):
+def _some_operators(rank: int, world_size: int, folder: str) -> list[str]:
+    """Run the case with some operators, then with a wrong scan; returns the error messages."""
+    for name, more in (("scalar_decay", ["groups=2"]), ("fixed_decay", ["decay=none"]), ("kda", [])):
         variants = "variants=[dp,copy,zeco:chain,lasp2,fla]"
         config, _ = _case(f"{folder}/{name}", f"operator={name}", *more, variants)
         session = Session.open(config, Launch(rank, world_size, rank, world_size))
@@ -93,12 +102,12 @@ def _both_operators(rank: int, world_size: int, folder: str) -> list[str]:
     return []
 
 
-def test_decays_of_heads_are_measured_on_two_ranks(tmp_path: Path) -> None:
-    for errors in run_distributed(_both_operators, 2, str(tmp_path)):
+def test_other_operators_are_measured_on_two_ranks(tmp_path: Path) -> None:
+    for errors in run_distributed(_some_operators, 2, str(tmp_path)):
         assert len(errors) == 1
         assert "lasp2 is wrong, nothing is timed: o on rank 0" in errors[0]
     assert not (tmp_path / "wrong").exists()
-    for name, figure in (("scalar_decay", "scalar_decay_g2"), ("fixed_decay", "fixed_decay_none")):
+    for name, figure in (("scalar_decay", "scalar_decay_g2"), ("fixed_decay", "fixed_decay_none"), ("kda", "kda")):
         results = json.loads((tmp_path / name / "results.json").read_text())
         rows = {(row["pass"], row["variant"]): row for row in results["rows"]}
         assert len(rows) == len(results["rows"]) == 8
@@ -167,6 +176,23 @@ def test_wrong_peer_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         _run_with_peer(tmp_path, "scalar_decay", lambda o: 1.2 * o)
     assert "fla is wrong, nothing is timed: o on rank 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "module", "function"),
+    [
+        (SHAPES[5], "fla.ops.delta_rule", "chunk_delta_rule"),
+        (Shape(4, 8, 16, 70, "gated_delta"), "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        (SHAPES[7], "fla.ops.kda", "chunk_kda"),
+    ],
+)
+def test_peers_of_delta_rules_take_the_same_operands(shape: Shape, module: str, function: str) -> None:
+    session, operator = mock.Mock(spec=Session), OPERATORS[shape.operator]
+    session.import_fla.side_effect = {module: SimpleNamespace(**{function: operator.naive})}.get
+    inputs = Inputs.random(shape, Dtype.fp64, 0, CPU)
+    found = inputs.results(peer_attention(shape, session))
+    expected = inputs.results(lambda *operands: operator.naive(*operands)[0])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_peer_without_groups_is_refused() -> None:

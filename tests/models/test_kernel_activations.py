@@ -1,4 +1,4 @@
-"""The tables of activations on GPUs, where kernels of one decay a head keep less than the PyTorch passes."""
+"""The tables of activations on GPUs, where kernels keep other tensors than the PyTorch passes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from models.mixers.retnet import RetNetConfig
 from models.registry import MIXERS, mixer_of
 from tests.support.planning import make_case, saved_bytes
 from zeco_train.config.schema import Dtype
+from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
@@ -29,7 +30,7 @@ from zeco_train.plan.memory import _walk_bytes, kept_bytes_per_token
 
 pytestmark = pytest.mark.numeric
 
-ONE_DECAY = [name for name in MIXERS if name not in ("gla", "hgrn2")]
+OTHERS = [name for name in MIXERS if name not in ("gla", "hgrn2")]
 
 
 def _case(config: LanguageModelConfig, *arguments: str) -> Case:
@@ -59,23 +60,33 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-@pytest.mark.parametrize("name", ONE_DECAY)
+@pytest.mark.parametrize("name", OTHERS)
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
     """To the byte, without a compiler; that kernels save what they promise is tested with them."""
+    from zeco_train.ops.delta import cuda as delta
     from zeco_train.ops.scalar_decay import cuda
 
-    pairs = {"fixed_decay": (cuda.CUDA_FIXED, CHUNKED_FIXED), "scalar_decay": (cuda.CUDA_SCALAR, CHUNKED_SCALAR)}
+    gated = delta.CUDA_GATED, CHUNKED_GATED
+    pairs = {
+        "fixed_decay": (cuda.CUDA_FIXED, CHUNKED_FIXED),
+        "scalar_decay": (cuda.CUDA_SCALAR, CHUNKED_SCALAR),
+        "delta": (delta.CUDA_DELTA, CHUNKED_DELTA),
+        "gated_delta": gated,
+        "kda": gated,
+    }
     saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
     with_kernels = {
         operator: dataclasses.replace(OPERATORS[operator], select=lambda operands, passes=passes: passes)
         for operator, passes in saving.items()
     }
-    config, plain = MIXERS[name].config_class(num_layers=1), cuda.options_for
-    with (
-        mock.patch.dict(OPERATORS, with_kernels),
-        # One program walks over all tokens, so the states that it starts from do not depend on their number.
-        mock.patch.object(cuda, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=1)),
-    ):
+    config = MIXERS[name].config_class(num_layers=1)
+
+    def with_one_program(module: Any) -> Any:
+        plain = module.options_for
+        return mock.patch.object(module, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=1))
+
+    # One program walks over all tokens, so the states that it starts from do not depend on their number.
+    with mock.patch.dict(OPERATORS, with_kernels), with_one_program(cuda), with_one_program(delta):
         short, long = (saved_bytes(config, dtype.compute, Recompute.none, False, tokens) for tokens in (128, 384))
     case = _case(config, f"train.dtype={dtype.value}")
     assert (long - short) / 256 == kept_bytes_per_token(case, case.block(0))
@@ -109,11 +120,8 @@ def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConf
     assert _walk_bytes(case, case.block(0)) == 0
 
 
-@pytest.mark.parametrize("name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b"])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
-    from zeco_train.ops.scalar_decay import cuda
-
+def _walking(name: str, batch: int) -> tuple[float, Tensor, Tensor]:
+    """Planned bytes of the walks' starts, and the operator's q and v, of many tokens."""
     case = make_case(
         f"model={name}", "gpu=h200", "train.dtype=bf16", f"data.micro_batch={batch}", f"data.global_batch={batch}"
     )
@@ -121,9 +129,28 @@ def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int)
     heads, key_dim, value_dim = block.state_shape
     meta = {"dtype": torch.bfloat16, "device": "meta"}
     q, v = torch.empty(batch, tokens, 1, key_dim, **meta), torch.empty(batch, tokens, heads, value_dim, **meta)
-    log_decay = torch.empty(heads, device="meta")
-    (starts,) = cuda.CUDA_FIXED.saved_like((q, q, v, log_decay))
-    assert starts.numel() * 4 <= _walk_bytes(case, block) <= 1.05 * starts.numel() * 4
+    return _walk_bytes(case, block), q, v
+
+
+@pytest.mark.parametrize("name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
+    from zeco_train.ops.scalar_decay import cuda
+
+    planned, q, v = _walking(name, batch)
+    (starts,) = cuda.CUDA_FIXED.saved_like((q, q, v, torch.empty(v.shape[2], device="meta")))
+    assert starts.numel() * 4 <= planned <= 1.05 * starts.numel() * 4
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet_340m", "gated_deltanet_1b"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planned_starts_and_transitions_of_delta_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
+    from zeco_train.ops.delta import cuda
+
+    planned, q, v = _walking(name, batch)
+    g = torch.empty(v.shape[:3], device="meta")
+    *_, starts, transitions = cuda.CUDA_GATED.saved_like((q, q, v, g, g))
+    assert planned == (starts.numel() + transitions.numel()) * 4
 
 
 def test_mamba2_counts_what_kernels_keep_for_the_gradient_of_the_decays() -> None:

@@ -144,7 +144,7 @@ def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: l
     # Where the last layer is early, so are few activations left.
     assert phase != "backward of layer 16, softmax" or memory.phase == phase
     keys, queries = 2 * 16 * 128 * (1 << 20), 16 * 128 * (1 << 16)
-    assert method_costs(gathered, attention).held == keys * (2 * 2 + 4) + 3 * queries * 2
+    assert method_costs(gathered, attention).held == keys * 2 * 4 + 4 * queries * 2
 
 
 def test_full_recompute_keeps_outputs_of_softmax() -> None:

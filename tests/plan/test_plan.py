@@ -133,7 +133,7 @@ def test_operator_times_are_those_of_the_operator(
 
 
 def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
-    """By messages rather than in one kernel; a transition a layer, unless blocks are recomputed; no kernels claimed."""
+    """By messages rather than in one kernel; a transition a layer, unless blocks are recomputed, and one a walk."""
     arguments = [
         "model=gated_deltanet_1b",
         "train.dtype=bf16",
@@ -152,7 +152,9 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     assert kept[0] - kept[1] == 18 * 12 * 128 * 128 * 4
     row = _assumptions(case)["operator"]
     assert "gated_delta has no measurement, so gla's is taken" in row
-    assert "gated_delta has no kernels for these head dims and runs in PyTorch, which takes longer" in row
+    assert "no kernels" not in row
+    wide = _assumptions(make_case(*arguments, "model.head_dim=272", "model.expand_v=1.0"))["operator"]
+    assert "gated_delta has no kernels for these head dims and runs in PyTorch, which takes longer" in wide
     assert "no kernels" not in _assumptions(make_case("model=gla_1b", "train.dtype=bf16"))["operator"]
 
 

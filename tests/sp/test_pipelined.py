@@ -22,19 +22,20 @@ TOKENS, RANKS = 8, 2
 
 def test_parts_are_whole_heads_and_pay() -> None:
     many = LEAST_TOKENS
-    assert [num_parts(heads, 1, many) for heads in (1, 2, 3, 4, 6, 16)] == [1, 2, 3, 4, 3, 4]
+    assert [num_parts(heads, 1, many, 2) for heads in (1, 2, 3, 4, 6, 16)] == [1, 2, 3, 4, 3, 4]
     # A part of ulysses has heads of keys for each rank.
-    assert [num_parts(heads, 4, many) for heads in (2, 4, 8, 12, 16)] == [1, 1, 2, 3, 4]
-    assert num_parts(16, 1, many - 1) == 1
-    assert [num_parts(16, 1, 1, most) for most in (1, 2, 8)] == [1, 2, 8]
+    assert [num_parts(heads, 4, many, 2) for heads in (2, 4, 8, 12, 16)] == [1, 1, 2, 3, 4]
+    assert num_parts(16, 1, many - 1, 2) == num_parts(16, 1, many, 1) == 1
+    assert [num_parts(16, 1, 1, 1, most) for most in (1, 2, 8)] == [1, 2, 8]
 
 
 @pytest.mark.parametrize(("name", "hidden"), [("all_gather", 1 - 1 / NUM_PARTS), ("ulysses", 0.5), ("ring", 1.0)])
 def test_costs_say_what_travels_under_compute(name: str, hidden: float) -> None:
-    load = AttentionLoad(16, 8, 64, LEAST_TOKENS, 4, None, 2, 4)
+    load = AttentionLoad(16, 8, 64, LEAST_TOKENS, 4, None, 2, 4, nodes=2)
     assert METHODS[name].costs(load).hidden == hidden
     if name != "ring":
         assert METHODS[name].costs(load._replace(tokens=LEAST_TOKENS // 2)).hidden == 0.0
+        assert METHODS[name].costs(load._replace(nodes=1)).hidden == 0.0
 
 
 class Recorder:

@@ -74,8 +74,8 @@ class AttentionConfig(RunsConfig):
         tokens: per rank, one after the other.
         dtype: of q, k, v.
         passes: `forward`, `forward_backward`.
-        check_tokens: tokens per rank in the correctness check; −1 is 8,192 on GPUs, where methods cut the heads into
-            parts as in long runs, and 256 on CPUs.
+        check_tokens: tokens per rank in the correctness check; −1 is 8,192 on GPUs, where methods between nodes cut the
+            heads into parts as in long runs, and 256 on CPUs.
     """
 
     variants: list[str] = field(default_factory=lambda: list(VARIANTS))

@@ -3,8 +3,8 @@
 dp                      each rank its own sequence, nothing crosses ranks
 all_gather, ring, …     the methods of `sp.attention`
 all_gather:contiguous   `all_gather` without pairs: each rank computes its own queries, and the last has the most work
-all_gather:one_part     `all_gather`, `ulysses` with all heads at once: no messages travel while attention is computed
-ulysses:one_part
+all_gather:parts        `all_gather`, `ulysses` with the heads in parts, as between nodes: the messages of a part travel
+ulysses:parts           while another is computed
 megatron_sp             as Megatron-LM's sequence parallelism: the activations of all tokens are gathered, each rank has
                         some heads of them, and outputs are reduce-scattered. What is gathered here are queries, keys
                         and values, since projections are not part of the operator; there it is the layer's input.
@@ -40,6 +40,7 @@ from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.all_gather import AllGather
 from zeco_train.sp.attention.method import ShardedAttention
+from zeco_train.sp.attention.pipelined import NUM_PARTS
 from zeco_train.sp.attention.registry import METHODS, build_attention
 from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.dp import LocalScan
@@ -49,8 +50,8 @@ CONTIGUOUS, MEGATRON, TORCH, LINEAR = "all_gather:contiguous", "megatron_sp", "t
 # Methods with other settings.
 _BUILT: dict[str, Callable[[Wire], ShardedAttention]] = {
     CONTIGUOUS: partial(AllGather, paired=False),
-    "all_gather:one_part": partial(AllGather, num_parts=1),
-    "ulysses:one_part": partial(Ulysses, num_parts=1),
+    "all_gather:parts": partial(AllGather, num_parts=NUM_PARTS),
+    "ulysses:parts": partial(Ulysses, num_parts=NUM_PARTS),
 }
 ALONE = ("dp", f"{LINEAR}:dp")
 VARIANTS = ("dp", *METHODS, *_BUILT, MEGATRON, TORCH, *(f"{LINEAR}:{name}" for name in ("dp", *SHARING)))
@@ -122,7 +123,7 @@ def _method(name: str, shape: Shape, session: Session) -> AttentionMethod:
     if (problem := spec.heads_problem(shape.heads, shape.num_groups, session.world_size)) is not None:
         raise ConfigError("variants", name, problem)
     spec = replace(spec, build=_BUILT.get(name, spec.build))
-    return build_attention(spec, attention_group(mesh), mesh.timeout, mesh.device)
+    return build_attention(spec, attention_group(mesh), mesh.timeout, mesh.device, mesh.topology.nodes)
 
 
 class _MegatronSP(torch.autograd.Function):

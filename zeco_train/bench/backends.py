@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,8 @@ from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.local import LocalAttention
 from zeco_train.sp.backend import ScanBackend
 from zeco_train.sp.dp import LocalScan
-from zeco_train.training.build import build_model
+from zeco_train.training.build import build_graphs, build_model
+from zeco_train.training.graphs import StepGraphs
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
@@ -162,18 +164,23 @@ class Backends:
     def contender(self, name: str, tokens: RandomTokens) -> Contender:
         """A variant as a contender, with these tokens."""
         alone, segments = name == "dp", self._run.train.segments
-        scan, step = self.scan_of(name), self._training_step(alone, tokens)
+        graphs = build_graphs(self._run, self.model, self._session.device)
+        scan, step = self.scan_of(name), self._training_step(alone, tokens, graphs)
+
+        launching: list[float] = []
 
         def train(number: int) -> float:
-            self._scan.current = scan
+            self._scan.current, started = scan, time.perf_counter()
             step.zero_grad()
             with scan.exposed.measuring():
                 share = step.backward(tokens.batches(number, alone, segments), last=True, proceed=_nobody_stops)
             assert share is not None
-            loss, _ = step.update(share).read()
+            numbers = step.update(share)
+            launching.append(time.perf_counter() - started)
+            loss, _ = numbers.read()
             return loss
 
-        return Contender(name, train, None if alone else scan)
+        return Contender(name, train, None if alone else scan, launching=launching, graphs=graphs)
 
     def gradient(
         self, scan: ScanBackend, tokens: RandomTokens, *, alone: bool = False, keep: bool = True
@@ -219,7 +226,7 @@ class Backends:
             whole[name] = tensor.detach().to("cpu", dtype)
         return whole
 
-    def _training_step(self, alone: bool, tokens: RandomTokens) -> TrainingStep:
+    def _training_step(self, alone: bool, tokens: RandomTokens, graphs: StepGraphs | None = None) -> TrainingStep:
         run = self._run
         return TrainingStep(
             self.model,
@@ -230,6 +237,7 @@ class Backends:
             grad_clip=run.optim.grad_clip,
             tokens_per_step=self._session.world_size * tokens.count,
             seq_len=tokens.seq_len(alone),
+            graphs=graphs,
         )
 
 

@@ -151,11 +151,11 @@ class OperatorConfig(RunsConfig):
     """Settings of case `operator`.
 
     Attributes:
-        operator: gla, scalar_decay or fixed_decay.
-        groups: of scalar_decay and fixed_decay: heads of q and k, each for as many heads of v; null: as many as those.
+        operator: gla, scalar_decay, fixed_decay, delta, gated_delta or kda.
+        groups: of all but gla: heads of q and k, each for as many heads of v; null: as many as those.
         decay: of fixed_decay: `retention` (the default), RetNet's decays, or `none`, plain linear attention.
         heads, dims, tokens: H, [K, V] and tokens per rank; all combinations are measured, tokens innermost.
-        dtype: of q, k, v; decays are fp32 (fp64 with fp64).
+        dtype: of q, k, v; decays and strengths are fp32 (fp64 with fp64).
         passes: `forward`, `forward_backward`.
         check_tokens: tokens per rank in the correctness check; −1 is 4,096 on GPUs, where shorter inputs would give
             each walk over chunks a single chunk, and 256 on CPUs.
@@ -192,7 +192,7 @@ class OperatorConfig(RunsConfig):
             raise ConfigError("operator", self.operator, f"must be one of {', '.join(known.OPERATORS)}")
         if self.groups is not None:
             if self.operator == "gla":
-                raise ConfigError("groups", self.groups, "gla has none; take operator=scalar_decay or fixed_decay")
+                raise ConfigError("groups", self.groups, "gla has none; take another operator")
             if self.groups < 1 or any(heads % self.groups for heads in self.heads):
                 raise ConfigError("groups", self.groups, f"must be ≥ 1 and divide heads={self.heads}")
         if self.operator == "fixed_decay":

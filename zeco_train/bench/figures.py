@@ -80,7 +80,11 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     Raises:
         DataError: a figure cannot be written.
     """
-    rows = [{**row, "gpus": result["world_size"]} for result in results for row in result["rows"]]
+    rows = [
+        {**row, "gpus": result["world_size"], "graphs": result.get("config", {}).get("cuda_graphs", "off")}
+        for result in results
+        for row in result["rows"]
+    ]
     rows = [row for row in rows if row.get("median_ms")]
     if not rows:
         return []
@@ -98,6 +102,8 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     if results[0]["case"] == "model":
         models = sorted({(row["model"], row["heads"]) for row in rows})
         figures = {"{}_h{}".format(*model): _model(rows, *model, machine) for model in models}
+        if len({row["tokens"] for row in rows}) > 1:
+            figures |= {"{}_h{}_tokens".format(*model): _model_tokens(rows, *model, machine) for model in models}
         if len(mixers := mixer_rows(rows)) > 1:
             figures["mixers"] = draw_mixers(mixers, machine)
         return [save_figure(figure, folder / f"{name}.png") for name, figure in figures.items()]
@@ -218,6 +224,26 @@ def _model(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
         label_axes(upper, f"{count:,} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
         label_axes(lower, "", "GPUs", "tokens/s over that of dp", log=False)
         lower.axhline(1.0, color=_COLOURS["dp"], linewidth=0.8)
+    return figure
+
+
+def _model_tokens(rows: list[Row], model: str, heads: int, machine: str) -> Figure:
+    """Throughput over tokens a GPU, and the part of what matrix products alone reach on that GPU."""
+    rows = [row for row in rows if (row["model"], row["heads"]) == (model, heads)]
+    figure, ((left, right),) = _figure(f"Training step of {model}, H {heads} ({machine})", 1, 2, 4.6)
+    limits = {row["tokens"]: row["tokens_per_second_per_gpu"] for row in rows if row["variant"] == "products"}
+    for graphs in sorted({row["graphs"] for row in rows}):
+        for variant in _variants(rows):
+            here = [row for row in rows if row["graphs"] == graphs and row["variant"] == variant]
+            is_plain = graphs == "off" and variant not in ("products", "fla")
+            named, style = (f"{variant}, no CUDA graphs", ":") if is_plain else (variant, "-")
+            points = _points(here, variant, "tokens", "tokens_per_second_per_gpu")
+            shares = [(tokens, rate / limits[tokens]) for tokens, rate in points if tokens in limits]
+            for axes, drawn in ((left, points), (right, shares if variant != "products" else [])):
+                if drawn:
+                    axes.plot(*_xy(drawn), style, marker="o", markersize=4, color=_colour(variant), label=named)
+    label_axes(left, "", "tokens a GPU", "tokens/s of a GPU", log=False)
+    label_axes(right, "", "tokens a GPU", "of the products alone", log=False)
     return figure
 
 

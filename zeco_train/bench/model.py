@@ -73,6 +73,7 @@ COLUMNS = {
     "runs": ("steps", ">5"),
     "mfu": ("MFU", ">6:.3f"),
     "hfu": ("HFU", ">6:.3f"),
+    "host_ms": ("host ms", ">8:.2f"),
     "exposed_ms": ("exposed ms", ">10:.3f"),
     "peak_gb": ("peak GB", ">7:.2f"),
     "first_step_seconds": ("first step s", ">12:.1f"),
@@ -262,18 +263,18 @@ class _Measurement:
         return [self._row(contender, count, held_gb) for contender in contenders]
 
     def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
-        """A contender's row; `held_gb` is the memory held by the buffers of `products` at the same time."""
+        """A contender's row; `held_gb` is the memory held by the buffers of all contenders at the same time."""
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= contender.as_row(self._session)
         spec, seq_len = spec_of(model), count * (1 if contender.name == "dp" else self._session.world_size)
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
-        peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb
+        peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb + contender.held_gb
         if contender.name == PRODUCTS:
             flops = all_flops = product_flops(model)
             row |= {"loss": None}
-            peak_gb = row["peak_gb"] and held_gb
+            peak_gb = row["peak_gb"] and contender.held_gb
         rate = 1e3 * count / row["wall_ms"]
         mfu, hfu = (self._utilisation(rate * each.total) for each in (flops, all_flops))
         return {**row, "peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}

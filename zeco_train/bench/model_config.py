@@ -15,6 +15,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.ranges import check_least
+from zeco_train.training.graphs import CudaGraphs
 
 
 class ModelSettings(NamedTuple):
@@ -48,8 +49,8 @@ class ModelConfig(OfModelConfig):
             tokens innermost.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
             them would not end within budget_seconds.
-        dtype, compile, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to `products`,
-            and none to `fla`, which is trained in bf16.
+        dtype, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to
+            `products`, and none to `fla`, which is trained in bf16.
         strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
             rest.
         check_tokens: tokens per rank in the correctness check.
@@ -63,6 +64,7 @@ class ModelConfig(OfModelConfig):
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
     compile: Compile = Compile.auto
+    cuda_graphs: CudaGraphs = CudaGraphs.auto
     recompute: Recompute = Recompute.none
     segments: int = 1
     strategy: Strategy = Strategy.zero2
@@ -117,6 +119,7 @@ class ModelConfig(OfModelConfig):
             *([] if heads is None else [f"model.num_heads={heads}"]),
             *([f"sp.attention={self.attention.name}"] if has_method else []),
             f"train.compile={self.compile.name}",
+            f"train.cuda_graphs={self.cuda_graphs.name}",
             f"train.recompute={self.recompute.name}",
             f"train.segments={self.segments}",
             f"parallel.strategy={self.strategy.name}",

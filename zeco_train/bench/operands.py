@@ -3,6 +3,9 @@
 gla            decays of each token and channel, g [1, T, H, K]
 scalar_decay   decays of each token and head, g [1, T, H]
 fixed_decay    decays of each head, log_decay [H], a constant: `retention` are RetNet's, `none` is no decay
+delta          no decays; keys of norm 1, and strengths β [1, T, H] between 0 and 1
+gated_delta    the same with decays of each token and head, g [1, T, H]
+kda            the same with decays of each token and channel, g [1, T, H, K]
 softmax        none; q has H heads, and k and v have G (of case `attention`)
 """
 
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
 from models.mixers.retnet import log_decays
 from zeco_train.bench.session import Session
@@ -28,6 +31,12 @@ Attention = Callable[..., Tensor]
 _GATE_NORMALIZER = 16.0
 # Operands that are neither cut by tokens nor differentiated.
 _CONSTANTS = ("log_decay",)
+# fla's module and function of each.
+_DELTA_RULES = {
+    "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
+    "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Inputs:
 
     @classmethod
     def random(cls, shape: Shape, dtype: Dtype, seed: int, device: torch.device) -> Inputs:
-        """Normal q, k, v, do, and decays as fla's gates give them; fixed ones by `Shape.decay`."""
+        """Normal q, k, v, do, and decays and strengths as fla's gates give them; fixed decays by `Shape.decay`."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(kind: torch.dtype, *dims: int) -> Tensor:
@@ -96,9 +105,13 @@ class Inputs:
         if shape.operator == "fixed_decay":
             decays = log_decays(shape.heads) if shape.decay == "retention" else torch.zeros(shape.heads)
             return cls.of({"q": q, "k": k, "v": v, "log_decay": decays.to(device, dtype.master)}, do)
-        dims = (shape.heads, shape.key_dim) if shape.operator == "gla" else (shape.heads,)
+        dims = (shape.heads, shape.key_dim) if shape.operator in ("gla", "kda") else (shape.heads,)
         g = logsigmoid(normal(dtype.master, *dims)) / _GATE_NORMALIZER
-        return cls.of({"q": q, "k": k, "v": v, "g": g}, do)
+        if shape.operator not in _DELTA_RULES:
+            return cls.of({"q": q, "k": k, "v": v, "g": g}, do)
+        k, beta = normalize(k, dim=-1), normal(dtype.master, shape.heads).sigmoid()
+        gates = {"beta": beta} if shape.operator == "delta" else {"g": g, "beta": beta}
+        return cls.of({"q": q, "k": k, "v": v, **gates}, do)
 
     @classmethod
     def of(cls, operands: Mapping[str, Tensor], do: Tensor) -> Inputs:
@@ -168,6 +181,9 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
         return _first(session.import_fla("fla.ops.gla").chunk_gla)
     if shape.operator == "scalar_decay":
         return _first(session.import_fla("fla.ops.simple_gla").chunk_simple_gla)
+    if shape.operator in _DELTA_RULES:
+        module, function = _DELTA_RULES[shape.operator]
+        return _first(getattr(session.import_fla(module), function))
     if shape.decay == "retention":
         chunk_retention = session.import_fla("fla.ops.retention").chunk_retention
         # It has the same decays by itself.

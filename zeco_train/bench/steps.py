@@ -23,6 +23,7 @@ from zeco_train.bench.check import check_results
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
 from zeco_train.sp.backend import ScanBackend
+from zeco_train.training.graphs import StepGraphs
 
 Mark = torch.cuda.Event | float
 # Blocks of steps per contender.
@@ -39,24 +40,28 @@ class Contender:
             own.
         scan: its exposed communication is measured.
         samples: ms of each timed step on this rank.
+        launching: seconds after which the host has launched each step, of all steps on this rank; empty: not measured.
         seconds: per step, the mean of each block on this rank, by the host's clock.
         first_seconds: duration of the first step, including compilation and autotuning.
         exposed: seconds that compute waited for scans in all timed steps on this rank.
         loss: of the last step.
         peak_gb: peak device memory.
         held_gb: device memory of its own buffers, held for its whole lifetime.
+        graphs: that replay its steps.
     """
 
     name: str
     step: Callable[[int], float | Tensor]
     scan: ScanBackend | None = None
     samples: list[float] = field(default_factory=list)
+    launching: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_seconds: float = 0.0
     exposed: float | None = None
     loss: float | Tensor = math.nan
     peak_gb: float | None = None
     held_gb: float = 0.0
+    graphs: StepGraphs | None = None
 
     def as_row(self, session: Session) -> Row:
         """Fields by their names in results.json, by the slowest rank. Collective.
@@ -74,6 +79,7 @@ class Contender:
             "variant": self.name,
             **Summary.of(by_rank).as_row(),
             "wall_ms": 1e3 * statistics.median(seconds),
+            "host_ms": max(session.gather(self._host_ms())) or None,
             "exposed_ms": 1e3 * max(exposed) / len(self.samples) if exposed else None,
             "peak_gb": max(session.gather(self.peak_gb or 0.0)) or None,
             "first_step_seconds": max(session.gather(self.first_seconds)),
@@ -81,6 +87,11 @@ class Contender:
             "samples_ms_by_rank": by_rank,
             "seconds_by_block": seconds,
         }
+
+    def _host_ms(self) -> float:
+        """Median over the last steps, as many as are timed; 0 if not measured."""
+        last = self.launching[-len(self.samples) :]
+        return 1e3 * statistics.median(last) if last else 0.0
 
 
 def time_in_turns(
@@ -150,7 +161,12 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     if contender.scan is not None and (exposed := contender.scan.exposed.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
-        contender.peak_gb = max(contender.peak_gb or 0.0, torch.cuda.max_memory_allocated() / 1e9)
+        peak = torch.cuda.max_memory_allocated()
+        if contender.graphs is not None:
+            # The allocator does not see what replays use.
+            held, used = contender.graphs.memory()
+            contender.held_gb, peak = held / 1e9, peak + used
+        contender.peak_gb = max(contender.peak_gb or 0.0, peak / 1e9)
 
 
 def _mark(session: Session) -> Mark:

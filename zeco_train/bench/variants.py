@@ -50,7 +50,7 @@ SCAN_VARIANTS = (
     *(name for name in SHARING if BACKENDS[name].section),
 )
 # Of case `operator`, with the decays that its fixed_decay knows.
-OPERATORS = ("gla", "scalar_decay", "fixed_decay")
+OPERATORS = ("gla", "scalar_decay", "fixed_decay", "delta", "gated_delta", "kda")
 DECAYS = ("retention", "none")
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
 PRODUCTS = "products"

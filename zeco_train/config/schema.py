@@ -45,6 +45,7 @@ from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import by_key, check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
+from zeco_train.training.graphs import CudaGraphs
 from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim.registry import OptimConfig
 from zeco_train.training.profiler import check_profile
@@ -94,6 +95,8 @@ class TrainConfig:
             state of the next. Memory is that of one part; the gradient is that of the whole sequence.
         recompute: activations that the backward pass recomputes.
         compile: whether to compile the blocks.
+        cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where they can be captured; `off` launches
+            their kernels one by one. The same bits.
         nonfinite: policy for steps whose loss or gradient norm is NaN or infinite. `stop` ends the run. `skip:N` skips
             up to N such steps in a row; data, step and learning rate advance, weights do not change.
         profile: START:STOP, the steps (counted from 1, STOP included) to profile; None: none.
@@ -109,6 +112,7 @@ class TrainConfig:
     segments: int = 1
     recompute: Recompute = Recompute.none
     compile: Compile = Compile.auto
+    cuda_graphs: CudaGraphs = CudaGraphs.auto
     nonfinite: str = "stop"
     profile: str | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])

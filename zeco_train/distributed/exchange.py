@@ -57,7 +57,9 @@ def build_softmax(
         ConfigError: the configured method cannot spread the heads over the ranks.
     """
     method = attention_method(config, model, mesh.sp_size, seq_len, dtype)
-    return None if method is None else build_attention(method, attention_group(mesh), mesh.timeout, mesh.device)
+    if method is None:
+        return None
+    return build_attention(method, attention_group(mesh), mesh.timeout, mesh.device, mesh.topology.nodes)
 
 
 def attention_method(

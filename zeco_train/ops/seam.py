@@ -239,6 +239,8 @@ class SequenceShard:
             softmax attention; None if the sequence is one document.
         segment: positions of the first token and after the last of those that go through the model together, on all
             ranks, for softmax attention after a cache (`LayerStates.carry_in`); None: the whole sequence.
+        known_pieces: [T] int32, what `cu_seqlens` and `before` mean to operators (`zeco_train.ops.documents`), if it is
+            on the tokens' device already.
     """
 
     scan: StateScan
@@ -248,6 +250,7 @@ class SequenceShard:
     before: int = 0
     borders: Tensor | None = None
     segment: tuple[int, int] | None = None
+    known_pieces: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -287,6 +290,8 @@ class SequenceShard:
         Raises:
             ValueError: `cu_seqlens` does not rise from 0 to `num_tokens`.
         """
+        if self.known_pieces is not None:
+            return self.known_pieces
         key = num_tokens, device
         if key not in self._pieces:
             self._pieces[key] = find_pieces(self.cu_seqlens, self.before, num_tokens, device)

@@ -67,7 +67,7 @@ def method_costs(case: Case, attention: AttentionSpec, method: MethodSpec | None
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
-    load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes)
+    load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes, case.topology.nodes)
     costs = (method or method_of(case)).costs(load)
     times = case.batch
     return costs._replace(forward=times * costs.forward, backward=times * costs.backward, held=times * costs.held)

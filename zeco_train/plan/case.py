@@ -19,6 +19,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
+from zeco_train.training.graphs import CudaGraphs, capture_problem
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class Case:
         """Whether blocks are compiled by `torch.compile`."""
         wanted = self.config.train.compile
         return wanted is Compile.always or (wanted is Compile.auto and not self.machine.is_cpu)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether steps are replayed as CUDA graphs."""
+        wanted = self.config.train.cuda_graphs is CudaGraphs.auto and not self.machine.is_cpu
+        return wanted and capture_problem(self.config) is None
 
     @property
     def compute_bytes(self) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from models.activations import Part, TokenTensor
 from models.spec import BlockSpec, Shape
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.passes import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.plan import calibration
@@ -231,13 +232,14 @@ def _state_bytes(case: Case) -> float:
 
 
 def _walk_bytes(case: Case, block: BlockSpec) -> float:
-    """The initial states of the walks of the operator's kernels, in one layer."""
+    """The initial states of the walks of the operator's kernels, in one layer, and their transitions if matrices."""
     if not block.state_shapes:
         return 0.0
     name, (heads, key_dim, value_dim) = block.operators[-1], block.state_shape
     if case.machine.is_cpu or not OPERATORS[name].has_kernels_for(key_dim, value_dim):
         return 0.0
-    return float(calibration.walks(name, case.batch * heads, key_dim, value_dim) * key_dim * value_dim * 4)
+    columns = value_dim + (key_dim if OPERATORS[name].kind is Kind.matrix else 0)
+    return float(calibration.walks(name, case.batch * heads, key_dim, value_dim) * key_dim * columns * 4)
 
 
 def _gathered_bytes(case: Case) -> float:

@@ -200,9 +200,9 @@ def _traffic_per_token(case: Case, block: BlockSpec) -> float:
 def _gaps(case: Case, busy: float) -> float:
     """Idle time between kernels, or launch time in excess of kernel time; and the synchronisation of a step.
 
-    On a CPU launches are part of the work.
+    On a CPU launches are part of the work, and a replayed CUDA graph has none.
     """
-    if case.machine.is_cpu:
+    if case.machine.is_cpu or case.is_replayed:
         return known.HOST_STEP
     layers, backward = case.config.model.num_layers, case.passes
     forward = forward_passes(case) + (case.passes if case.recompute is Recompute.full else 0)

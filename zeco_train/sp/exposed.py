@@ -7,7 +7,8 @@ LASP-1's communication, since it receives in `wait` and folds and sends in `fini
 within one call (`zeco_train.sp.attention`), so each of its waits is measured as it comes.
 
 CUDA events are read once the device has passed them, never waited for, so measuring does not delay a step. Two
-consecutive events are 1 to 2 µs apart, so a scan reads that much even if nothing is exposed.
+consecutive events are 1 to 2 µs apart, so a scan reads that much even if nothing is exposed. A CUDA graph has its
+events in it: each replay records them anew, and of several replays before a reading the last one counts for all.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class ExposedMeter:
         self._recorded: deque[Events] = deque()
         # Reused: creating an event costs more than recording one.
         self._free: list[Events] = []
+        # Of the graph that is being captured, and of the graphs replayed since the last `take`.
+        self._captured: list[Events] = []
+        self._replayed: list[list[Events]] = []
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -51,9 +55,13 @@ class ExposedMeter:
     def take(self) -> float | None:
         """Seconds of waiting since the last call; None if no wait was measured.
 
-        Does not synchronise with the device: pending events count next time. Waits in a CUDA graph are not measured,
-        neither at capture nor at replay.
+        Does not synchronise with the device: pending events count next time; those of a graph count only if the device
+        has passed them, so call it after the last replay's end and before the next replay.
         """
+        for waits in self._replayed:
+            if waits[-1][1].query():
+                self._add(sum(before.elapsed_time(after) for before, after in waits) / 1e3)
+        self._replayed.clear()
         while self._recorded and self._recorded[0][1].query():
             events = self._recorded.popleft()
             self._add(events[0].elapsed_time(events[1]) / 1e3)
@@ -76,7 +84,12 @@ class ExposedMeter:
             self._add(time.perf_counter() - started)
             return result
         if torch.cuda.is_current_stream_capturing():
-            return call()
+            before, after = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+            before.record()
+            result = call()
+            after.record()
+            self._captured.append((before, after))
+            return result
         # Always recorded: the host does not know whether the device will have to wait.
         before, after = self._free.pop() if self._free else (_timing_event(), _timing_event())
         stream = torch.cuda.current_stream(device)
@@ -86,6 +99,16 @@ class ExposedMeter:
         self._recorded.append((before, after))
         return result
 
+    def take_captured(self) -> list[Events]:
+        """The events of the waits that were captured since the last call, for `add_replay`."""
+        captured, self._captured = self._captured, []
+        return captured
+
+    def add_replay(self, events: list[Events]) -> None:
+        """Count a replay of a graph with these events."""
+        if events:
+            self._replayed.append(events)
+
     def _add(self, seconds: float) -> None:
         self._seconds = (self._seconds or 0.0) + seconds
 
@@ -94,9 +117,15 @@ class ExposedMeter:
 _MEASURING: list[ExposedMeter] = []
 
 
+def active_meter() -> ExposedMeter | None:
+    """The meter that is inside of `measuring`."""
+    return _MEASURING[-1] if _MEASURING else None
+
+
 def run_wait(call: Callable[[], T], device: torch.device) -> T:
     """Run a call that waits for communication beside the scans; the meter that is inside of `measuring` times it."""
-    return _MEASURING[-1].timed(call, device) if _MEASURING else call()
+    meter = active_meter()
+    return call() if meter is None else meter.timed(call, device)
 
 
 class _MeteredScan:

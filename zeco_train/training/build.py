@@ -54,6 +54,7 @@ from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
+from zeco_train.training.graphs import CudaGraphs, StepGraphs, capture_problem
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
@@ -340,7 +341,18 @@ def build_step(
         grad_clip=config.optim.grad_clip,
         tokens_per_step=config.data.global_batch * config.data.seq_len,
         seq_len=config.data.seq_len,
+        graphs=build_graphs(config, model, mesh.device),
     )
+
+
+def build_graphs(config: Config, model: LanguageModel, device: torch.device) -> StepGraphs | None:
+    """What replays the steps of a configuration; None, with the reason in the log, where they cannot be captured."""
+    if config.train.cuda_graphs is CudaGraphs.off or device.type != "cuda":
+        return None
+    if (problem := capture_problem(config)) is not None:
+        logger.info("train.cuda_graphs: steps run without graphs, which do not support %s", problem)
+        return None
+    return StepGraphs(model, device)
 
 
 def build_model(

@@ -83,14 +83,14 @@ class SequenceForward:
         start = batch.offset - self.mesh.sp_rank * tokens
         segment = None if tokens * self.mesh.sp_size == seq_len else (start, start + tokens * self.mesh.sp_size)
         before, borders = batch.before, batch.borders
-        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, before, borders, segment)
+        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, before, borders, segment, batch.pieces)
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device
-        return _to_device(batch.input_ids, device), _to_device(batch.labels, device)
+        return to_device(batch.input_ids, device), to_device(batch.labels, device)
 
 
-def _to_device(tokens: Tensor, device: torch.device) -> Tensor:
+def to_device(tokens: Tensor, device: torch.device) -> Tensor:
     """Copy to the device; pinned, since a copy from pageable memory would wait for the device's queued work."""
     if device.type == "cuda" and not tokens.is_cuda:
         tokens = tokens.pin_memory()

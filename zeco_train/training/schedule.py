@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,3 +76,44 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set every group's learning rate for the next step, times the group's `lr_ratio` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
+
+
+def reads_device_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer's kernels read learning rates from the device without loss: torch's fused ones on CUDA.
+
+    They read fp32, which is less than weights in fp64 get from a number.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    is_fused = device.type == "cuda" and bool(optimizer.defaults.get("fused"))
+    return is_fused and all(weight.dtype is torch.float32 for weight in weights)
+
+
+class DeviceRates:
+    """The learning rates of an optimizer's groups as tensors on the device, which a captured step reads anew.
+
+    Args:
+        optimizer: fused.
+        device: of its parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
+
+    def update(self) -> None:
+        """Take the groups' present rates."""
+        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """The optimizer reads the tensors; its groups, which checkpoints store, have numbers otherwise."""
+        groups = self._optimizer.param_groups
+        numbers = [{"lr": group["lr"], "capturable": group.get("capturable", False)} for group in groups]
+        for rate, group in zip(self._rates, groups, strict=True):
+            group |= {"lr": rate, "capturable": True}
+        try:
+            yield
+        finally:
+            for group, kept in zip(groups, numbers, strict=True):
+                group |= kept

@@ -7,7 +7,11 @@ device: the weights are not changed if loss or norm is not finite.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,15 +21,27 @@ from data.reader import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy, begin_micro_batch, global_norm
+from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import StateScan
 from zeco_train.ops.segments import LayerStates
 from zeco_train.training.forward import SequenceForward
+from zeco_train.training.graphs import StepGraphs
+from zeco_train.training.schedule import DeviceRates, reads_device_rates
+
+# Between two looks at a step's end. The device still runs the optimizer then, so a late look delays nothing.
+_POLL_SECONDS = 2e-4
 
 
 class Numbers:
-    """Loss and gradient norm of a step, copied to the host asynchronously."""
+    """Loss and gradient norm of a step, copied to the host asynchronously.
 
-    def __init__(self, loss: Tensor, norm: Tensor) -> None:
+    Args:
+        loss, norm: on the device.
+        timeout: longest wait for them; None: that of the communication that they wait for.
+    """
+
+    def __init__(self, loss: Tensor, norm: Tensor, *, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
         both = torch.stack([loss.double(), norm.double()])
         self._values, self._ready = both, None
         if both.is_cuda:
@@ -36,11 +52,26 @@ class Numbers:
             self._ready.record()
 
     def read(self) -> tuple[float, float]:
-        """Wait for the copy; returns loss and norm."""
+        """Wait for the copy; returns loss and norm.
+
+        Raises:
+            CommunicationError: they were not ready within the timeout.
+        """
         if self._ready is not None:
-            self._ready.synchronize()
+            self._wait(self._ready)
         loss, norm = self._values.tolist()
         return loss, norm
+
+    def _wait(self, ready: torch.cuda.Event) -> None:
+        if self._timeout is None:
+            ready.synchronize()
+            return
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not ready.query():
+            if time.monotonic() > deadline:
+                problem = f"no end within {self._timeout.total_seconds():g} s"
+                raise CommunicationError(dist.get_rank(), "replay of a step's CUDA graphs", problem)
+            time.sleep(_POLL_SECONDS)
 
 
 class TrainingStep:
@@ -55,6 +86,7 @@ class TrainingStep:
         grad_clip: largest global gradient norm; 0 clips nothing.
         tokens_per_step: of the global batch; a batch's own count of labels takes precedence.
         seq_len: of a whole sequence.
+        graphs: replay the step; None: launch its kernels one by one.
 
     Attributes:
         forward: the forward passes.
@@ -71,11 +103,17 @@ class TrainingStep:
         grad_clip: float,
         tokens_per_step: int,
         seq_len: int,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.model, self.optimizer, self.scan, self.mesh = model, optimizer, scan, mesh
         self.forward = SequenceForward(model, scan, mesh)
         self._strategy, self._grad_clip = strategy, grad_clip
         self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
+        self._graphs = graphs
+        # On the device, where replayed kernels read them; with or without graphs, for the same bits.
+        self._num_labels = torch.ones((), dtype=torch.float64, device=mesh.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._rates = DeviceRates(optimizer, mesh.device) if reads_device_rates(optimizer, mesh.device) else None
 
     def backward(
         self, segments: Sequence[Batch], *, last: bool, proceed: Callable[[], bool] = lambda: True
@@ -95,29 +133,12 @@ class TrainingStep:
             This rank's share of the loss, fp64, on the device; None if `proceed` returned False, and then the gradients
             are incomplete.
         """
-        states = self._first_pass(segments, proceed)
-        if states is None:
+        self._num_labels.fill_(segments[0].step_labels or self._tokens_per_step)
+        if self._graphs is None:
+            return self._accumulate(segments, last, proceed)
+        if not proceed():
             return None
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        carry_grads: list[Tensor | None] = []
-        for index in reversed(range(len(segments))):
-            if not proceed():
-                return None
-            # Segments run last to first, so the first one completes the gradient.
-            begin_micro_batch(self.model, self._strategy, last=last and index == 0)
-            batch = segments[index]
-            loss_sum = self.forward.loss(batch, self._seq_len, states[index])
-            share = loss_sum / (batch.step_labels or self._tokens_per_step)
-            outputs: list[Tensor] = [share]
-            grads: list[Tensor | None] = [None]
-            if carry_grads:
-                outputs, grads = outputs + states[index].carry_out, grads + carry_grads
-            torch.autograd.backward(outputs, grads)
-            loss += share.detach()
-            carry_grads = [carry.grad for carry in states[index].carry_in or ()]
-            # Frees this segment's states, which earlier segments do not need.
-            states.pop()
-        return loss
+        return self._graphs.micro_batch(segments[0], last, partial(self._accumulate_one, last=last))
 
     def loss(self, segments: Sequence[Batch]) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
@@ -132,22 +153,81 @@ class TrainingStep:
         Returns:
             The loss over all ranks, and the norm before clipping: the same on every rank.
         """
+        self._loss.copy_(loss)
+        if self._rates is not None:
+            self._rates.update()
+        if self._graphs is None:
+            # Before the optimizer's kernels are queued, so that reading does not wait for them.
+            numbers = Numbers(*self._reduce())
+            self._optimize()
+            return numbers
+        self._graphs.keep_gradients()
+        # NCCL does not time out what is in a graph.
+        timeout = self.mesh.timeout if self._graphs.are_active else None
+        loss, norm = self._graphs.run("reduce", self._reduce)
+        numbers = Numbers(loss, norm, timeout=timeout)
+        if self._rates is None:
+            self._optimize()
+        else:
+            self._graphs.run("optimizer", self._optimize)
+        return numbers
+
+    def zero_grad(self) -> None:
+        """Begin a step without gradients."""
+        if self._graphs is not None:
+            self._graphs.begin_step()
+            if self._graphs.have_gradients:
+                # The first micro-batch writes them.
+                return
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _reduce(self) -> tuple[Tensor, Tensor]:
+        """Loss and gradient norm over all ranks, and what the optimizer makes of them."""
+        loss = self._loss.clone()
         dist.all_reduce(loss)
         norm = global_norm(self.model)
-        # Before the optimizer's kernels are queued, so that reading does not wait for them.
-        numbers = Numbers(loss, norm)
         # Fused optimizers divide gradients by `grad_scale`, and skip the step if `found_inf` is 1: torch's mechanism
         # for loss scaling. Separate clipping would be another pass over all gradients.
         self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
         if self._grad_clip > 0:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             self.optimizer.grad_scale = ((norm + 1e-6) / self._grad_clip).clamp(min=1.0).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        return numbers
+        return loss, norm
 
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def _optimize(self) -> tuple[Tensor, ...]:
+        with self._rates.given() if self._rates is not None else contextlib.nullcontext():
+            self.optimizer.step()
+        return ()
+
+    def _accumulate_one(self, batch: Batch, last: bool) -> Tensor:
+        loss = self._accumulate([batch], last, lambda: True)
+        assert loss is not None
+        return loss
+
+    def _accumulate(self, segments: Sequence[Batch], last: bool, proceed: Callable[[], bool]) -> Tensor | None:
+        states = self._first_pass(segments, proceed)
+        if states is None:
+            return None
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        carry_grads: list[Tensor | None] = []
+        for index in reversed(range(len(segments))):
+            if not proceed():
+                return None
+            # Segments run last to first, so the first one completes the gradient.
+            begin_micro_batch(self.model, self._strategy, last=last and index == 0)
+            batch = segments[index]
+            loss_sum = self.forward.loss(batch, self._seq_len, states[index])
+            share = loss_sum / self._num_labels.to(loss_sum.dtype)
+            outputs: list[Tensor] = [share]
+            grads: list[Tensor | None] = [None]
+            if carry_grads:
+                outputs, grads = outputs + states[index].carry_out, grads + carry_grads
+            torch.autograd.backward(outputs, grads)
+            loss += share.detach()
+            carry_grads = [carry.grad for carry in states[index].carry_in or ()]
+            # Frees this segment's states, which earlier segments do not need.
+            states.pop()
+        return loss
 
     def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[LayerStates] | None:
         """The incoming states of each segment, for its second pass; None if `proceed` returned False."""

@@ -26,22 +26,16 @@ import triton.language as tl
 
 from zeco_train.kernels.gla.tiles import (
     decay,
-    decay_between,
     head_offset,
+    laid_out_like,
     load_pieces,
-    load_rows,
     load_tile,
+    round_to_bf16,
+    split_decays,
+    split_pairs,
     state_pointers,
     store_tile,
 )
-
-
-@triton.jit
-def _round_to_bf16(x):
-    """fp32 to bf16, two per instruction; Triton takes one instruction each if they are then used separately."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @triton.jit
@@ -66,17 +60,6 @@ def _take(joined, is_query):
 
 
 @triton.jit
-def _laid_out_like(x, product):
-    """x, in the register layout of a matrix product of the same shape.
-
-    Triton keeps a loaded tile in the layout of its load, and converts it through shared memory wherever it meets a
-    product, here at every size. A select between the two that it cannot fold makes it convert x here, once.
-    """
-    never = tl.program_id(0) < 0
-    return tl.where(never, product.to(x.dtype), x)
-
-
-@triton.jit
 def _decayed(
     b,
     sums,
@@ -94,22 +77,12 @@ def _decayed(
     JOINED: tl.constexpr,
 ):
     """For blocks of 2^shift tokens: [C], which tokens are queries; [C, BK], the factors; [C, BK], X."""
-    block = tl.arange(0, C) >> shift
-    is_query = (block & 1) == 1
-    reference = ((block | 1) << shift) - 1
-    factors = decay_between(sums - load_rows(b, reference, start, T, H, K, first_key, BK))
+    is_query, factors = split_decays(b, sums, shift, start, T, H, K, first_key, C, BK)
     if JOINED:
-        tokens = _round_to_bf16(_take(joined, is_query) * factors)
+        tokens = round_to_bf16(_take(joined, is_query) * factors)
     else:
         tokens = (tl.where(is_query[:, None], queries, keys).to(tl.float32) * factors).to(queries.dtype)
     return is_query, factors, tokens
-
-
-@triton.jit
-def _pairs(shift, C: tl.constexpr):
-    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens."""
-    block = tl.arange(0, C) >> shift
-    return (block ^ 1)[:, None] == block[None, :]
 
 
 @triton.jit
@@ -152,7 +125,7 @@ def scores_kernel(
         for shift in range(6):
             _, _, tokens = _decayed(b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED)
             products = tl.dot(tokens, tl.trans(tokens), input_precision=PRECISION)
-            total = tl.where(_pairs(shift, C), total + products, total)
+            total = tl.where(split_pairs(shift, C), total + products, total)
     if DOCUMENTS:
         own, _, _ = load_pieces(pieces, start, T, C)
         total = tl.where(own[:, None] == own[None, :], total, 0.0)
@@ -242,9 +215,9 @@ def intra_grads_kernel(
         sums = load_tile(b, start, T, H, K, first_key, C, BK)
         queries = load_tile(q, start, T, H, K, first_key, C, BK)
         keys = load_tile(k, start, T, H, K, first_key, C, BK)
-        sums = _laid_out_like(sums, query_grads)
-        queries = _laid_out_like(queries, query_grads)
-        keys = _laid_out_like(keys, query_grads)
+        sums = laid_out_like(sums, query_grads)
+        queries = laid_out_like(queries, query_grads)
+        keys = laid_out_like(keys, query_grads)
         from_start = decay(sums) * scale
         if DOCUMENTS:
             from_start = tl.where((own == before)[:, None], from_start, 0.0)
@@ -258,7 +231,7 @@ def intra_grads_kernel(
             is_query, factors, tokens = _decayed(
                 b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
             )
-            size_grads = tl.where(_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
+            size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
             seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
             moved = factors * seen
             to_query = tl.where(is_query, 1.0, 0.0)[:, None]

@@ -90,6 +90,41 @@ def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def split_pairs(shift, C: tl.constexpr):
+    """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens (kernels/gla/intra.py)."""
+    block = tl.arange(0, C) >> shift
+    return (block ^ 1)[:, None] == block[None, :]
+
+
+@triton.jit
+def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
+    """For blocks of 2^shift tokens: [C], which tokens lie in later blocks; [C, BK], decays to their pair's middle."""
+    block = tl.arange(0, C) >> shift
+    reference = ((block | 1) << shift) - 1
+    factors = decay_between(sums - load_rows(b, reference, start, T, H, K, first_key, BK))
+    return (block & 1) == 1, factors
+
+
+@triton.jit
+def laid_out_like(x, product):
+    """x, in the register layout of a matrix product of the same shape.
+
+    Triton keeps a loaded tile in the layout of its load, and converts it through shared memory wherever it meets a
+    product, here at every size. A select between the two that it cannot fold makes it convert x here, once.
+    """
+    never = tl.program_id(0) < 0
+    return tl.where(never, product.to(x.dtype), x)
+
+
+@triton.jit
+def round_to_bf16(x):
+    """fp32 to bf16, two per instruction; Triton takes one instruction each if they are then used separately."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def load_pieces(pieces, start, T, C: tl.constexpr):
     """[C] pieces of the chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
     rows = tl.arange(0, C)

@@ -1,19 +1,16 @@
 """Tiles and launch options of these kernels, stored as those of gated linear attention: no autotuning at run time.
 
-Entries are keyed by architecture, dtype and the largest head dim; the choice is logged. Options change only the order
-of sums, except `chunk` and `span`, which also change between which products bf16 rounds.
+Options change only the order of sums, except `chunk` and `span`, which also change between which products bf16 rounds.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 
-logger = logging.getLogger(__name__)
+from zeco_train.kernels.kept import KeptOptions, Key
 
 # No tile is narrower than this: see the note on miscompiled tiles of 32 keys in kernels/gla/launch.py.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
@@ -73,9 +70,6 @@ def _alike(summaries: Options, walk: Options, chunk: int = 64, programs: int = 2
     return Tuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
-# By (architecture or None, dtype, largest head dim of the entry), in the order of head dims. None: any other GPU, with
-# less shared memory.
-Key = tuple[tuple[int, int] | None, torch.dtype, int]
 KEPT: dict[Key, Tuning] = {
     ((9, 0), torch.bfloat16, 128): Tuning(),
     ((9, 0), torch.bfloat16, 256): _alike(Options(64, 8, 2), Options(64, 8, 2), programs=132),
@@ -84,36 +78,5 @@ KEPT: dict[Key, Tuning] = {
     ((9, 0), torch.float32, 256): _alike(Options(32, 8, 1), Options(32, 8, 1), chunk=32, programs=132),
 }
 
-
-def options_for(k: torch.Tensor, v: torch.Tensor) -> Tuning:
-    """The options for keys [B, T, G, K] and values [B, T, H, V] like these, of bf16 or fp32."""
-    return _find_on(k.device, k.dtype, max(k.shape[-1], v.shape[-1]))
-
-
-@cache
-def _find_on(device: torch.device, dtype: torch.dtype, largest: int) -> Tuning:
-    # under Triton's interpreter the device is a CPU, and only the tile sizes matter
-    architecture = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    found = _nearest(architecture, dtype, largest)
-    logger.info(
-        "kernels of scalar decays: %s, head dims up to %d on sm_%d%d take the kept options of %s, up to %d",
-        str(dtype).removeprefix("torch."),
-        largest,
-        *architecture,
-        "other GPUs" if found[0] is None else "sm_{}{}".format(*found[0]),
-        found[2],
-    )
-    return KEPT[found]
-
-
-def find(architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Tuning:
-    """The options for head dims up to `largest` on GPUs of that compute capability."""
-    return KEPT[_nearest(architecture, dtype, largest)]
-
-
-def _nearest(architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Key:
-    # An entry for larger dims is correct for smaller ones; one for smaller dims may not fit into shared memory.
-    entries = [key for key in KEPT if key[1] == dtype]
-    return min(
-        entries, key=lambda key: (key[2] < largest, key[0] != architecture, key[0] is not None, abs(key[2] - largest))
-    )
+_OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
+options_for, find = _OPTIONS.options_for, _OPTIONS.find

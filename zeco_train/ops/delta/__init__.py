@@ -13,35 +13,56 @@ g is log-decays, fp32 or fp64, finite and at most 0. Keys must have norm 1 (or l
 transition is then no expansion. With longer keys the state may grow without bound; mixers normalise them, and the
 values are not checked here, since that would synchronise with the device.
 
-The transition of a shard is a matrix, [B, H, K, K]. There are no kernels on GPUs yet: PyTorch serves all devices.
+The transition of a shard is a matrix, [B, H, K, K].
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
 
 from zeco_train.ops.delta.chunked import CHUNKED_DELTA, CHUNKED_GATED
 from zeco_train.ops.delta.flops import forward_flops, recomputed_flops
 from zeco_train.ops.delta.naive import naive_delta, naive_gated_delta
 from zeco_train.ops.delta.step import delta_step, gated_delta_step
-from zeco_train.ops.passes import Kind, Operator
+from zeco_train.ops.passes import Kind, Operator, Passes
+from zeco_train.ops.selection import has_kernels, head_dims_fit
+
+# A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
+_LARGEST_HEAD_DIM = 256
+
+
+def _select(operands: Sequence[Tensor], *, gated: bool) -> Passes:
+    q, _, v, *wide = operands
+    if not all(has_kernels(q, x) for x in wide) or not head_dims_fit(q.shape[-1], v.shape[-1], _LARGEST_HEAD_DIM):
+        return CHUNKED_GATED if gated else CHUNKED_DELTA
+    from zeco_train.ops.delta.cuda import CUDA_DELTA, CUDA_GATED  # imports Triton
+
+    return CUDA_GATED if gated else CUDA_DELTA
+
 
 DELTA = Operator(
     operands=("q", "k", "v", "beta"),
     kind=Kind.matrix,
-    select=lambda operands: CHUNKED_DELTA,
+    select=partial(_select, gated=False),
     naive=naive_delta,
     step=delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    largest_head_dim=_LARGEST_HEAD_DIM,
 )
 
 GATED_DELTA = Operator(
     operands=("q", "k", "v", "g", "beta"),
     kind=Kind.matrix,
-    select=lambda operands: CHUNKED_GATED,
+    select=partial(_select, gated=True),
     naive=naive_gated_delta,
     step=gated_delta_step,
     forward_flops=forward_flops,
     recomputed_flops=recomputed_flops,
+    largest_head_dim=_LARGEST_HEAD_DIM,
 )
 
 # The same functions: g has one dimension more.

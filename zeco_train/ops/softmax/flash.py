@@ -9,11 +9,14 @@ causal, or keys before all queries, of which a window is counted from that align
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from zeco_train.ops.softmax.attended import Attended
@@ -71,15 +74,36 @@ def attend_backward(
     sums = attended.lse[:, :, call.queries].transpose(0, 1).flatten(1).contiguous()
     o, grad = _packed(attended.o, call.queries), _packed(do, call.queries)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    grads = torch.ops.aten._flash_attention_backward(
-        grad, queries, keys, values, o, sums, *_lengths(call, batch, q.device), 0.0, call.causal, unused, unused,
-        scale=scale, **_window(call),
-    )  # fmt: skip
+    with _deterministic():
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, queries, keys, values, o, sums, *_lengths(call, batch, q.device), 0.0, call.causal, unused, unused,
+            scale=scale, **_window(call),
+        )  # fmt: skip
     dq, dk, dv = (
         _placed(found, part, like)
         for found, part, like in zip(grads, (call.queries, call.keys, call.keys), (q, k, v), strict=True)
     )
     return dq, dk, dv
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """The kernel reads torch's global setting when it is launched; by default it adds up dq in any order.
+
+    Then a run would not repeat its own bits, nor continue with them after an interruption.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Otherwise all its outputs and buffers are filled first.
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _call(span: Span, key_start: int, key_stop: int) -> _Call | None:

@@ -89,7 +89,7 @@ class AllGather(PipelinedAttention):
         yield
         dq, dk, dv = self._gradients(work, [*queries.wait(), *sums.wait()], arriving, scale)
         back = self._routes(wanted, work.held)
-        parcel = back.pack([dk, dv])
+        parcel = back.pack([dk, dv], accumulation_dtype(q.dtype))
         del dk, dv
         arriving = back.send(parcel, "gradients of keys and values")
         del parcel
@@ -115,18 +115,26 @@ class AllGather(PipelinedAttention):
             scale: factor of the scores.
         """
         k, v = arriving.wait()
-        dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
-        (start, _), dqs = work.keys[self.wire.rank], []
+        (start, stop), dqs = work.keys[self.wire.rank], []
+        of_keys: list[tuple[slice, Tensor, Tensor]] = []
         for do, q, o, lse, span in zip(
             *(self._cut(x, work) for x in of_queries), work.computed[self.wire.rank], strict=True
         ):
-            first = span.first_key
             # Gradients of no more keys than the span reads: together they are hardly larger than those of all.
-            read = slice(first - start, span.stop - start)
+            read = slice(span.first_key - start, span.stop - start)
             found = Attended(o, lse.mT)
-            dq, *of_keys = attend_backward(do, q, k[:, read], v[:, read], found, span, first, scale)
+            dq, dk, dv = attend_backward(do, q, k[:, read], v[:, read], found, span, span.first_key, scale)
             dqs.append(dq)
-            for total, part in zip((dk, dv), of_keys, strict=True):
+            of_keys.append((read, dk, dv))
+        of_keys.sort(key=lambda each: each[1].shape[1])
+        read, dk, dv = of_keys.pop()
+        if not of_keys:
+            # They travel in the dtype of the keys, as kernels give them: the owner adds them up.
+            return dqs[0], dk.to(k.dtype), dv.to(v.dtype)
+        dk, dv = (_widened(x, read, stop - start) for x in (dk, dv))
+        while of_keys:
+            read, *parts = of_keys.pop()
+            for total, part in zip((dk, dv), parts, strict=True):
                 total[:, read] += part
         return torch.cat(dqs, 1), dk, dv
 
@@ -160,6 +168,16 @@ def _halves(span: Span) -> tuple[Span, Span]:
     return span.part(span.start, middle), span.part(middle, span.stop)
 
 
+def _widened(x: Tensor, read: slice, length: int) -> Tensor:
+    """[B, tokens read, G, D] → [B, length, G, D] in the dtype of sums, 0 where nothing is read."""
+    dtype = accumulation_dtype(x.dtype)
+    if x.shape[1] == length:
+        return x.to(dtype)
+    whole = x.new_zeros((x.shape[0], length, *x.shape[2:]), dtype=dtype)
+    whole[:, read] = x
+    return whole
+
+
 def _costs(load: AttentionLoad) -> MethodCosts:
     if load.window is not None:
         return _window_costs(load, load.window)
@@ -174,37 +192,30 @@ def _costs(load: AttentionLoad) -> MethodCosts:
         backward = keys + queries / 2 * (3 * operands + sums) + outputs / 2 * load.queries * load.wide
         candidates.append((forward, backward + gradients / 2 * load.tokens * load.keys_per_token * load.wide))
     forward, backward = (max(sent) for sent in zip(*candidates, strict=True))
-    # Queries, outputs and their gradients arrive, too.
-    held = _held(load, ranks * load.tokens) + 3.0 * operands
+    # The sums of keys' and values' gradients beside their message or, half as wide, what they come from: keys, values
+    # and gradients of the last span. Queries, outputs and their gradients arrive, too, and gradients are joined.
+    held = ranks * load.tokens * load.keys_per_token * 2.0 * load.wide + 4.0 * operands
     return MethodCosts(forward, backward, (4, 5), held, hidden=_hidden(load))
 
 
 def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
     """Each rank sends keys to ranks after it, and gradients of those of ranks before it back.
 
-    Gradients are no narrower than keys, so the rank with the most is about the first that returns all it can.
+    The rank with the most is about the first that returns all it can.
     """
     ahead, most = window - 1, (load.ranks - 1) * load.tokens
     forward = min(ahead, most) * load.keys_per_token * load.itemsize
     back = (
-        min(ahead, (load.ranks - 1 - rank) * load.tokens) * load.itemsize + min(ahead, rank * load.tokens) * load.wide
+        min(ahead, (load.ranks - 1 - rank) * load.tokens) + min(ahead, rank * load.tokens)
         for rank in (min(number, load.ranks - 1) for number in (ahead // load.tokens, -(-ahead // load.tokens)))
     )
-    held = _held(load, load.tokens + min(ahead, most))
-    return MethodCosts(forward, load.keys_per_token * max(back), (1, 2), held, hidden=_hidden(load))
+    # Gradients of all keys, and the message with those of other ranks' keys; the sums are those of the own tokens.
+    held = (load.tokens + 2.0 * min(ahead, most)) * load.keys_per_token * load.itemsize
+    return MethodCosts(forward, load.keys_per_token * load.itemsize * max(back), (1, 2), held, hidden=_hidden(load))
 
 
 def _hidden(load: AttentionLoad) -> float:
-    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens)
-
-
-def _held(load: AttentionLoad, keys: int) -> float:
-    """Keys and values that a rank reads, their gradients of the last span, and the sums of these.
-
-    Not more are the keys in the message and unpacked before, and after it the sums and their message, or that and the
-    message from the readers of this rank's keys.
-    """
-    return keys * load.keys_per_token * (2.0 * load.itemsize + load.wide)
+    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens, load.nodes)
 
 
 ALL_GATHER = MethodSpec(

@@ -23,7 +23,12 @@ class ShardedAttention(ABC):
 
     Args:
         wire: of the ranks that share a sequence, in the order of their tokens; carries nothing else.
+
+    Attributes:
+        num_nodes: over which these ranks are spread.
     """
+
+    num_nodes = 1
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -102,6 +107,7 @@ class AttentionLoad(NamedTuple):
         ranks: that share the sequence.
         window: keys that a query reads at most, itself among them; None: all before it.
         itemsize, wide: bytes per element of operands, and of sums and gradients.
+        nodes: over which the ranks are spread.
     """
 
     heads: int
@@ -112,6 +118,7 @@ class AttentionLoad(NamedTuple):
     window: int | None
     itemsize: int
     wide: int
+    nodes: int = 1
 
     @property
     def queries(self) -> int:

@@ -73,15 +73,21 @@ def _possible(heads: int, key_heads: int, ranks: int) -> list[MethodSpec]:
 
 
 def build_attention(
-    spec: MethodSpec, group: ProcessGroup, timeout: timedelta, device: torch.device | None = None
+    spec: MethodSpec, group: ProcessGroup, timeout: timedelta, device: torch.device | None = None, nodes: int = 1
 ) -> AttentionMethod:
-    """The method over an SP group that carries nothing else; each wait for a peer is bounded by `timeout`.
+    """The method over an SP group that carries nothing else.
 
-    With a `device` the group is warmed up for its tensors, which is collective; otherwise first passes initialise it.
+    Args:
+        spec: of the method.
+        group: of the ranks of a sequence.
+        timeout: bound of each wait for a peer.
+        device: warm the group up for its tensors, which is collective; None: first passes initialise it.
+        nodes: over which the ranks are spread.
     """
     if dist.get_world_size(group) == 1:
         return LocalAttention()
     method = spec.build(Wire(group, f"softmax attention ({spec.name})", False, timeout))
+    method.num_nodes = nodes
     if device is not None:
         method.prepare(device)
     return method

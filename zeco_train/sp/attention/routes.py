@@ -1,13 +1,14 @@
 """Exchange of tokens between ranks: each holds some ranges of positions, and wants others.
 
 All ranks know all ranges, so each message has exactly the tokens that its receiver wants. One all-to-all moves keys and
-values to their readers, queries to the rank that computes them, and back.
+values to their readers, queries to the rank that computes them, and back. Tokens that a rank itself wants are copied to
+their place, and are in no message.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ Range = tuple[int, int]
 
 
 class _Piece(NamedTuple):
-    """Tokens of one message: where the sender has them and where the receiver puts them, from its first token on."""
+    """Tokens for one rank: where the sender has them and where the receiver puts them, from its first token on."""
 
     start: int
     place: int
@@ -28,10 +29,17 @@ class _Piece(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """Tokens that are packed: what a rank sends, and the shapes [B, wanted tokens, ...] of what it receives."""
+    """What a rank sends.
+
+    Attributes:
+        message: packed.
+        per_token: elements of it.
+        wanted: makes the tensors [B, wanted tokens, ...], with the tokens that the rank has itself.
+    """
 
     message: Tensor
-    shapes: list[tuple[int, ...]]
+    per_token: int
+    wanted: Callable[[], list[Tensor]]
 
 
 class Routes:
@@ -45,24 +53,30 @@ class Routes:
     def __init__(self, wire: Wire, held: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]) -> None:
         own = wire.rank
         self._wire = wire
-        self._sent = [_overlaps(held[own], ranges) for ranges in wanted]
-        self._received = [_overlaps(ranges, wanted[own]) for ranges in held]
+        # Of this rank's own tokens both ends are here; the lists have nothing in their place.
+        self._kept = _overlaps(held[own], wanted[own])
+        self._sent = [[] if rank == own else _overlaps(held[own], ranges) for rank, ranges in enumerate(wanted)]
+        self._received = [[] if rank == own else _overlaps(ranges, wanted[own]) for rank, ranges in enumerate(held)]
         self._num_wanted = sum(stop - start for start, stop in wanted[own])
+        arriving = sorted((piece.place, piece.length) for pieces in (self._kept, *self._received) for piece in pieces)
+        ends = [0, *(place + length for place, length in arriving)]
+        # Then nothing need be 0 before, and nothing is added.
+        self._is_partition = [place for place, _ in arriving] == ends[:-1] and ends[-1] == self._num_wanted
 
     def start(self, tensors: Sequence[Tensor], what: str) -> Arrival:
         """Start to send tensors [B, held tokens, ...] of one dtype. Errors as of `send`."""
-        return self.send(self.pack(tensors), what)
+        # The caller has them until the arrival; a copy would be held beside them.
+        return self.send(self._parcel(tensors, lambda: [self._with_kept(x, x.dtype) for x in tensors]), what)
 
-    def pack(self, tensors: Sequence[Tensor]) -> Parcel:
-        """Copy what is sent of tensors [B, held tokens, ...] of one dtype, so that they can be freed before `send`."""
-        parts = [
-            tensor[:, piece.start : piece.start + piece.length].reshape(-1)
-            for pieces in self._sent
-            for piece in pieces
-            for tensor in tensors
-        ]
-        message = torch.cat(parts) if parts else tensors[0].new_empty(0)
-        return Parcel(message, [(tensor.shape[0], self._num_wanted, *tensor.shape[2:]) for tensor in tensors])
+    def pack(self, tensors: Sequence[Tensor], sums: torch.dtype) -> Parcel:
+        """Copy what is wanted of tensors [B, held tokens, ...] of one dtype, so that they can be freed before `send`.
+
+        Args:
+            tensors: they travel in their dtype.
+            sums: dtype of the tensors of wanted tokens.
+        """
+        wanted = [self._with_kept(x, sums) for x in tensors]
+        return self._parcel(tensors, lambda: wanted)
 
     def send(self, parcel: Parcel, what: str) -> Arrival:
         """Start to send what is packed.
@@ -70,43 +84,78 @@ class Routes:
         Raises:
             CommunicationError: a peer is gone.
         """
-        size = sum(math.prod((batch, *rest)) for batch, _, *rest in parcel.shapes)
         sent, received = (
-            [size * sum(piece.length for piece in pieces) for pieces in way] for way in (self._sent, self._received)
+            [parcel.per_token * sum(piece.length for piece in pieces) for pieces in way]
+            for way in (self._sent, self._received)
         )
         into = parcel.message.new_empty(sum(received))
         transfer = self._wire.all_to_all(into, parcel.message, what, received, sent)
-        return Arrival(transfer, into, self._received, parcel.shapes)
+        return Arrival(transfer, into, self._received, parcel.wanted, self._is_partition)
+
+    def _parcel(self, tensors: Sequence[Tensor], wanted: Callable[[], list[Tensor]]) -> Parcel:
+        parts = [
+            tensor[:, piece.start : piece.start + piece.length].reshape(-1)
+            for pieces in self._sent
+            for piece in pieces
+            for tensor in tensors
+        ]
+        message = torch.cat(parts) if parts else tensors[0].new_empty(0)
+        return Parcel(message, sum(math.prod((x.shape[0], *x.shape[2:])) for x in tensors), wanted)
+
+    def _with_kept(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, held tokens, ...] → [B, wanted tokens, ...]: this rank's; elsewhere 0, or anything that is replaced."""
+        shape = tensor.shape[0], self._num_wanted, *tensor.shape[2:]
+        is_whole = sum(piece.length for piece in self._kept) == self._num_wanted
+        make = tensor.new_empty if is_whole or self._is_partition else tensor.new_zeros
+        found = make(shape, dtype=dtype)
+        for piece in self._kept:
+            part = tensor[:, piece.start : piece.start + piece.length]
+            found[:, piece.place : piece.place + piece.length] = part
+        return found
 
 
 class Arrival:
-    """Tokens under way."""
+    """Tokens under way.
+
+    Args:
+        transfer: of the message.
+        message: into which it is received.
+        pieces: of each rank's tokens in it.
+        wanted: makes the tensors [B, wanted tokens, ...] to put them into.
+        is_partition: each wanted token comes from one rank.
+    """
 
     def __init__(
-        self, transfer: Transfer, message: Tensor, pieces: list[list[_Piece]], shapes: list[tuple[int, ...]]
+        self,
+        transfer: Transfer,
+        message: Tensor,
+        pieces: list[list[_Piece]],
+        wanted: Callable[[], list[Tensor]],
+        is_partition: bool,
     ) -> None:
-        self._under_way, self._pieces, self._shapes = (transfer, message), pieces, shapes
+        self._under_way, self._pieces, self._is_partition = (transfer, message, wanted), pieces, is_partition
 
     def wait(self, *, add: bool = False) -> list[Tensor]:
         """The tensors [B, wanted tokens, ...]; 0 where no rank holds a wanted token. Once: the message is freed.
 
         Args:
-            add: several ranks may hold a token: sum what they sent, in the order of ranks, so always alike.
+            add: several ranks may hold a token: sum this rank's and what the others sent, in the order of ranks, so
+                always alike.
 
         Raises:
             CommunicationError: a peer is gone, or did not answer within the timeout.
         """
-        transfer, message = self._under_way
+        transfer, message, wanted = self._under_way
         transfer.wait()
         # NCCL's work has the message, too.
         del self._under_way, transfer
-        found = [message.new_zeros(shape) for shape in self._shapes]
+        found = wanted()
         first = 0
         for piece in (piece for pieces in self._pieces for piece in pieces):
             for tensor in found:
                 into = tensor[:, piece.place : piece.place + piece.length]
                 part = message[first : first + into.numel()].view(into.shape)
-                into.add_(part) if add else into.copy_(part)
+                into.add_(part) if add and not self._is_partition else into.copy_(part)
                 first += into.numel()
         return found
 

@@ -79,6 +79,8 @@ class Ulysses(PipelinedAttention):
 
     def _summed(self, grad: Tensor, like: Tensor) -> Tensor:
         """The gradient of repeated heads → that of the heads."""
+        if grad.shape[2] == like.shape[2]:
+            return grad
         return grad.to(accumulation_dtype(grad.dtype)).unflatten(2, (like.shape[2], -1)).sum(3)
 
     def _by_heads(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
@@ -92,6 +94,9 @@ class Ulysses(PipelinedAttention):
         transfer = self.wire.all_to_all(into, parts, what, counts, [tokens * per_token] * size)
 
         def unpacked(into: Tensor) -> Tensor:
+            if batch == 1:
+                # The ranks' tokens lie one after another already.
+                return into.view(1, sum(lengths), heads // size, width)
             blocks, shapes = into.split(counts), [(batch, length, heads // size, width) for length in lengths]
             return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], 1)
 
@@ -102,7 +107,7 @@ class Ulysses(PipelinedAttention):
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
         batch, _, heads, width = x.shape
         per_token, own = batch * heads * width, lengths[self.wire.rank]
-        parts = torch.cat([part.reshape(-1) for part in x.split(lengths, 1)])
+        parts = x.reshape(-1) if batch == 1 else torch.cat([part.reshape(-1) for part in x.split(lengths, 1)])
         into = x.new_empty(size * own * per_token)
         sent = [length * per_token for length in lengths]
         transfer = self.wire.all_to_all(into, parts, what, [own * per_token] * size, sent)
@@ -147,7 +152,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
     forward = (2 * load.queries + repeated) * load.itemsize + sums
     operands = (3 * load.queries + repeated) * load.itemsize
     gradients = (load.queries + repeated) * load.wide
-    backward, hidden = operands + gradients + sums, 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens)
+    backward = operands + gradients + sums
+    hidden = 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
     return MethodCosts(leaving * forward, leaving * backward, (5, 9), 2.0 * operands, hidden=hidden)
 
 

@@ -1,0 +1,279 @@
+"""Launches of these kernels: shapes, grids and outputs, for one shape and dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zeco_train.kernels.delta.decays import channel_sums_kernel
+from zeco_train.kernels.delta.grads import grads_kernel
+from zeco_train.kernels.delta.systems import operands_kernel, systems_kernel
+from zeco_train.kernels.delta.tuning import NARROWEST, Options, Tuning
+from zeco_train.kernels.delta.walks import forward_walk_kernel, reverse_walk_kernel
+from zeco_train.kernels.gla.launch import CHUNK, MOST_HEADS
+from zeco_train.kernels.scalar_decay.launch import decay_sums
+
+
+@dataclass(frozen=True)
+class Systems:
+    """The token pairs of all chunks.
+
+    Attributes:
+        scores: P [N, B, H, C, C], with the scale. inverses: T [N, B, H, C, C]. In the dtype of the tokens.
+    """
+
+    scores: Tensor
+    inverses: Tensor
+
+
+@dataclass(frozen=True)
+class WalkOperands:
+    """The operands of the walks, see `zeco_train.kernels.delta.systems.operands_kernel`.
+
+    Attributes:
+        w, end_keys, queries: [B, T, H, K]. u: [B, T, H, V].
+        survival: [N, B, H, K] fp32.
+    """
+
+    w: Tensor
+    u: Tensor
+    end_keys: Tensor
+    queries: Tensor
+    survival: Tensor
+
+
+class Launcher:
+    """Kernel launches for tokens of one shape and dtype; all tensor arguments must be contiguous.
+
+    Args:
+        k: [B, T, G, K]. v: [B, T, H, V].
+        sums: [B, T, H, K] fp32, or [B, H, T], of `decay_sums_of`.
+        beta: [B, T, H] fp32.
+        pieces: [T] int32, restarts through each token; None without documents.
+        scale: factor of the outputs.
+        tuning: tiles and launch options.
+        gated: the gradient of the decays is wanted.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        sums: Tensor,
+        beta: Tensor,
+        pieces: Tensor | None,
+        scale: float,
+        tuning: Tuning,
+        *,
+        gated: bool,
+    ) -> None:
+        self.k, self.v, self.sums, self.beta, self.pieces = k, v, sums, beta, pieces
+        self.B, self.T, self.G, self.K = k.shape
+        self.H, self.V = v.shape[2:]
+        self.BH = self.B * self.H
+        if self.BH > MOST_HEADS:
+            raise ValueError(f"v: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
+        self.device, self.dtype, self.scale, self.tuning, self.gated = k.device, k.dtype, scale, tuning, gated
+        self.by_channel = sums.dim() == 4
+        self.flags: dict[str, Any] = {"C": CHUNK, "PRECISION": "tf32x3"}
+        self.pair_flags = {**self.flags, "BY_CHANNEL": self.by_channel, "DOCUMENTS": pieces is not None}
+        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
+        _, columns = self._walk_tile(tuning.outputs)
+        segments = tuning.programs // (triton.cdiv(self.V, columns) * self.BH)
+        # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
+        balanced = int(math.sqrt(self.num_chunks / tuning.joining))
+        segments = max(1, min(segments, balanced, self.num_chunks))
+        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
+        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+
+    def _tile(self, options: Options) -> tuple[int, int]:
+        return options.tile(self.K, self.V, NARROWEST[self.dtype])
+
+    def _walk_tile(self, options: Options) -> tuple[int, int]:
+        BK, BV = self._tile(options)
+        assert self.K <= BK
+        return BK, BV
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _by_token(self, width: int) -> Tensor:
+        return self._new(self.B, self.T, self.H, width, dtype=self.dtype)
+
+    @property
+    def starts_shape(self) -> tuple[int, ...]:
+        """(J, B, H, K, V)."""
+        return self.num_segments, self.B, self.H, self.K, self.V
+
+    @property
+    def transitions_shape(self) -> tuple[int, ...]:
+        """(J, B, H, K, K)."""
+        return self.num_segments, self.B, self.H, self.K, self.K
+
+    @property
+    def pairs_shape(self) -> tuple[int, ...]:
+        """(N, B, H, C, C)."""
+        return self.num_chunks, self.B, self.H, CHUNK, CHUNK
+
+    @property
+    def _states_shape(self) -> tuple[int, ...]:
+        return self.num_chunks, self.B, self.H, self.K, self.V
+
+    def systems(self, q: Tensor) -> Systems:
+        """Scores and inverses, from the queries [B, T, G, K]."""
+        found = Systems(*(self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2)))
+        options = self.tuning.systems
+        BK, _ = self._tile(options)
+        systems_kernel[(self.num_chunks, self.BH)](
+            q, self.k, self.sums, self.beta, self.pieces, found.scores, found.inverses, self.scale,
+            self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
+            SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3", **self.pair_flags, **options.launch,
+        )  # fmt: skip
+        return found
+
+    def operands(self, q: Tensor, inverses: Tensor) -> WalkOperands:
+        """The operands of the walks."""
+        found = WalkOperands(
+            w=self._by_token(self.K),
+            u=self._by_token(self.V),
+            end_keys=self._by_token(self.K),
+            queries=self._by_token(self.K),
+            survival=self._new(self.num_chunks, self.B, self.H, self.K),
+        )
+        options = self.tuning.operands
+        BK, BV = self._tile(options)
+        operands_kernel[(self.num_chunks, self.BH)](
+            q, self.k, self.v, self.sums, self.beta, self.pieces, inverses,
+            found.w, found.u, found.queries, found.end_keys, found.survival, self.scale,
+            self.T, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, **self.pair_flags, **options.launch,
+        )  # fmt: skip
+        return found
+
+    def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
+        """Of each segment: its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
+        states, transitions = self._new(*self.starts_shape), self._new(*self.transitions_shape)
+        _, BV = self._walk_tile(self.tuning.summaries)
+        tiles = triton.cdiv(self.V, BV) + triton.cdiv(self.K, BV)
+        self._forward(self.tuning.summaries, tiles, operands, totals=states, transitions=transitions)
+        return states, transitions
+
+    def outputs(self, operands: WalkOperands, scores: Tensor, starts: Tensor) -> Tensor:
+        """o, [B, T, H, V], from the true states that segments start from."""
+        o, (_, BV) = self._by_token(self.V), self._walk_tile(self.tuning.outputs)
+        self._forward(self.tuning.outputs, triton.cdiv(self.V, BV), operands, scores=scores, starts=starts, o=o)
+        return o
+
+    def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """True states before the chunks [N, B, H, K, V], and new values [B, T, H, V], in the dtype of the tokens."""
+        states, added = self._new(*self._states_shape, dtype=self.dtype), self._by_token(self.V)
+        _, BV = self._walk_tile(self.tuning.states)
+        tiles = triton.cdiv(self.V, BV)
+        self._forward(self.tuning.states, tiles, operands, starts=starts, states=states, added=added)
+        return states, added
+
+    def _forward(
+        self,
+        options: Options,
+        tiles: int,
+        operands: WalkOperands,
+        *,
+        scores: Tensor | None = None,
+        starts: Tensor | None = None,
+        totals: Tensor | None = None,
+        transitions: Tensor | None = None,
+        o: Tensor | None = None,
+        states: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> None:
+        BK, BV = self._walk_tile(options)
+        forward_walk_kernel[(tiles, self.BH, self.num_segments)](
+            operands.w, operands.u, operands.end_keys, operands.survival, operands.queries, scores, starts,
+            totals, transitions, o, states, added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks,
+            self.segment_chunks, BK=BK, BV=BV, SUMMARIES=starts is None, OUTPUTS=o is not None,
+            STATES=states is not None, **self.flags, **options.launch,
+        )  # fmt: skip
+
+    def local_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor) -> Tensor:
+        """Gradients of the states before the segments, from 0 after them, `starts_shape`."""
+        totals = self._new(*self.starts_shape)
+        self._reverse(operands, scores, do, totals=totals)
+        return totals
+
+    def state_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """True gradients of the states after the chunks [N, B, H, K, V], and of the new values [B, T, H, V].
+
+        ends: true gradients of the states after the segments.
+        """
+        grads, of_added = self._new(*self._states_shape, dtype=self.dtype), self._by_token(self.V)
+        self._reverse(operands, scores, do, ends=ends, grads=grads, of_added=of_added)
+        return grads, of_added
+
+    def _reverse(
+        self,
+        operands: WalkOperands,
+        scores: Tensor,
+        do: Tensor,
+        *,
+        ends: Tensor | None = None,
+        totals: Tensor | None = None,
+        grads: Tensor | None = None,
+        of_added: Tensor | None = None,
+    ) -> None:
+        options = self.tuning.reverse
+        BK, BV = self._walk_tile(options)
+        reverse_walk_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
+            operands.w, operands.end_keys, operands.survival, operands.queries, scores, do, ends, totals, grads,
+            of_added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
+            STATES=ends is not None, **self.flags, **options.launch,
+        )  # fmt: skip
+
+    def input_grads(
+        self,
+        q: Tensor,
+        do: Tensor,
+        inverses: Tensor,
+        states: Tensor,
+        grads: Tensor,
+        added: Tensor,
+        of_added: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """dq, dk, dv, dg (None unless gated) and dβ."""
+        options = self.tuning.grads
+        BK, BV = self._tile(options)
+        tiles = triton.cdiv(self.K, BK)
+        dq, dk = (self._by_token(self.K) for _ in range(2))
+        dv, dbeta = self._by_token(self.V), self._new(tiles, self.B, self.T, self.H)
+        dg = None
+        if self.gated:
+            dg = torch.empty_like(self.sums) if self.by_channel else torch.empty_like(dbeta)
+        grads_kernel[(self.num_chunks * tiles, self.BH)](
+            q, self.k, self.v, self.sums, self.beta, do, self.pieces, inverses, states, grads, added, of_added,
+            dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV,
+            GATED=self.gated, ONE_LAYOUT=BK == CHUNK, **self.pair_flags, **options.launch,
+        )  # fmt: skip
+        if dg is not None and not self.by_channel:
+            dg = dg.sum(0)
+        return self._sum_heads(dq), self._sum_heads(dk), dv, dg, dbeta.sum(0)
+
+    def _sum_heads(self, grads: Tensor) -> Tensor:
+        """[B, T, H, K] → [B, T, G, K], over the heads of each group; sums are fp32 inside."""
+        return grads if self.G == self.H else grads.view(self.B, self.T, self.G, -1, self.K).sum(3)
+
+
+def decay_sums_of(g: Tensor, tuning: Tuning) -> Tensor:
+    """Sums of g inside chunks, fp32: [B, T, H, K] → the same shape, [B, T, H] → [B, H, T]; g contiguous."""
+    if g.dim() == 3:
+        return decay_sums(g, CHUNK)
+    B, T, H, K = g.shape
+    sums, options = torch.empty_like(g), tuning.channel_sums
+    BK, _ = options.tile(K, K)
+    # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
+    parts = 0 if triton.knobs.runtime.interpret else 3
+    channel_sums_kernel[(triton.cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
+    return sums

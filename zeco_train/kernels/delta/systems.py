@@ -1,0 +1,182 @@
+"""The token pairs of a chunk: scores P, and the inverse T = (I + L)⁻¹ of its triangular system.
+
+    P_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j)  for i >= j
+    L_ij = β_i · Σ_K k_i ⊙ k_j ⊙ exp(b_i − b_j)    for i > j
+
+Pairs are grouped by sizes of blocks, 1, 2, … 32 tokens, as in `zeco_train.kernels.gla.intra`: with decays by channel so
+that no factor exceeds 1, and always for the inverse. Those of the blocks of a size give those of twice the size:
+
+    | A     |⁻¹   | A⁻¹             |
+    | E   B |   = | −B⁻¹ E A⁻¹  B⁻¹ |        T ← T − T E T,   E = the pairs of L that the size splits
+
+It is exact substitution by blocks, in products of the whole chunk; powers of L, which may be large where T is not, do
+not occur.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zeco_train.kernels.delta.decays import border_decays, load_decays
+from zeco_train.kernels.gla.tiles import (
+    decay,
+    head_offset,
+    laid_out_like,
+    load_pieces,
+    load_tile,
+    split_decays,
+    split_pairs,
+    store_tile,
+)
+from zeco_train.kernels.scalar_decay.decays import key_head_offset
+
+
+@triton.jit
+def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + system)⁻¹ of a strictly lower triangular [C, C], fp32."""
+    rows = tl.arange(0, C)
+    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, tl.where(split_pairs(0, C), -system, 0.0))
+    # log₂ C sizes of blocks; those of one token are done
+    for shift in range(1, 6):
+        between = tl.where(split_pairs(shift, C), system, 0.0)
+        between = tl.dot(inverse, between, input_precision=PRECISION)
+        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def systems_kernel(
+    q,  # [B, T, G, K]
+    k,  # [B, T, G, K]
+    sums,  # see `load_decays`
+    beta,  # [B, T, H] fp32
+    pieces,  # [T] int32, read with DOCUMENTS
+    scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
+    inverses,  # [N, B, H, C, C], written: T
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVING: tl.constexpr,
+    ONE_LAYOUT: tl.constexpr,
+):
+    """One program serves one chunk of one head. SOLVING: precision of the inverse's products. ONE_LAYOUT: BK is C."""
+    chunk = tl.program_id(0)
+    batch_head = tl.program_id(1)
+    q += key_head_offset(batch_head, T, H, G, K)
+    k += key_head_offset(batch_head, T, H, G, K)
+    beta += head_offset(batch_head, T, H, 1)
+    start = chunk * C
+    rows = tl.arange(0, C)
+    pair_scores = tl.zeros([C, C], tl.float32)
+    products = tl.zeros([C, C], tl.float32)
+    for first_key in range(0, K, BK):
+        queries = load_tile(q, start, T, G, K, first_key, C, BK)
+        keys = load_tile(k, start, T, G, K, first_key, C, BK)
+        if BY_CHANNEL:
+            own_sums = sums + head_offset(batch_head, T, H, K)
+            own = load_tile(own_sums, start, T, H, K, first_key, C, BK)
+            self = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[:, None]
+            pair_scores = tl.where(rows[:, None] == rows[None, :], pair_scores + self, pair_scores)
+            if ONE_LAYOUT:
+                own = laid_out_like(own, products)
+                queries = laid_out_like(queries, products)
+                keys = laid_out_like(keys, products)
+            for shift in range(6):
+                is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
+                decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)
+                decayed_queries = (queries.to(tl.float32) * factors).to(keys.dtype)
+                split = split_pairs(shift, C) & is_later[:, None]
+                of_queries = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
+                of_keys = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
+                pair_scores = tl.where(split, pair_scores + of_queries, pair_scores)
+                products = tl.where(split, products + of_keys, products)
+        else:
+            pair_scores = tl.dot(queries, tl.trans(keys), pair_scores, input_precision=PRECISION)
+            products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
+    visible = rows[:, None] >= rows[None, :]
+    if DOCUMENTS:
+        pieces_of, _, _ = load_pieces(pieces, start, T, C)
+        visible = visible & (pieces_of[:, None] == pieces_of[None, :])
+    if not BY_CHANNEL:
+        own, _ = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, BY_CHANNEL)
+        between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
+        pair_scores *= between
+        products *= between
+    pair_scores = tl.where(visible, pair_scores * scale, 0.0)
+    strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)
+    earlier = visible & (rows[:, None] > rows[None, :])
+    system = tl.where(earlier, products * strengths[:, None], 0.0)
+    offsets = (chunk.to(tl.int64) * BH + batch_head) * C * C + rows[:, None] * C + rows[None, :]
+    tl.store(scores + offsets, pair_scores.to(scores.dtype.element_ty))
+    tl.store(inverses + offsets, _inverse(system, C, SOLVING).to(inverses.dtype.element_ty))
+
+
+@triton.jit
+def operands_kernel(
+    q,  # [B, T, G, K]
+    k,  # [B, T, G, K]
+    v,  # [B, T, H, V]
+    sums,  # see `load_decays`
+    beta,  # [B, T, H] fp32
+    pieces,  # [T] int32, read with DOCUMENTS
+    inverses,  # [N, B, H, C, C]
+    w,  # [B, T, H, K], written: T (β k̄)
+    u,  # [B, T, H, V], written: T (β v)
+    queries,  # [B, T, H, K], written: scale · q̄
+    end_keys,  # [B, T, H, K], written: k̃
+    survival,  # [N, B, H, K] fp32, written: decays of a state over the chunks
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The operands of the walks over states, of one chunk of one head a program."""
+    chunk = tl.program_id(0)
+    batch_head = tl.program_id(1)
+    q += key_head_offset(batch_head, T, H, G, K)
+    k += key_head_offset(batch_head, T, H, G, K)
+    v += head_offset(batch_head, T, H, V)
+    u += head_offset(batch_head, T, H, V)
+    w += head_offset(batch_head, T, H, K)
+    queries += head_offset(batch_head, T, H, K)
+    end_keys += head_offset(batch_head, T, H, K)
+    beta += head_offset(batch_head, T, H, 1)
+    start = chunk * C
+    rows = tl.arange(0, C)
+    index = chunk.to(tl.int64) * BH + batch_head
+    inverse = tl.load(inverses + index * C * C + rows[:, None] * C + rows[None, :])
+    strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)[:, None]
+    for first_key in range(0, K, BK):
+        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
+        from_start, to_end, survives = border_decays(own, total, pieces, start, T, C, DOCUMENTS)
+        keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
+        weighted = (keys * from_start * strengths).to(inverse.dtype)
+        store_tile(w, tl.dot(inverse, weighted, input_precision=PRECISION), start, T, H, K, first_key, C, BK)
+        store_tile(end_keys, keys * to_end, start, T, H, K, first_key, C, BK)
+        seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * from_start * scale
+        store_tile(queries, seen, start, T, H, K, first_key, C, BK)
+        columns = first_key + tl.arange(0, BK)
+        survives = tl.broadcast_to(survives, [1, BK])
+        tl.store(survival + index * K + columns[None, :], survives, mask=(columns < K)[None, :])
+    for first_value in range(0, V, BV):
+        values = load_tile(v, start, T, H, V, first_value, C, BV).to(tl.float32)
+        weighted = (values * strengths).to(inverse.dtype)
+        store_tile(u, tl.dot(inverse, weighted, input_precision=PRECISION), start, T, H, V, first_value, C, BV)

@@ -1,0 +1,78 @@
+"""Tiles and launch options of these kernels, stored as those of gated linear attention: no autotuning at run time.
+
+Options change only the order of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zeco_train.kernels.gla.tuning import Options
+from zeco_train.kernels.kept import KeptOptions, Key
+
+# Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
+LARGEST_HEAD_DIM = 256
+# No tile is narrower than this: see the note on miscompiled tiles of 32 keys in kernels/gla/launch.py.
+NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
+
+_SUMS = Options(64, 64, 4, 1)
+_OPERANDS = Options(64, 64, 8, 1)
+_SYSTEMS = Options(64, 64, 4, 1)
+_WALK = Options(LARGEST_HEAD_DIM, 64, 4, 2)
+_GRADS = Options(64, 64, 8, 1)
+_NARROW = Options(32, 32, 4, 1)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Options of each kernel, by its name, and of the layout in time.
+
+    Attributes:
+        summaries, outputs, states: of the walks forward: the segments', of o, and of the backward pass.
+        reverse: of both walks in reverse.
+        programs: number of programs of a walk that saturates the chip, all at once.
+        joining: chunks that all walks together take as long for as for joining one more segment, estimated.
+    """
+
+    channel_sums: Options = _SUMS
+    systems: Options = _SYSTEMS
+    operands: Options = _OPERANDS
+    summaries: Options = _WALK
+    outputs: Options = _WALK
+    states: Options = _WALK
+    reverse: Options = _WALK
+    grads: Options = _GRADS
+    programs: int = 132
+    joining: float = 6.0
+
+
+def _narrow(walk: Options) -> Tuning:
+    """Options of fp32 tokens, whose tiles are twice as large."""
+    return Tuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
+
+
+def _walks(walk: Options) -> Tuning:
+    """The same options for all walks."""
+    return Tuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
+
+
+# Chosen by the compiler's counts of registers and shared memory; not yet measured.
+KEPT: dict[Key, Tuning] = {
+    ((9, 0), torch.bfloat16, 128): Tuning(),
+    ((9, 0), torch.bfloat16, 256): _walks(Options(LARGEST_HEAD_DIM, 64, 8, 1)),
+    (None, torch.bfloat16, 128): _walks(Options(LARGEST_HEAD_DIM, 64, 4, 1)),
+    ((9, 0), torch.float32, 128): _narrow(Options(LARGEST_HEAD_DIM, 32, 4, 1)),
+    ((9, 0), torch.float32, 256): _narrow(Options(LARGEST_HEAD_DIM, 32, 8, 1)),
+}
+
+_OPTIONS = KeptOptions("kernels of delta rules", KEPT)
+
+
+def options_for(k: torch.Tensor) -> Tuning:
+    """The options for keys [B, T, G, K] like these, of bf16 or fp32; all kernels go through V by tiles."""
+    return _OPTIONS.options_for(k, k)
+
+
+find = _OPTIONS.find

@@ -1,0 +1,158 @@
+"""Delta rules on CUDA: the phases of one rank on Triton kernels, for bf16 and fp32 tokens.
+
+Forward                                                        Backward
+  sums of g; scores P and inverses T; W, U, k̃, q̄                 W, U, k̃, q̄ again
+  states and transitions of segments → S_loc, M                  gradients of segments → D_loc
+  | scan over ranks                                              | scan over ranks ‖ true states again
+  true states that segments start from; outputs                  true gradients at segments' ends; dq, dk, dv, dg, dβ
+
+States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
+transitions passed between segments or ranks are fp32. Of the forward pass are saved P and T, in the dtype of the
+tokens, 64 numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the
+true state before it.
+
+The kernels also run on a CPU under Triton's interpreter, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zeco_train.kernels.delta.launch import Launcher, Systems, decay_sums_of
+from zeco_train.kernels.delta.tuning import options_for
+from zeco_train.ops.checks import check_state
+from zeco_train.ops.delta.checks import check_inputs
+from zeco_train.ops.passes import Passes
+from zeco_train.ops.transition import adjoint, compose, fold
+
+
+class CudaForward:
+    """Forward pass on Triton kernels, see `zeco_train.ops.passes.ForwardPass`; `gated`: there is an operand g."""
+
+    def __init__(self, operands: Sequence[Tensor], scale: float, pieces: Tensor | None, *, gated: bool) -> None:
+        q, k, v, *g, beta = operands
+        check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)))
+        q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
+        tuning, self._gated = options_for(k), gated
+        self._sums = decay_sums_of(g[0].contiguous(), tuning) if gated else _no_decay(beta)
+        self._launcher = Launcher(k, v, self._sums, beta, pieces, scale, tuning, gated=gated)
+        self._systems = self._launcher.systems(q)
+        self._operands = self._launcher.operands(q, self._systems.inverses)
+        self._states, self._transitions = self._launcher.summaries(self._operands)
+        # a rank of one segment has its state and transition: copies, since the latter is saved, too
+        joined = self._states[0].clone(), self._transitions[0].clone()
+        for later in zip(self._states[1:], self._transitions[1:], strict=True):
+            joined = compose(later, joined)
+        self.state, self.transition = joined
+
+    def overlap(self) -> None:
+        """Nothing: the systems, which the states need, come with the scores."""
+
+    def outputs(self, incoming_state: Tensor) -> Tensor:
+        """Compute o [B, T, H, V], given R [B, H, K, V]."""
+        check_state(incoming_state, "incoming_state", self.state.shape)
+        starts = [incoming_state]
+        # the state after the last segment is not needed
+        for local, transition in zip(self._states[:-1], self._transitions[:-1], strict=True):
+            starts.append(fold(local, transition, starts[-1]))
+        self._starts = torch.stack(starts)
+        return self._launcher.outputs(self._operands, self._systems.scores, self._starts)
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """The decays' sums, in place of g; P, T; the segments' true starts, in place of R, and transitions."""
+        kept = self._systems.scores, self._systems.inverses, self._starts, self._transitions
+        return (_like_g(self._sums), *kept) if self._gated else kept
+
+
+class CudaBackward:
+    """Backward pass on Triton kernels, see `zeco_train.ops.passes.BackwardPass`."""
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        do: Tensor,
+        saved: Sequence[Tensor],
+        incoming_state: Tensor | None,
+        scale: float,
+        pieces: Tensor | None,
+        *,
+        gated: bool,
+    ) -> None:
+        # With `gated` the fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
+        q, k, v, *sums, beta = operands
+        check_inputs(pieces, **dict(zip(_names(gated), operands, strict=True)), do=do)
+        self._q, k, v, beta, self._do = (x.contiguous() for x in (q, k, v, beta, do))
+        scores, inverses, self._starts, self._transitions = saved
+        self._systems = Systems(scores, inverses)
+        of_decays = _like_g(sums[0]).contiguous() if gated else _no_decay(beta)
+        self._launcher = Launcher(k, v, of_decays, beta, pieces, scale, options_for(k), gated=gated)
+        self._operands = self._launcher.operands(self._q, inverses)
+        self._local = self._launcher.local_grads(self._operands, scores, self._do)
+        *earlier, grad = self._local.unbind()
+        for local, transition in zip(reversed(earlier), reversed(self._transitions[:-1].unbind()), strict=True):
+            grad = fold(local, adjoint(transition), grad)
+        self.state_grad = grad
+
+    def overlap(self) -> None:
+        """Recompute the true states, which need no gradients of states."""
+        self._states, self._added = self._launcher.states(self._operands, self._starts)
+
+    def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        """Compute the gradients of the operands in their order, given D_in [B, H, K, V]."""
+        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        ends = [incoming_grad]
+        for local, transition in zip(
+            reversed(self._local[1:].unbind()), reversed(self._transitions[1:].unbind()), strict=True
+        ):
+            ends.append(fold(local, adjoint(transition), ends[-1]))
+        grads, of_added = self._launcher.state_grads(
+            self._operands, self._systems.scores, self._do, torch.stack(ends[::-1])
+        )
+        dq, dk, dv, dg, dbeta = self._launcher.input_grads(
+            self._q, self._do, self._systems.inverses, self._states, grads, self._added, of_added
+        )
+        return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
+
+
+def _names(gated: bool) -> tuple[str, ...]:
+    return ("q", "k", "v", "g", "beta") if gated else ("q", "k", "v", "beta")
+
+
+def _no_decay(beta: Tensor) -> Tensor:
+    """Sums of log-decays of 0, as the kernels read those of heads: [B, T, H] → [B, H, T]."""
+    return beta.new_zeros(beta.mT.shape)
+
+
+def _like_g(sums: Tensor) -> Tensor:
+    """Sums as the kernels read them in the shape of g, and back: [B, H, T] ↔ [B, T, H]; by channel as they are."""
+    return sums if sums.dim() == 4 else sums.mT
+
+
+def _saved_like(operands: Sequence[Tensor], *, gated: bool) -> tuple[Tensor, ...]:
+    _, k, v, *g, beta = operands
+    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if gated and g[0].dim() == 4 else beta.mT
+    sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
+    # For the shapes only, which do not depend on documents or the scale.
+    launcher = Launcher(k, v, sums, beta, None, 1.0, options_for(k), gated=gated)
+    pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
+    kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
+    return (_like_g(sums), *kept) if gated else kept
+
+
+def _passes(gated: bool) -> Passes:
+    return Passes(
+        partial(CudaForward, gated=gated),
+        partial(CudaBackward, gated=gated),
+        partial(_saved_like, gated=gated),
+        replaced=(3,) if gated else (),
+        needs_incoming=False,
+    )
+
+
+CUDA_DELTA = _passes(gated=False)
+CUDA_GATED = _passes(gated=True)

@@ -1,0 +1,176 @@
+"""The passes of a training step as CUDA graphs: captured once, then replayed, so that the host launches no kernels.
+
+A step of few tokens is otherwise bound by the host: at 2k tokens a GPU launching a 1B model's kernels takes several
+times as long as running them. Captured are forward and backward of a micro-batch with FSDP's gathers and reductions and
+the scans over ranks, the gradient norm, and the optimizer. What changes from step to step is in device tensors at fixed
+addresses: tokens and labels, the number of labels, the learning rate. The same kernels run in the same order, so the
+bits are those of the step without graphs.
+
+All graphs share one memory pool: they are replayed in the order in which they were captured, so a later one may use
+memory that an earlier one has freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from data.reader import Batch
+from zeco_train.ops.documents import find_pieces
+from zeco_train.sp.exposed import Events, active_meter
+from zeco_train.training.forward import to_device
+
+if TYPE_CHECKING:
+    from zeco_train.config.schema import Config
+
+# Steps before the capture: they compile, connect, and allocate what stays, such as the optimizer's moments.
+WARM_UP = 2
+
+
+class CudaGraphs(Enum):
+    """Whether to replay steps as CUDA graphs. `auto`: on CUDA devices, where a step can be captured."""
+
+    auto = "auto"
+    off = "off"
+
+
+def capture_problem(config: Config) -> str | None:
+    """What keeps a configuration's steps from being captured; None if nothing does."""
+    if config.train.segments > 1:
+        return f"train.segments={config.train.segments}"
+    if config.data.reset_state_at_document and config.model.attn.chosen(config.model.num_layers):
+        return "data.reset_state_at_document=true with softmax layers"
+    return None
+
+
+class _Captured(NamedTuple):
+    """A part of a step; `waits` are the events of its exposed communication."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
+    waits: list[Events]
+
+
+class StepGraphs:
+    """Captures and replays parts of a step; each part is identified by its key.
+
+    Args:
+        model: parallelised; its gradients stay at their addresses from the capture on.
+        device: a CUDA device.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[Hashable, _Captured] = {}
+        self._inputs: dict[tuple[str, torch.Size], Tensor] = {}
+        self._gradients: list[Tensor | None] = []
+        self._step = self._micro_batch = 0
+
+    @property
+    def are_active(self) -> bool:
+        """Whether this step is replayed, not run by the host."""
+        return self._step > WARM_UP
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether the passes are captured, so that their gradients stay where they are."""
+        return bool(self._gradients)
+
+    def begin_step(self) -> None:
+        """Call before the first part of a step."""
+        self._step, self._micro_batch = self._step + 1, 0
+
+    def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The results of `work`, which launches kernels on the current stream and waits for none.
+
+        From the first step after the warm-up on they are replayed into the same tensors: read them before the part's
+        next replay. All that `work` reads must stay at its address.
+        """
+        with self._on_stream():
+            if not self.are_active:
+                return work()
+            captured = self._captured.get(key)
+            if captured is None:
+                captured = self._captured[key] = self._capture(work)
+            captured.graph.replay()
+            if (meter := active_meter()) is not None:
+                meter.add_replay(captured.waits)
+            return captured.outputs
+
+    def micro_batch(self, batch: Batch, last: bool, work: Callable[[Batch], Tensor]) -> Tensor:
+        """`run` for the passes of a micro-batch.
+
+        Args:
+            batch: documents may change from batch to batch, for layers that read `pieces` only.
+            last: the step's last micro-batch.
+            work: of the batch, with tokens and labels on the device.
+        """
+        with self._on_stream():
+            given = self._at_fixed_address(batch)
+        # The first one's gradients are written, those of the others added.
+        key = self._micro_batch == 0, last, given.input_ids.shape, given.offset, given.pieces is not None
+        self._micro_batch += 1
+        return self.run(key, lambda: (work(given),))[0]
+
+    def keep_gradients(self) -> None:
+        """Hold the memory of the gradients; call after the passes of a step."""
+        if self.are_active and not self._gradients:
+            self._gradients = [parameter.grad for parameter in self._model.parameters()]
+
+    def _at_fixed_address(self, batch: Batch) -> Batch:
+        fixed = replace(
+            batch,
+            input_ids=self._fixed("input_ids", batch.input_ids),
+            labels=self._fixed("labels", batch.labels),
+        )
+        pieces = find_pieces(batch.cu_seqlens, batch.before, batch.input_ids.shape[1], torch.device("cpu"))
+        if pieces is None:
+            return fixed
+        # It says what `before` and `borders` say, which change and so must not get into a captured kernel.
+        return replace(fixed, pieces=self._fixed("pieces", pieces), before=0, borders=None)
+
+    def _fixed(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy at the address of all tensors of this name and shape."""
+        key = name, tensor.shape
+        if key not in self._inputs:
+            self._inputs[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return self._inputs[key].copy_(to_device(tensor, self._device))
+
+    def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> _Captured:
+        graph, meter = torch.cuda.CUDAGraph(), active_meter()
+        self._forget_events()
+        # Threads of autograd and NCCL's watchdog may make calls that a capture forbids.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = work()
+        self._forget_events()
+        return _Captured(graph, outputs, [] if meter is None else meter.take_captured())
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the graphs' pool: of tensors that stay, and the rest, which is in use during replays only."""
+        pool = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == tuple(self._pool)]
+        held = sum(part["allocated_size"] for part in pool)
+        return held, sum(part["total_size"] for part in pool) - held
+
+    def _forget_events(self) -> None:
+        """FSDP2 keeps the event of its last gather for the next one: none may be between a capture and other work."""
+        torch.cuda.synchronize(self._device)
+        assert isinstance(self._model, FSDPModule)
+        self._model._get_fsdp_state()._comm_ctx.all_gather_state = None
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """The stream of all captures, also before them: what is cached by stream is then found in the capture."""
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
