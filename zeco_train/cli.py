@@ -81,6 +81,6 @@ def _banner(config: Config, parts: Parts) -> str:
     return (
         f"{config.name}: {model.name} ({compact(parameters)} parameters, {config.train.dtype.value}) with "
         f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "
-        f"{config.parallel.strategy.value}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
+        f"{config.parallel}; {config.data.global_batch} sequences of {config.data.seq_len:,} tokens "
         f"a step, {start}"
     )

@@ -43,9 +43,10 @@ def run(*arguments: str, rank: int = 0) -> tuple[DryRun, list[str]]:
         ["parallel=zero2", "sp.size=256", "data.seq_len=262144", "data.global_batch=1"],
         ["parallel=zero3", "sp.size=32", "data.seq_len=65536", "data.global_batch=16", "data.micro_batch=2"],
         ["parallel=hsdp", "sp.size=32", "data.seq_len=65536", "data.global_batch=8", "train.segments=2"],
+        ["parallel=zero2", "parallel.shard_size=8", "sp.size=256", "data.seq_len=262144", "data.global_batch=1"],
         ["parallel=ddp", "sp=lasp2", "sp.size=16", "data.seq_len=32768", "data.global_batch=16", "optim=muon"],
     ],
-    ids=["zero2", "zero3, two sequences", "hsdp, segments", "ddp, lasp2, muon"],
+    ids=["zero2", "zero3, two sequences", "hsdp, segments", "zero2 in nodes", "ddp, lasp2, muon"],
 )
 def test_rank_0_of_256_has_the_planned_shards(arguments: list[str]) -> None:
     """Rank 0's are the largest, to the byte; and as many scans as planned for a micro-batch."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.planning import GLA_1B, make_case, planned
+from zeco_train.collectives.registry import SCANS
 from zeco_train.plan import calibration
-from zeco_train.plan.step_time import exposed_scan_seconds
+from zeco_train.plan.step_time import drift_seconds, exposed_scan_seconds, operator_seconds
+from zeco_train.plan.wire import scan_choice
 from zeco_train.sp.registry import BACKENDS
 
 # --- measurements: peak GB of a rank (on CPUs of its process), seconds per step ---
@@ -103,5 +105,28 @@ def test_lasp1_exposure_depends_on_layers_for_many_ranks_only() -> None:
         split = [f"model.num_layers={layers}", f"world_size={ranks}", f"data.seq_len={16384 * ranks}"]
         return exposed_scan_seconds(make_case(*GLA_1B, *split), BACKENDS["lasp1"])
 
-    assert exposed(4, 20) == pytest.approx(exposed(4, 1))
+    assert exposed(2, 20) == pytest.approx(exposed(2, 1))
     assert 0.5 * 20 * exposed(64, 1) < exposed(64, 20) < 20 * exposed(64, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_chain_and_lasp1_wait_by_one_rule(ranks: int) -> None:
+    """Of two layers and of twenty: what exceeds the drift in every layer, the rest once a pass."""
+    for backend, scan in ((BACKENDS["zeco"], SCANS["chain"]), (BACKENDS["lasp1"], SCANS["serial"])):
+        exposed, late = [], 0.0
+        for layers in (2, 20):
+            split = [f"model.num_layers={layers}", f"world_size={ranks}", f"data.seq_len={16384 * ranks}"]
+            case = make_case(*GLA_1B, "sp.all_scan.transport=p2p", *split)
+            choice, work = scan_choice(case, backend, scan), operator_seconds(case, case.block(0))
+            assert choice is not None
+            if scan.in_series:
+                lates = [choice.seconds + (ranks - 1) * calibration.LASP1_SERIAL * each for each in work]
+            else:
+                shares = calibration.OVERLAP_FORWARD, calibration.OVERLAP_BACKWARD
+                lates = [max(0, choice.seconds - share * each) for share, each in zip(shares, work, strict=True)]
+            drift, late = drift_seconds(case), max(lates)
+            expected = sum(layers * max(0, each - drift) + min(each, drift) for each in lates)
+            exposed.append(exposed_scan_seconds(case, backend, scan))
+            assert exposed[-1] == pytest.approx(expected), (scan.name, layers)
+        # Within the drift once, however many layers; far beyond it in each.
+        assert (exposed[1] == pytest.approx(exposed[0], rel=0.2)) is (late < drift), scan.name

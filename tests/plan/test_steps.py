@@ -48,15 +48,24 @@ from zeco_train.training.step import TrainingStep
 # --- memory and traffic of a real step ---
 
 STEPS = [
-    (strategy, sp_size, segments, micro_steps, dtype)
-    for strategy, sp_size in ((Strategy.ddp, 4), (Strategy.zero2, 4), (Strategy.zero3, 2), (Strategy.hsdp, 2))
+    (strategy, shard_size, sp_size, segments, micro_steps, dtype)
+    for strategy, shard_size, sp_size in (
+        (Strategy.ddp, -1, 4),
+        (Strategy.zero2, -1, 4),
+        (Strategy.zero2, 2, 4),
+        (Strategy.zero3, -1, 2),
+        (Strategy.hsdp, -1, 2),
+    )
     for segments, micro_steps, dtype in ((1, 1, Dtype.fp32), (3, 2, Dtype.bf16))
 ]
 
 
-def _overrides(strategy: Strategy, sp_size: int, segments: int, micro_steps: int, dtype: Dtype) -> list[str]:
+def _overrides(
+    strategy: Strategy, shard_size: int, sp_size: int, segments: int, micro_steps: int, dtype: Dtype
+) -> list[str]:
     batch = f"data.global_batch={4 // sp_size * micro_steps}"
-    split = [f"parallel.strategy={strategy.value}", f"sp.size={sp_size}", f"train.segments={segments}"]
+    sharding = [f"parallel.strategy={strategy.value}", f"parallel.shard_size={shard_size}"]
+    split = [*sharding, f"sp.size={sp_size}", f"train.segments={segments}"]
     return [*SMALL, *split, batch, f"train.dtype={dtype.value}", "world_size=4", "gpu=cpu"]
 
 
@@ -105,10 +114,10 @@ def _step(rank: int, world_size: int) -> list[dict[str, Any]]:
     """For each of `STEPS`: bytes held by this rank after a step, bytes sent and scans launched in it."""
     results = []
     for setting in STEPS:
-        strategy, sp_size, segments, micro_steps, dtype = setting
+        strategy, shard_size, sp_size, segments, micro_steps, dtype = setting
         case = make_case(*_overrides(*setting))
         mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=60))
-        model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, seed=0)
+        model = build_model(case.config.model, TrainConfig(dtype=dtype), strategy, mesh, 0, shard_size)
         optimizer = build_optimizer(parameter_rules(model), OptimConfig(), torch.float32)
         scan = _CountingScan(build_scan(SPConfig(), mesh.scan_groups, mesh.timeout))
         step = TrainingStep(

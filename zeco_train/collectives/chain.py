@@ -178,5 +178,6 @@ CHAIN = ScanSpec(
     seconds=_seconds,
     best_blocks=best_blocks,
     kernel=CHAIN_KERNEL,
+    one_way=True,
     line="-.",
 )

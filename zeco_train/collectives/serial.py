@@ -124,4 +124,5 @@ SERIAL = ScanSpec(
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,
     in_series=True,
+    one_way=True,
 )

@@ -27,6 +27,7 @@ class ScanSpec:
         kernel: one-kernel implementation over symmetric memory; None if there is none.
         held_states: ranks → states held by a rank during the scan, besides its own.
         in_series: each rank computes between receiving and sending, so no compute hides the scan.
+        one_way: a state goes from rank to rank, and nothing back: a rank that waits does not hold up those before it.
         problem: topology → why the scan cannot run over these nodes, for a message; None if it can.
         automatic: its times were measured: `auto` may choose it on one node. Between nodes no scan's times were
             measured, and all compete by the model.
@@ -42,6 +43,7 @@ class ScanSpec:
     kernel: Kernel | None = None
     held_states: Callable[[int], int] = lambda ranks: 0
     in_series: bool = False
+    one_way: bool = False
     problem: Callable[[Topology], str | None] = lambda topology: None
     automatic: bool = True
     line: str | tuple[int, tuple[int, ...]] = "-"

@@ -6,8 +6,10 @@ environment.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from zeco_train.errors import CommunicationError, ConfigError, ZecoError
 from zeco_train.sp.registry import BACKENDS
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class OwnRankError(ConfigError):
@@ -77,6 +81,8 @@ _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DIGITS = re.compile(r"[0-9]{1,7}")
 _LARGEST_PORT = 65535
 _SECONDS_BETWEEN_TRIES = 0.5
+# Files of a process without sockets to peers, and groups of all ranks, at most.
+_FILES, _GROUPS = 256, 10
 
 
 def check_address(host: str, port: str) -> None:
@@ -240,11 +246,28 @@ def join(device: torch.device, timeout: timedelta) -> None:
     record_communication()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
+        prepare_for_peers(int(os.environ["WORLD_SIZE"]))
         _await_rank_0(timeout)
         dist.init_process_group(backend, timeout=timeout)
     else:
         # Within the process: a single rank needs no port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def prepare_for_peers(world_size: int) -> None:
+    """Allow and ease the connections of many ranks; call before the first process group.
+
+    gloo keeps a socket for each peer of each group: with 256 ranks more than the 1,024 files that a process may have
+    open by default, and then aborts. And it reads the addresses of a group's peers from the store one by one, unless it
+    is told to read them together: for 256 ranks 800,000 requests.
+    """
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
+    needed = _FILES + _GROUPS * world_size
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, most), most))
+    if most < needed:
+        logger.warning("ulimit -n: %d open files may be too few for %d ranks; allow %d", most, world_size, needed)
 
 
 def _await_rank_0(timeout: timedelta) -> None:

@@ -7,7 +7,10 @@ All use FSDP2 and differ in the mesh, so gradient sums, norms and checkpoints ne
 | `ddp` | (world, 1) | replicated | replicated |
 | `zero2` | (world,) | sharded, gathered from a step's first forward pass to its last backward pass | sharded |
 | `zero3` | (world,) | sharded, gathered around each block in both passes | sharded |
-| `hsdp` | (dp, sp) | sharded over an SP group, replicated over dp | likewise |
+| `hsdp` | (dp, sp) | sharded over an SP group, gathered around each micro-batch, replicated over dp | likewise |
+
+With `shard_size` S the three that shard use the mesh (world / S, S): S adjacent ranks hold the model once, and ranks of
+equal position in such groups hold the same shards.
 """
 
 from __future__ import annotations
@@ -42,16 +45,45 @@ class ParallelConfig:
 
     Attributes:
         strategy: how parameters, gradients and optimizer state are sharded.
+        shard_size: adjacent ranks over which they are sharded; all such groups hold the same. -1 is all ranks, with
+            hsdp sp.size. `python -m zeco_train.plan` says when fewer are faster.
         timeout_seconds: longest wait for a peer in any communication; then the run ends and names it.
     """
 
     strategy: Strategy = Strategy.zero2
+    shard_size: int = -1
     timeout_seconds: float = 300.0
+
+    def __str__(self) -> str:
+        """For logs: `zero2`, or `zero2 within 8 ranks`."""
+        return self.strategy.value if self.shard_size == -1 else f"{self.strategy.value} within {self.shard_size} ranks"
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
+        if self.shard_size != -1 and self.shard_size < 1:
+            raise ConfigError("parallel.shard_size", self.shard_size, "must be ≥ 1, or -1 for the strategy's default")
+        if self.shard_size != -1 and self.strategy is Strategy.ddp:
+            allowed = "ddp shards nothing; take parallel=zero2, zero3 or hsdp"
+            raise ConfigError("parallel.shard_size", self.shard_size, allowed)
         if not 1 <= self.timeout_seconds <= 1e6:
             raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be from 1 to 1e6")
+
+
+def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: int) -> int:
+    """Ranks over which parameters are sharded; `shard_size` as in `ParallelConfig`.
+
+    Raises:
+        ConfigError: a shard size that does not divide the world size.
+    """
+    if strategy is Strategy.ddp:
+        return 1
+    if shard_size == -1:
+        return sp_size if strategy is Strategy.hsdp else world_size
+    if world_size % shard_size:
+        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        allowed = f"must divide the world size {world_size}: {legal}, or -1 for the strategy's default"
+        raise ConfigError("parallel.shard_size", shard_size, allowed)
+    return shard_size
 
 
 def parallelize(
@@ -60,6 +92,7 @@ def parallelize(
     strategy: Strategy,
     compute_dtype: torch.dtype,
     mesh: ProcessMesh,
+    shard_size: int = -1,
 ) -> None:
     """Shard an initialised model in place; each of `units` (its blocks) is an FSDP unit of its own.
 
@@ -73,7 +106,7 @@ def parallelize(
     policy = as_stored = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    shard_mesh = _shard_mesh(strategy, mesh)
+    shard_mesh = _shard_mesh(strategy, shard_size, mesh)
     # The model last: an FSDP unit takes the parameters that no unit inside it has taken.
     for module in (*units, model):
         # Wide parameters are few: not worth a second gathering in the backward pass.
@@ -123,34 +156,31 @@ class _OneRank:
         raise AssertionError("a reduction over one rank")
 
 
-def _shard_mesh(strategy: Strategy, mesh: ProcessMesh) -> DeviceMesh:
+def _shard_mesh(strategy: Strategy, shard_size: int, mesh: ProcessMesh) -> DeviceMesh:
     device, world_size = mesh.device.type, mesh.world_size
-    match strategy:
-        case Strategy.ddp:
-            return device_mesh(device, (world_size, 1), ("replicate", "shard"), mesh.timeout)
-        case Strategy.hsdp:
-            return mesh.devices
-        case Strategy.zero2 | Strategy.zero3:
-            return world_mesh(device, world_size, "shard", mesh.timeout)
+    shards = count_shards(strategy, shard_size, world_size, mesh.sp_size)
+    if strategy is Strategy.hsdp and shards == mesh.sp_size:
+        return mesh.devices
+    if shards == world_size:
+        return world_mesh(device, world_size, "shard", mesh.timeout)
+    return device_mesh(device, (world_size // shards, shards), ("replicate", "shard"), mesh.timeout)
 
 
 def begin_micro_batch(model: nn.Module, strategy: Strategy, last: bool) -> None:
     """Set the communication of the micro-batch's backward pass; `last` is the optimizer step's last micro-batch.
 
-    Replicated gradients (`ddp`, and `hsdp` across dp) are all-reduced once a step. Sharded gradients are
-    reduce-scattered in every micro-batch; otherwise each rank would hold whole gradients. `zero2` keeps its gathered
-    parameters through the micro-batches of a step.
+    Replicated gradients (of `ddp`, and between ranks that hold the same shards) are all-reduced once a step. Sharded
+    gradients are reduce-scattered in every micro-batch; otherwise each rank would hold whole gradients. `zero2` keeps
+    its gathered parameters through the micro-batches of a step.
     """
     assert isinstance(model, FSDPModule)
-    match strategy:
-        case Strategy.ddp:
-            model.set_requires_gradient_sync(last)
-        case Strategy.hsdp:
-            model.set_requires_all_reduce(last)
-        case Strategy.zero2:
-            model.set_reshard_after_backward(last)
-        case Strategy.zero3:
-            pass
+    if strategy is Strategy.ddp:
+        model.set_requires_gradient_sync(last)
+        return
+    # Without effect where all ranks are one group.
+    model.set_requires_all_reduce(last)
+    if strategy is Strategy.zero2:
+        model.set_reshard_after_backward(last)
 
 
 def reshard(model: nn.Module) -> None:

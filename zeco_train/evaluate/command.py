@@ -11,6 +11,7 @@ from typing import Any
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.mesh import agree, resolve_sp_size
+from zeco_train.distributed.parallelize import count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.arguments import describe, parse
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
@@ -48,6 +49,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     # By default all ranks share a sequence, except for lm_eval's short texts.
     size = 1 if config.sp.size == -1 and not request.tasks else config.sp.size
     sp_size = resolve_sp_size(size, job.launch.world_size, config.sp.backend.value)
+    count_shards(config.parallel.strategy, config.parallel.shard_size, job.launch.world_size, sp_size)
     device = find_device(config.train.device, job.launch, "train.device")
     job.enter("joining the other ranks")
     mesh = join_ranks(config, job.launch, sp_size, device)

@@ -57,8 +57,10 @@ class Evaluation:
             CheckpointError: its weights are damaged.
         """
         self.enter("loading the weights")
-        config = self.config
-        model = load_trained(self.trained, self.mesh, dtype=config.train.dtype, strategy=config.parallel.strategy)
+        dtype, parallel = self.config.train.dtype, self.config.parallel
+        model = load_trained(
+            self.trained, self.mesh, dtype=dtype, strategy=parallel.strategy, shard_size=parallel.shard_size
+        )
         return SequenceForward(model, self.scan, self.mesh)
 
     @property

@@ -74,9 +74,10 @@ class Trained:
             raise DataError(name or self.path, f"no tokenizer there, nor in {places} ({error})", remedy) from error
 
     def configure(self, overrides: list[str]) -> Config:
-        """The run's configuration with overrides in `train.py`'s syntax; `sp.size` and device are set to automatic.
+        """The run's configuration with overrides in `train.py`'s syntax.
 
-        For a model of unknown origin, starts from `configs/train.yaml`.
+        `sp.size`, `parallel.shard_size` and device are set to automatic. For a model of unknown origin, starts from
+        `configs/train.yaml`.
 
         Raises:
             ConfigError: see `load_config`; or an override of the model.
@@ -92,6 +93,7 @@ class Trained:
             run_dir=str(self.path),
             model=self.model,
             sp=replace(base.sp, size=-1),
+            parallel=replace(base.parallel, shard_size=-1),
             train=replace(base.train, device=Device.auto),
             checkpoint=replace(base.checkpoint, load=None),
         )
@@ -125,7 +127,9 @@ def find_trained(path: str) -> Trained:
     raise ConfigError("RUN", path, "holds no model; name a run's folder, a step_… folder of one, or an export")
 
 
-def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy | None) -> LanguageModel:
+def load_trained(
+    trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy: Strategy | None, shard_size: int = -1
+) -> LanguageModel:
     """Load the model for inference, sharded over the ranks. Collective.
 
     The number of ranks and the strategy may differ from training. The weights are in the compute dtype. With strategy
@@ -143,7 +147,7 @@ def load_trained(trained: Trained, mesh: ProcessMesh, *, dtype: Dtype, strategy:
     # `to_empty` replaces each module's parameters separately, which unties them.
     model.tie_weights()
     if strategy is not None:
-        parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh)
+        parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh, shard_size)
     load_weights(trained.path, model, mesh, host_group(mesh))
     return model.eval().requires_grad_(False)
 

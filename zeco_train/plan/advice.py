@@ -1,19 +1,27 @@
-"""Settings with which a run fits, fastest first: `train.recompute` and `train.segments`, then more ranks."""
+"""Settings with which a run fits, fastest first: `train.recompute` and `train.segments`, then more ranks.
+
+Also the fastest `parallel.shard_size`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
+from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.attention import attention_blocks, problem_of
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import Memory, plan_memory
+from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import StepTime, plan_step
+from zeco_train.sp.backend import BackendSpec
 
 # Shorter segments per rank leave a device idle; this also bounds their number.
 LEAST_TOKENS = 1024
 _MOST_RANKS = 1 << 16
+# Least gain of a step that is mentioned.
+_WORTH = 0.01
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,9 @@ class Option:
         return f"train.recompute={self.case.recompute.value} train.segments={self.case.segments}"
 
 
-def evaluate(case: Case, headroom: float) -> Option:
-    """Plan one case."""
-    return Option(case, plan_memory(case, headroom), plan_step(case))
+def evaluate(case: Case, headroom: float, backend: BackendSpec | None = None) -> Option:
+    """Plan one case, with its own backend or another."""
+    return Option(case, plan_memory(case, headroom), plan_step(case, backend))
 
 
 def options(case: Case, headroom: float) -> list[Option]:
@@ -94,6 +102,31 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
         if fitting := options(case.with_changes(segments=1), headroom):
             return fitting[0]
     return None
+
+
+def fastest_shards(case: Case, headroom: float, backend: BackendSpec | None = None) -> Option | None:
+    """The case with the `parallel.shard_size` that is fastest, of those that fit; the largest of equals.
+
+    None if none fits, or the strategy does not shard.
+    """
+    if case.config.parallel.strategy is Strategy.ddp:
+        return None
+    sizes = reversed(divisors(case.world_size))
+    fitting = (evaluate(case.with_changes(shard_size=size), headroom, backend) for size in sizes)
+    return min((option for option in fitting if option.memory.fits), key=lambda one: one.time.total, default=None)
+
+
+def shard_note(planned: Option, headroom: float) -> str | None:
+    """A line on the fastest shard size, if it is worth a change."""
+    best = fastest_shards(planned.case, headroom)
+    if best is None or best.time.total > (1 - _WORTH) * planned.time.total:
+        return None
+    wire, own = parameter_seconds(best.case).total, parameter_seconds(planned.case).total
+    return (
+        f"parallel.shard_size={best.case.shards}: a step of {best.time.total:.4g} s, not {planned.time.total:.4g} with "
+        f"shards over {planned.case.shards} ranks; FSDP's collectives take {wire:.3g} s, not {own:.3g}, mostly beside "
+        "compute"
+    )
 
 
 def _smallest(case: Case, headroom: float) -> Option | None:

@@ -106,14 +106,45 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
 # GPUs (exposed time relative to the operator's, 16k and 32k, H 16 and 32).
 OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
 LASP1_SERIAL = 0.27
-# Blocks by which LASP-1's ranks may drift apart, since FSDP prefetches one block: within that a pass waits for one turn
-# through all ranks, not in every layer. 4 H200s, 16,384 tokens per rank: a step takes 2 to 5 ms more than with the
-# other backends (1.4 by this), while 20 layers measured alone wait 27 ms. Not measured on more GPUs.
-LASP1_DRIFT = 1.0
+# Share of a block's time by which ranks may drift apart, since FSDP's collectives hold them together: a delay of up to
+# that is waited for once a pass, and only what exceeds it in every layer. Fitted to measured steps of `lasp1` on 4
+# H200s, which take 5, 5 and 10 ms longer than those of `dp` (16k, 16k and 32k tokens a rank, the operator's first
+# kernels), and 0 and 18 ms (16k and 32k, later kernels): by this 8, 8, 15, 4 and 6; without drift 29, 29, 56, 23 and
+# 42. Assumed for the chain and for more ranks; the ZeCO paper's runs on 8 to 256 GPUs look as if there were none.
+DRIFT = 0.12
 
 # Seconds per byte sent by NCCL that it takes from the overlapped compute, by using SMs and bandwidth: matrix products
 # of gla_1b take 157 to 160 ms on 4 H200s and 148 on one, for 5.2 GB.
 NCCL_SECONDS = 2e-12
+
+
+class Protocol(NamedTuple):
+    """A protocol of NCCL.
+
+    Attributes:
+        start: seconds of any collective.
+        hop, node_hop: seconds from rank to rank inside a node, and from node to node.
+        share: of a link's bandwidth.
+    """
+
+    start: float
+    hop: float
+    node_hop: float
+    share: float
+
+
+# NCCL's own table, by which it chooses (src/graph/tuning.cc of 2.12: LL, LL128 and Simple over NVLink and network; LL's
+# hops over NVLink 1.8 times as long between nodes). Not measured here.
+RINGS = (
+    Protocol(3.6e-6, 0.85e-6, 2.7e-6, 0.25),
+    Protocol(10.0e-6, 1.9e-6, 4.0e-6, 0.92),
+    Protocol(8.4e-6, 3.4e-6, 9.6e-6, 1.0),
+)
+TREES = (
+    Protocol(4.4e-6, 0.94e-6, 5.0e-6, 0.9 / 3.8),
+    Protocol(4.4e-6, 1.2e-6, 8.5e-6, 0.9 * 0.915),
+    Protocol(0.0, 28e-6, 50e-6, 0.9),
+)
 # Seconds between the kernels of a block, each pass, without CUDA graphs: 8 ms of a step of gla_1b with 20 blocks on an
 # H200. With graphs there is nothing left to see: 48.4, 72.4 and 226.5 ms at 2,048, 4,096 and 16,384 tokens, of which
 # the rest of this model explains 47.1, 72.8 and 227.1.

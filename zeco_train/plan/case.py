@@ -14,7 +14,7 @@ from zeco_train.config.schema import Compile, Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
-from zeco_train.distributed.parallelize import Strategy
+from zeco_train.distributed.parallelize import count_shards
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.config import Request
@@ -39,12 +39,15 @@ class Case:
     machine: Machine
     gpus_per_node: int
 
-    def with_changes(self, *, segments: int | None = None, recompute: Recompute | None = None) -> Case:
-        """A copy with other values of `train`; None leaves a value unchanged."""
+    def with_changes(
+        self, *, segments: int | None = None, recompute: Recompute | None = None, shard_size: int | None = None
+    ) -> Case:
+        """A copy with other values of `train` and `parallel`; None leaves a value unchanged."""
         train = dataclasses.replace(
             self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute
         )
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, train=train))
+        parallel = dataclasses.replace(self.config.parallel, shard_size=shard_size or self.config.parallel.shard_size)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, train=train, parallel=parallel))
 
     @property
     def dp_size(self) -> int:
@@ -153,13 +156,8 @@ class Case:
     @property
     def shards(self) -> int:
         """Ranks over which a parameter is sharded."""
-        match self.config.parallel.strategy:
-            case Strategy.ddp:
-                return 1
-            case Strategy.hsdp:
-                return self.sp_size
-            case Strategy.zero2 | Strategy.zero3:
-                return self.world_size
+        parallel = self.config.parallel
+        return count_shards(parallel.strategy, parallel.shard_size, self.world_size, self.sp_size)
 
     @property
     def spec(self) -> ModelSpec:
@@ -200,6 +198,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
             "different sequences; train.py has to be told, too"
         )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
+    count_shards(config.parallel.strategy, config.parallel.shard_size, world_size, sp_size)
     check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
     check_softmax(config.sp, config.model, sp_size)
     # CPU ranks always share a machine.

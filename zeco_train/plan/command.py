@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeco_train.plan.advice import evaluate, more_ranks, options
+from zeco_train.plan.advice import evaluate, more_ranks, options, shard_note
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
 from zeco_train.plan.report import Plan, as_json, as_text
@@ -56,4 +56,6 @@ def make_plan(request: Request) -> Plan:
     headroom = request.settings.headroom
     planned, fitting = evaluate(case, headroom), options(case, headroom)
     elsewhere = None if fitting else more_ranks(case, headroom)
+    if (note := shard_note(planned, headroom)) is not None:
+        notes.append(note)
     return Plan(request.settings, planned, fitting, elsewhere, notes)

@@ -150,7 +150,8 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     config = dataclasses.replace(config, sp=dataclasses.replace(config.sp, all_scan=all_scan))
     if mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
+    parallel = config.parallel
+    model = build_model(config.model, config.train, parallel.strategy, mesh, config.seed, parallel.shard_size)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
     scan = build_exchange(config.sp, config.model, mesh, config.data.seq_len, config.train.dtype.compute)
     counted = _Counting(scan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from models.spec import AttentionSpec
@@ -15,6 +15,7 @@ from zeco_train.plan.attention import attention_blocks, method_costs, method_of,
 from zeco_train.plan.case import Case
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
+from zeco_train.plan.sharding import parameter_seconds, shard_group
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import (
     costs_of,
@@ -75,6 +76,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "state_bytes": case.state_bytes,
             "scans": {"forward": scans.forward, "backward": scans.backward, "with_carry": scans.with_carry},
             "parameters": {"gathered": traffic.gathered, "scattered": traffic.scattered, "summed": traffic.summed},
+            "parameter_seconds": asdict(parameter_seconds(case)),
             "halos": _halos(case),
             "attention": _attention(case),
             "backends": _backends(case),
@@ -107,6 +109,7 @@ def _describe(case: Case) -> dict[str, Any]:
         "sp_size": case.sp_size,
         "dp_size": case.dp_size,
         "strategy": config.parallel.strategy.value,
+        "shards": case.shards,
         "dtype": config.train.dtype.value,
         "compiled": case.compiled,
         "recompute": case.recompute.value,
@@ -127,7 +130,7 @@ def _head(case: Case) -> list[str]:
         f"{model.name}: {case.spec.num_parameters:,} parameters, {flops / 1e9:.3g} GFLOP a token, "
         f"{config.train.dtype.value}{', compiled' if case.compiled else ''}",
         f"sp={config.sp.backend.value} on {case.dp_size} × {case.sp_size} ranks (dp × sp) of {case.machine.name}, "
-        f"{config.parallel.strategy.value}, recompute={case.recompute.value}",
+        f"{config.parallel}, recompute={case.recompute.value}",
         f"{config.data.global_batch} × {config.data.seq_len:,} tokens a step{segments}: {case.tokens:,} tokens a rank "
         f"at a time, {case.passes} forward and backward passes",
     ]
@@ -244,6 +247,7 @@ def _wire(case: Case) -> list[str]:
     lines = [
         "on the wire, sent by a rank",
         f"  parameters: gathered {traffic.gathered / 1e9:.4g}, gradients {reduced:.4g} GB a step",
+        *_sharding_line(case),
         *_halo_lines(case),
         *_attention_lines(case),
         f"  states of {case.state_bytes / 1e6:.4g} MB, {scans.total} scans a step, by backend on the same ranks:",
@@ -257,6 +261,15 @@ def _wire(case: Case) -> list[str]:
             f"{row['tokens_per_second_per_device']:>17,.0f}{mark}"
         )
     return lines
+
+
+def _sharding_line(case: Case) -> list[str]:
+    if case.world_size == 1:
+        return []
+    group, took = shard_group(case), parameter_seconds(case)
+    where = f"{group.ranks} ranks, {group.nodes} {'node' if group.nodes == 1 else 'nodes'}"
+    seconds = f"gathers {took.gathered * 1e3:.4g} ms, reductions {(took.scattered + took.summed) * 1e3:.4g} ms"
+    return [f"  parameters are sharded over {where}: {seconds} a step"]
 
 
 def _halo_lines(case: Case) -> list[str]:
@@ -329,9 +342,20 @@ def _assumptions(case: Case) -> dict[str, str]:
         "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
         "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",
         "between devices, between nodes": f"{machine.link / 1e9:.4g}, {machine.node_link / 1e9:.4g} GB/s",
+        **_rings(case),
         "scans": f"{costs.link.value}: {_alpha_beta(costs)}{between}",
         **_operators(case),
     }
+
+
+def _rings(case: Case) -> dict[str, str]:
+    if case.machine.is_cpu:
+        return {}
+    inside, between = (
+        " / ".join(f"{seconds * 1e6:.3g}" for seconds in hops)
+        for hops in zip(*((way.hop, way.node_hop) for way in calibration.RINGS), strict=True)
+    )
+    return {"hops of FSDP's rings": f"{inside} µs by protocol, {between} between nodes (NCCL's table)"}
 
 
 def _alpha_beta(costs: Costs) -> str:

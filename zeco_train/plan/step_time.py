@@ -5,7 +5,7 @@ attention     FLOPs of softmax attention, which grow with the sequence / an assu
 operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`)
 elementwise   bytes of norms, gates and logits / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
-parameters    overlapped FSDP traffic's cost to compute, or the part of it that no compute hides
+parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them
 scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
 exchanges     messages of softmax layers, less the attention that overlaps with them; only for models that have them
 halos         messages of convolutions' inputs to the next rank, without overlap; only for models that have them
@@ -25,6 +25,7 @@ from zeco_train.plan import calibration as known
 from zeco_train.plan.attention import attention_blocks, attention_seconds, plan_exchanges
 from zeco_train.plan.case import Case
 from zeco_train.plan.memory import parameter_bytes
+from zeco_train.plan.sharding import exposed_parameter_seconds
 from zeco_train.plan.wire import (
     count_scans,
     forward_passes,
@@ -87,7 +88,7 @@ def plan_step(
     if has_attention:
         seconds["attention"] = attention_seconds(case, backend, method)
     busy = sum(seconds.values())
-    seconds["parameters"] = _exposed_traffic(case, busy)
+    seconds["parameters"] = exposed_parameter_seconds(case, busy - seconds["optimizer"])
     seconds["scans"] = exposed_scan_seconds(case, backend, scan)
     if has_attention:
         seconds["exchanges"] = plan_exchanges(case, backend, method).seconds
@@ -125,12 +126,31 @@ def _exposed_of(case: Case, backend: BackendSpec, scan: ScanSpec | None, block: 
     if choice.scan.in_series:
         # Each rank computes its outputs between receive and send, serialised over the ranks.
         serial = (case.sp_size - 1) * known.LASP1_SERIAL
-        turns = (choice.seconds + serial * forward, choice.seconds + serial * backward)
-        seconds, layers = _compute_seconds(case), sum(block.count for block in scanning_blocks(case))
-        drift = known.LASP1_DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
-        return sum(passes * max(0.0, turn - drift) + passes / layers * min(turn, drift) for turn in turns)
-    overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
-    return passes * sum(max(0.0, choice.seconds - work) for work in overlapped)
+        late = [choice.seconds + serial * work for work in (forward, backward)]
+    else:
+        overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
+        late = [max(0.0, choice.seconds - work) for work in overlapped]
+    drift = drift_seconds(case) if choice.scan.one_way else 0.0
+    return passes * sum(waited_seconds(each, drift, _scanning_layers(case)) for each in late)
+
+
+def waited_seconds(late: float, drift: float, layers: int) -> float:
+    """Seconds that a layer waits, on average over a pass.
+
+    The last rank's states are `late` after the work that hides them. Ranks that may be `drift` apart wait for as much
+    only once: then they stay behind, and their states come in time.
+    """
+    return max(0.0, late - drift) + min(late, drift) / layers
+
+
+def drift_seconds(case: Case) -> float:
+    """Seconds by which ranks may be apart (`calibration.DRIFT`), with forward and backward blocks on average."""
+    seconds = _compute_seconds(case)
+    return known.DRIFT * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
+
+
+def _scanning_layers(case: Case) -> int:
+    return sum(block.count for block in scanning_blocks(case))
 
 
 def _compute_seconds(case: Case) -> dict[str, float]:
@@ -175,18 +195,6 @@ def _traffic_per_token(case: Case, block: BlockSpec) -> float:
             times = row.forward * (1 + again + computed_again) + row.backward
             total += times * row.width * (case.wide_bytes if row.wide else case.compute_bytes)
     return total if case.compiled else total * known.EAGER_TRAFFIC
-
-
-def _exposed_traffic(case: Case, busy: float) -> float:
-    """Seconds of FSDP's traffic: its cost to overlapped compute, or the part that compute is too short to hide.
-
-    On a CPU the same cores do both, so nothing is hidden.
-    """
-    traffic, machine = parameter_traffic(case), case.machine
-    within = machine.link if case.shards <= case.gpus_per_node else machine.node_link
-    between = machine.link if case.nodes == 1 else machine.node_link
-    moved = (traffic.gathered + traffic.scattered) / within + traffic.summed / between
-    return moved if machine.is_cpu else max(known.NCCL_SECONDS * traffic.total, moved - busy)
 
 
 def _gaps(case: Case, busy: float) -> float:

@@ -39,7 +39,7 @@ from zeco_train.distributed.mesh import (
     main_first,
     resolve_sp_size,
 )
-from zeco_train.distributed.parallelize import Strategy, parallelize
+from zeco_train.distributed.parallelize import Strategy, count_shards, parallelize
 from zeco_train.errors import ConfigError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.weights import load_weights
@@ -111,6 +111,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
         ConfigError: a split that the world size, or a setting that the machine, does not allow; ranks that differ.
     """
     sp_size = resolve_sp_size(config.sp.size, launch.world_size, config.sp.backend.value)
+    count_shards(config.parallel.strategy, config.parallel.shard_size, launch.world_size, sp_size)
     check_split(config.data, sp_size, launch.world_size // sp_size, config.train.segments)
     check_softmax(config.sp, config.model, sp_size)
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
@@ -256,7 +257,8 @@ def build(config: Config, run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog)
     checkpointer = Checkpointer(run.path, config.checkpoint, mesh)
     latest = checkpointer.latest_sound()
 
-    model = build_model(config.model, config.train, config.parallel.strategy, mesh, config.seed)
+    parallel = config.parallel
+    model = build_model(config.model, config.train, parallel.strategy, mesh, config.seed, parallel.shard_size)
     optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
 
     progress = Progress()
@@ -356,7 +358,12 @@ def build_graphs(config: Config, model: LanguageModel, device: torch.device) -> 
 
 
 def build_model(
-    model_config: LanguageModelConfig, config: TrainConfig, strategy: Strategy, mesh: ProcessMesh, seed: int
+    model_config: LanguageModelConfig,
+    config: TrainConfig,
+    strategy: Strategy,
+    mesh: ProcessMesh,
+    seed: int,
+    shard_size: int = -1,
 ) -> LanguageModel:
     """Build the model, initialise it from its seed and shard it, with recomputation and compilation as configured.
 
@@ -371,7 +378,7 @@ def build_model(
     model.to_empty(device=mesh.device)
     # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
     model.init_weights(seed)
-    parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh)
+    parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh, shard_size)
     model.set_recompute(config.recompute)
     if compiled:
         model.compile_parts()

@@ -16,10 +16,11 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeco_train.bench.figures import reference
 from zeco_train.bench.paper import pictures
-from zeco_train.bench.paper.machine import FITTED, Machine, Row, fit, fit_lasp2, tables
+from zeco_train.bench.paper.machine import FITTED, NODE, Machine, Row, fit, fit_lasp2, tables
 from zeco_train.bench.paper.noise import Noisy, noisy
-from zeco_train.bench.paper.ours import ASSUMED, Predicted, measured, predicted
+from zeco_train.bench.paper.ours import ASSUMED, TOKENS, Predicted, measured, predicted, ring_seconds
 from zeco_train.errors import ConfigError
 from zeco_train.system.drawing import save_figure
 from zeco_train.system.files import whole_file, write_errors
@@ -78,7 +79,21 @@ def errors(machine: Machine, rows: Sequence[Row]) -> str:
         ratio = f"{max(ratios, key=abs):+13.3f}" if ratios else f"{'-':>13}"
         note = "" if method in FITTED or table.startswith("LASP-2") else "  not fitted"
         lines.append(f"{table:<10}{method:<12}{len(own):5}{mean:8.1%}{worst:+9.1%}{ratio}{note}")
-    return "\n".join([*lines, "", f"predictions: {ASSUMED}", ""])
+    return "\n".join([*lines, "", *_loss_of_dp(), "", f"predictions: {ASSUMED}", ""])
+
+
+def _loss_of_dp() -> list[str]:
+    """What the paper's dp loses with more GPUs, beside FSDP's collectives if nothing hid them; nothing is fitted."""
+    lines = ["dp, ms a step above 8 GPUs: ZeCO's Tables 5 and 6, and FSDP's collectives by NCCL's table, none hidden"]
+    lines.append(f"  {'GPUs':>6}{'16k':>9}{'32k':>9}{'FSDP':>9}")
+    paper = {
+        (int(row["gpus"]), int(row["seq_len_per_gpu"])): 1e3 * row["seq_len_per_gpu"] / row["dp"]
+        for row in reference("zeco_model_tokens_per_second_per_gpu")
+    }
+    for gpus in sorted({gpus for gpus, _ in paper} - {NODE}):
+        above = "".join(f"{paper[gpus, tokens] - paper[NODE, tokens]:9.1f}" for tokens in TOKENS)
+        lines.append(f"  {gpus:6}{above}{1e3 * (ring_seconds(gpus) - ring_seconds(NODE)):9.1f}")
+    return lines
 
 
 def _table_of(rows: Sequence[Row]) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.cost_model import assumed_costs
+from zeco_train.plan.advice import fastest_shards
 from zeco_train.plan.case import Case, build_case
 from zeco_train.plan.config import parse
+from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import plan_step
 from zeco_train.plan.wire import scan_choice
 from zeco_train.sp.registry import BACKENDS
@@ -26,8 +28,8 @@ ALPHA = 12.0
 GBPS = 45.0
 ASSUMED = (
     f"assumed: nodes of 8; between them {ALPHA:g} µs a message and {GBPS:g} GB/s a GPU, inside them NCCL's messages as "
-    "measured on H200s; no noise;\nFSDP over all GPUs at 35 GB/s between nodes, behind compute; efficiency is relative "
-    "to dp by the same planner"
+    "measured on H200s; no noise;\nFSDP within the fastest number of GPUs, by NCCL's table of hops and at 35 GB/s a "
+    "network card, mostly behind compute; efficiency is relative to dp by the same planner"
 )
 
 
@@ -52,7 +54,8 @@ class Predicted:
         gpus: all share one sequence.
         tokens: a GPU.
         alpha: µs of a message between nodes.
-        backend: of the row; `zeco` takes the fastest scan.
+        backend: of the row; `zeco` takes the fastest scan, and `dp:all` shards over all GPUs.
+        shards: GPUs over which FSDP shards.
         scan: the algorithm; empty for dp.
         microseconds: of one scan.
         rate: tokens/s of a GPU.
@@ -64,6 +67,7 @@ class Predicted:
     tokens: int
     alpha: float
     backend: str
+    shards: int
     scan: str
     microseconds: float
     rate: float
@@ -118,6 +122,9 @@ def predicted() -> list[Predicted]:
 def _rows(device: str, gpus: int, tokens: int, alpha: float) -> Iterator[Predicted]:
     case = gla_1b(device, gpus, tokens, alpha)
     of_dp = plan_step(case, BACKENDS["dp"]).per_device
+    if alpha == ALPHA:
+        rate = plan_step(gla_1b(device, gpus, tokens, alpha, gpus), BACKENDS["dp"]).per_device
+        yield Predicted(device, gpus, tokens, alpha, "dp:all", gpus, "", 0.0, rate, rate / of_dp)
     for backend in BACKENDS.values():
         if alpha != ALPHA and backend.name != "zeco":
             continue
@@ -129,14 +136,19 @@ def _rows(device: str, gpus: int, tokens: int, alpha: float) -> Iterator[Predict
             name = "" if choice is None else choice.scan.name
             microseconds = 0.0 if choice is None else choice.seconds * 1e6
             label = backend.name if scan is None else f"zeco:{name}"
-            yield Predicted(device, gpus, tokens, alpha, label, name, microseconds, rate, rate / of_dp)
+            scaled = rate, rate / of_dp
+            yield Predicted(device, gpus, tokens, alpha, label, case.shards, name, microseconds, *scaled)
 
 
 _CASES: dict[str, Case] = {}
+_SHARDS: dict[tuple[str, int, int], int] = {}
 
 
-def gla_1b(device: str, gpus: int, tokens: int, alpha: float) -> Case:
-    """gla_1b on GPUs that share one sequence. Composed once per device: a case is a few numbers of it."""
+def gla_1b(device: str, gpus: int, tokens: int, alpha: float, shards: int | None = None) -> Case:
+    """gla_1b on GPUs that share one sequence, with FSDP within `shards` of them; None: within the fastest number.
+
+    Composed once per device: a case is a few numbers of it.
+    """
     if device not in _CASES:
         arguments = ["+experiment=gla_1b_16k", f"gpu={device}", "world_size=8", "sp.size=8", "data.seq_len=131072"]
         _CASES[device] = build_case(parse(arguments))[0]
@@ -148,4 +160,18 @@ def gla_1b(device: str, gpus: int, tokens: int, alpha: float) -> Case:
     )
     costs = assumed_costs(node_message=alpha * 1e-6, node_byte=1e-9 / GBPS)
     machine = dataclasses.replace(case.machine, scans=costs)
-    return dataclasses.replace(case, config=config, world_size=gpus, sp_size=gpus, machine=machine)
+    case = dataclasses.replace(case, config=config, world_size=gpus, sp_size=gpus, machine=machine)
+    if shards is None:
+        # Independent of the latency of scans.
+        key = device, gpus, tokens
+        if key not in _SHARDS:
+            fastest = fastest_shards(case, 0.05, BACKENDS["dp"])
+            assert fastest is not None, "gla_1b fits"
+            _SHARDS[key] = fastest.case.shards
+        shards = _SHARDS[key]
+    return case.with_changes(shard_size=shards)
+
+
+def ring_seconds(gpus: int) -> float:
+    """FSDP's collectives in a step of gla_1b over H100s, one after the other; its tokens do not matter."""
+    return parameter_seconds(gla_1b("h100", gpus, TOKENS[0], ALPHA, gpus)).total

@@ -130,9 +130,9 @@ def lasp2_figure_4(rows: Sequence[Row]) -> Figure:
 
 
 def scaling(predicted: Sequence[Predicted]) -> Figure:
-    """Our own predictions: efficiency by algorithm, and of `auto` by the latency between nodes."""
-    figure = new_figure("Predicted throughput relative to dp, one sequence over all GPUs", (14, 9), 110, 12)
-    for tokens, row in zip(TOKENS, figure.subplots(2, 2), strict=True):
+    """Our own predictions: efficiency by algorithm, of `auto` by the latency between nodes; and dp's own throughput."""
+    figure = new_figure("Predicted throughput, one sequence over all GPUs", (19, 9), 110, 12)
+    for tokens, row in zip(TOKENS, figure.subplots(2, 3), strict=True):
         for device, style in zip(DEVICES, ("-", "--"), strict=True):
             for scan, colour in zip(ALL_SCANS, CURVES, strict=False):
                 found = _backend(predicted, device, tokens, f"zeco:{scan.name}")
@@ -142,10 +142,15 @@ def scaling(predicted: Sequence[Predicted]) -> Figure:
                 found = _zeco(predicted, device, tokens, alpha)
                 points = [(one.gpus, one.efficiency) for one in found]
                 row[1].plot(*_xy(points), style, color=colour, label=f"{alpha:g} µs, {device}")
+            for name, colour, label in (("dp", CURVES[0], "the fastest number of"), ("dp:all", CURVES[1], "all")):
+                points = [(one.gpus, one.rate) for one in _backend(predicted, device, tokens, name)]
+                row[2].plot(*_xy(points), style, color=colour, label=f"shards over {label} GPUs, {device}")
         label_axes(
             row[0], f"{length_name(tokens)} tokens a GPU, {ALPHA:g} µs between nodes", "GPUs", "of dp", log=False
         )
         label_axes(row[1], f"{length_name(tokens)} tokens a GPU, fastest scan", "GPUs", "of dp", log=False)
+        label_axes(row[2], f"dp, {length_name(tokens)} tokens a GPU", "GPUs", "tokens/s of a GPU", log=False)
+        row[2].set_ylim(bottom=0)
         row[1].set_ylim(0.9, 1.005)
         row[1].axhline(0.97, color=GREY, linewidth=0.8)
     figure.supxlabel(ASSUMED, fontsize=8)

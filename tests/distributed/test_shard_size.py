@@ -1,0 +1,157 @@
+"""`parallel.shard_size`: shards within fewer ranks than the world change what a rank holds, and no result."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from data.documents import Documents
+from data.loader import SequenceLoader, Source
+from data.store import TokenStore
+from models.parameters import parameter_rules
+from tests.checkpoint.test_resume import SIX_STEPS, _forget
+from tests.support.comparison import largest, relative
+from tests.support.distributed import run_distributed
+from tests.support.steps import SEQ_LEN, TINY, make_mesh, write_documents
+from tests.support.training import largest_difference, train
+from zeco_train.config.schema import Dtype, TrainConfig, load_config
+from zeco_train.distributed.parallelize import ParallelConfig, Strategy, count_shards
+from zeco_train.distributed.whole import local
+from zeco_train.errors import ConfigError
+from zeco_train.sp.dp import LocalScan
+from zeco_train.sp.registry import SPConfig, build_scan
+from zeco_train.training.build import build_model
+from zeco_train.training.optim.registry import OptimConfig, OptimizerName, build_optimizer
+from zeco_train.training.step import TrainingStep
+
+pytestmark = pytest.mark.numeric
+
+BATCH, STEPS = 4, 2
+# Strategy, shard size, sp size, segments, optimizer.
+GRID = [(Strategy.zero2, shard_size, sp_size, 1, "adamw") for shard_size in (1, 2, 4) for sp_size in (1, 2, 4)]
+FEW = [(Strategy.zero2, 2, 4, 1, "adamw"), (Strategy.zero3, 2, 1, 1, "adamw")]
+OTHERS = [
+    (Strategy.zero2, -1, 2, 1, "adamw"),
+    (Strategy.zero3, 2, 4, 2, "adamw"),
+    (Strategy.hsdp, 2, 4, 1, "adamw"),
+    (Strategy.hsdp, 4, 2, 2, "muon"),
+    (Strategy.zero2, 2, 1, 1, "muon"),
+    (Strategy.zero3, 1, 2, 1, "muon"),
+]
+
+
+def _train(rank: int, world_size: int, store: str, cases: list[Any]) -> list[dict[str, Any]]:
+    """Losses, norms and held elements of the steps of each case."""
+    results = []
+    for strategy, shard_size, sp_size, segments, optimizer in cases:
+        mesh = make_mesh(rank, world_size, sp_size)
+        config = TrainConfig(dtype=Dtype.fp64, segments=segments)
+        model = build_model(TINY, config, strategy, mesh, 0, shard_size)
+        optim = OptimConfig(name=OptimizerName[optimizer], lr=1e-2)
+        step = TrainingStep(
+            model,
+            build_optimizer(parameter_rules(model), optim, torch.float64),
+            LocalScan() if sp_size == 1 else build_scan(SPConfig(), mesh.scan_groups, mesh.timeout),
+            mesh,
+            strategy=strategy,
+            grad_clip=0.1,
+            tokens_per_step=BATCH * SEQ_LEN,
+            seq_len=SEQ_LEN,
+        )
+        split = mesh.split(SEQ_LEN, 1, segments=segments)
+        loader = SequenceLoader([Source(Documents(TokenStore.open(Path(store))))], split, seed=3, global_batch=BATCH)
+        losses, norms = [], []
+        for number in range(STEPS):
+            step.zero_grad()
+            loss = torch.zeros((), dtype=torch.float64)
+            for micro_step in range(loader.micro_steps):
+                batches = [loader.batch(number * BATCH, micro_step, segment) for segment in range(segments)]
+                share = step.backward(batches, last=micro_step == loader.micro_steps - 1)
+                assert share is not None
+                loss += share
+            value, norm = step.update(loss).read()
+            losses.append(value)
+            norms.append(norm)
+        held = sum(local(parameter).numel() for parameter in model.parameters())
+        results.append({"losses": losses, "norms": norms, "held": held})
+    return results
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_documents(tmp_path_factory.mktemp("shards") / "store"))
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [FEW, pytest.param(GRID, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.slow)],
+    ids=["few", "zero2", "others"],
+)
+def test_losses_and_norms_are_those_of_one_rank(cases: list[Any], store: str) -> None:
+    optimizers = sorted({case[-1] for case in cases})
+    alone = [(Strategy.zero2, 1, 1, 1, optimizer) for optimizer in optimizers]
+    expected = dict(zip(optimizers, run_distributed(_train, 1, store, alone)[0], strict=True))
+    by_rank = run_distributed(_train, 4, store, cases)
+    for number, case in enumerate(cases):
+        reference, held = expected[case[-1]], [results[number]["held"] for results in by_rank]
+        for result in (results[number] for results in by_rank):
+            for key in ("losses", "norms"):
+                error = largest(relative(*pair) for pair in zip(result[key], reference[key], strict=True))
+                # The contract. Measured 3e-15 at most.
+                assert error <= 1e-9, (case, key)
+        # Each group of `shard_size` adjacent ranks holds the model once.
+        shard_size = case[1] if case[1] > 0 else 4
+        groups = [sum(held[first : first + shard_size]) for first in range(0, 4, shard_size)]
+        assert groups == [reference["held"]] * (4 // shard_size), case
+
+
+def _resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A run within groups of two, then resumed from step 2 within groups of each size."""
+    common = ["train.dtype=fp64", "sp=lasp2", "sp.size=2", *SIX_STEPS]
+    results = {"unbroken": train(rank, world_size, f"{folder}/2", *common, "parallel.shard_size=2")}
+    for shard_size in (1, 2, 4):
+        path = Path(folder, f"resumed_{shard_size}")
+        dist.barrier()
+        if rank == 0:
+            shutil.copytree(Path(folder, "2"), path)
+            _forget(path, 2)
+        dist.barrier()
+        results[str(shard_size)] = train(rank, world_size, path, *common, f"parallel.shard_size={shard_size}")
+    return results
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_within_other_groups(tmp_path: Path) -> None:
+    results = run_distributed(_resume, 4, str(tmp_path))[0]
+    unbroken = results.pop("unbroken")
+    assert [row["step"] for row in unbroken["rows"]] == [1, 2, 3, 4, 5, 6]
+    for shard_size, resumed in results.items():
+        assert len(resumed["sequence_ids"]) == 4
+        for key in ("loss", "grad_norm", "val_loss"):
+            error = largest_difference(resumed["rows"], unbroken["rows"], key)
+            # Groups of other sizes add gradients up in another order.
+            assert error <= (0 if shard_size == "2" else 1e-9), (shard_size, key)
+
+
+def test_mistakes_name_the_size() -> None:
+    for arguments, message in (
+        (["parallel=ddp", "parallel.shard_size=2"], "parallel.shard_size=2: ddp shards nothing"),
+        (["parallel.shard_size=0"], "parallel.shard_size=0: must be ≥ 1, or -1 for the strategy's default"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            load_config(arguments)
+    with pytest.raises(ConfigError, match=r"^parallel.shard_size=3: must divide the world size 4: 1, 2, 4, or -1"):
+        count_shards(Strategy.zero3, 3, 4, 2)
+
+
+def test_default_is_the_world_and_with_hsdp_a_sequence() -> None:
+    strategies = Strategy.ddp, Strategy.zero2, Strategy.zero3
+    assert [count_shards(strategy, -1, 8, 2) for strategy in strategies] == [1, 8, 8]
+    assert [count_shards(Strategy.hsdp, size, 8, 2) for size in (-1, 4)] == [2, 4]
+    assert str(ParallelConfig()) == "zero2"
+    assert str(ParallelConfig(Strategy.hsdp, shard_size=4)) == "hsdp within 4 ranks"
