@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from zeco_train.bench import variants as known
 from zeco_train.bench.config import OfModelConfig
-from zeco_train.config.schema import Compile, Config
+from zeco_train.config.schema import Compile, Config, CudaGraphs
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
 from zeco_train.system.ranges import check_least
-from zeco_train.training.graphs import CudaGraphs
 
 
 class ModelSettings(NamedTuple):

@@ -45,7 +45,6 @@ from zeco_train.system.paths import check_path, path_problem, shown
 from zeco_train.system.ranges import check_least
 from zeco_train.system.stored_values import by_key, check_values, find_interpolation, read_values
 from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
-from zeco_train.training.graphs import CudaGraphs
 from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim.registry import OptimConfig
 from zeco_train.training.profiler import check_profile
@@ -78,6 +77,13 @@ class Compile(Enum):
     auto = "auto"
     always = "always"
     never = "never"
+
+
+class CudaGraphs(Enum):
+    """Whether to replay steps as CUDA graphs. `auto`: on CUDA devices, where a step can be captured."""
+
+    auto = "auto"
+    off = "off"
 
 
 @dataclass

@@ -10,7 +10,7 @@ from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
-from zeco_train.config.schema import Compile, Config
+from zeco_train.config.schema import Compile, Config, CudaGraphs
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
@@ -19,7 +19,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
-from zeco_train.training.graphs import CudaGraphs, capture_problem
+from zeco_train.training.graphs import capture_problem
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.document_rules import check_documents
-from zeco_train.config.schema import Compile, Config, TrainConfig, to_plain
+from zeco_train.config.schema import Compile, Config, CudaGraphs, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device, total_memory
 from zeco_train.distributed.exchange import build_exchange, check_softmax
@@ -54,7 +54,7 @@ from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
-from zeco_train.training.graphs import CudaGraphs, StepGraphs, capture_problem
+from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen

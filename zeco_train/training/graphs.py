@@ -15,30 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from data.reader import Batch
+from zeco_train.config.schema import Config
 from zeco_train.ops.documents import find_pieces
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
 
-if TYPE_CHECKING:
-    from zeco_train.config.schema import Config
-
 # Steps before the capture: they compile, connect, and allocate what stays, such as the optimizer's moments.
 WARM_UP = 2
-
-
-class CudaGraphs(Enum):
-    """Whether to replay steps as CUDA graphs. `auto`: on CUDA devices, where a step can be captured."""
-
-    auto = "auto"
-    off = "off"
 
 
 def capture_problem(config: Config) -> str | None:
