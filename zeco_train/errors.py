@@ -97,3 +97,10 @@ class OutOfMemoryError(ZecoError):
 
     def __init__(self, rank: int, activity: str, problem: str, remedy: str = "") -> None:
         super().__init__(f"rank {rank}: {activity}: out of memory ({problem})" + (f"; {remedy}" if remedy else ""))
+
+
+def first_cause(error: BaseException) -> str:
+    """The root cause in one line: what ends a failed CUDA graph's capture raises another error, which hides it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -1,54 +1,112 @@
-"""Steps as CUDA graphs: the bits of the step without them. The last results are in gpu_results.md."""
+"""Steps as CUDA graphs: the bits of the step without them. On CPUs a part is run again in place of its replay.
+
+The last results on GPUs are in gpu_results.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.loader import Batch
 from models.parameters import parameter_rules
+from tests.support.distributed import run_distributed
 from zeco_train.config.schema import load_config
 from zeco_train.distributed.exchange import build_exchange
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
+from zeco_train.errors import ConfigError
 from zeco_train.training.build import build_model
-from zeco_train.training.graphs import WARM_UP, StepGraphs
+from zeco_train.training.graphs import WARM_UP, StepGraphs, _Captured, capture_problem
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TOKENS, STEPS = 512, WARM_UP + 5
+SETTINGS = [
+    [],
+    ["data.reset_state_at_document=true"],
+    ["data.reset_state_at_document=true", "model.mixer=mamba2"],
+    ["parallel=ddp"],
+    ["parallel=zero3"],
+    ["train.recompute=full"],
+    ["optim=muon"],
+    ["model.mixer=mamba2"],
+    ["model.mixer=retnet", "model.attn.every=2"],
+    ["model.mixer=retnet", "train.compile=never"],
+]
 
 
-def batch(number: int, documents: bool) -> Batch:
-    """Every third one has fewer labels; with documents, borders differ from batch to batch."""
+def batch(number: int, documents: bool, mesh: ProcessMesh) -> Batch:
+    """Some have fewer labels; with documents, borders differ from batch to batch."""
     tokens = torch.randint(0, 256, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number))
     labels = tokens[:, 1:].clone()
-    if number % 3 == 0:
+    if number % 5 < 2:
         labels[:, : TOKENS // 4] = -100
-    borders = torch.tensor([0, 64 + 7 * number, 100 + 13 * number, TOKENS]) if documents else None
-    return Batch(tokens[:, :-1], labels, borders, 0, 0, [number], step_labels=int((labels >= 0).sum()), borders=borders)
+    length = TOKENS // mesh.sp_size
+    own = slice(mesh.sp_rank * length, (mesh.sp_rank + 1) * length)
+    borders = torch.tensor([0, 64 + 7 * number, 300 + 13 * number % 100, TOKENS]) if documents else None
+    pieces, before = None, own.start
+    if borders is not None:
+        inside = borders[(borders > own.start) & (borders < own.stop)] - own.start
+        pieces = torch.cat([torch.tensor([0]), inside, torch.tensor([length])])
+        before = own.start - int(borders[borders <= own.start].max())
+    step_labels = int((labels >= 0).sum())
+    return Batch(
+        tokens[:, :-1][:, own], labels[:, own], pieces, before, own.start, [number], False, 0, step_labels, borders
+    )
 
 
-@pytest.fixture(scope="module")
-def mesh() -> ProcessMesh:
-    return init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(seconds=60))
+class RunAgain(StepGraphs):
+    """In place of a replay a part runs again as it was captured: what it has not read from its tensors is as then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        with mock.patch.object(torch.cuda, "Stream"), mock.patch.object(torch.cuda, "graph_pool_handle"):
+            super().__init__(model, torch.device("cpu"))
+        self.runs = 0
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        yield
+
+    def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> _Captured:
+        writes_gradients = all(parameter.grad is None for parameter in self._model.parameters())
+        outputs: list[Tensor] = []
+
+        def replay() -> None:
+            if writes_gradients:
+                self._model.zero_grad(set_to_none=True)
+            found, self.runs = work(), self.runs + 1
+            if not outputs:
+                outputs.extend(found)
+            for kept, again in zip(outputs, found, strict=True):
+                kept.copy_(again)
+
+        graph: Any = SimpleNamespace(replay=replay)
+        return _Captured(graph, outputs, [])  # type: ignore[arg-type]
 
 
 def train(
-    mesh: ProcessMesh, settings: list[str], micro_batches: int, with_graphs: bool
+    mesh: ProcessMesh,
+    settings: list[str],
+    micro_batches: int,
+    graphs: Callable[[nn.Module], StepGraphs] | None,
+    dtype: str,
 ) -> tuple[list[tuple[float, float]], list[Tensor]]:
     """Losses and norms of all steps, and the weights after the last."""
-    config = load_config(["model=gla_tiny", "train.dtype=bf16", "sp=dp", "name=graphs", *settings])
-    scan = build_exchange(config.sp, config.model, mesh, TOKENS, torch.bfloat16, deterministic=True)
+    backend = "sp=dp" if mesh.sp_size == 1 else "sp=zeco"
+    config = load_config(["model=gla_tiny", f"train.dtype={dtype}", backend, "name=graphs", *settings])
+    compute = config.train.dtype.compute
+    scan = build_exchange(config.sp, config.model, mesh, TOKENS, compute, deterministic=True)
     model = build_model(config.model, config.train, config.parallel.strategy, mesh, seed=0)
-    optimizer = build_optimizer(parameter_rules(model), config.optim, config.train.dtype.compute)
+    optimizer = build_optimizer(parameter_rules(model), config.optim, compute)
     step = TrainingStep(
         model,
         optimizer,
@@ -58,7 +116,7 @@ def train(
         grad_clip=1.0,
         tokens_per_step=TOKENS,
         seq_len=TOKENS,
-        graphs=StepGraphs(model, mesh.device) if with_graphs else None,
+        graphs=None if graphs is None else graphs(model),
     )
     numbers = []
     for number in range(STEPS):
@@ -66,34 +124,91 @@ def train(
         step.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for index in range(micro_batches):
-            one = batch(number * micro_batches + index, config.data.reset_state_at_document)
+            one = batch(number * micro_batches + index, config.data.reset_state_at_document, mesh)
             share = step.backward([one], last=index == micro_batches - 1)
             assert share is not None
             loss += share
         numbers.append(step.update(loss).read())
+    scan.drain()
     return numbers, [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        ["data.reset_state_at_document=true"],
-        ["data.reset_state_at_document=true", "model.mixer=mamba2"],
-        ["parallel=ddp"],
-        ["parallel=zero3"],
-        ["train.recompute=full"],
-        ["optim=muon"],
-        ["model.mixer=mamba2"],
-        ["model.mixer=retnet", "model.attn.every=2"],
-        ["model.mixer=retnet", "train.compile=never"],
-    ],
-    ids=" ".join,
-)
-def test_replayed_steps_equal_launched_ones(mesh: ProcessMesh, settings: list[str], micro_batches: int) -> None:
-    numbers, weights = train(mesh, settings, micro_batches, with_graphs=True)
-    expected, expected_weights = train(mesh, settings, micro_batches, with_graphs=False)
-    assert numbers == expected
-    assert all(torch.equal(one, other) for one, other in zip(weights, expected_weights, strict=True))
+def check_same_bits(mesh: ProcessMesh, settings: list[str], micro_batches: int, graphs: Any, dtype: str) -> None:
+    numbers, weights = train(mesh, settings, micro_batches, graphs, dtype)
+    expected, expected_weights = train(mesh, settings, micro_batches, None, dtype)
+    assert numbers == expected, (settings, micro_batches)
+    assert all(torch.equal(*pair) for pair in zip(weights, expected_weights, strict=True)), (settings, micro_batches)
     assert len({loss for loss, _ in numbers}) == STEPS
+
+
+@pytest.fixture(scope="module")
+def gpu_mesh() -> ProcessMesh:
+    return init_mesh(Launch.from_environment(), 1, torch.device("cuda", 0), timedelta(seconds=60))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("settings", SETTINGS, ids=" ".join)
+def test_replayed_steps_equal_launched_ones(gpu_mesh: ProcessMesh, settings: list[str], micro_batches: int) -> None:
+    check_same_bits(gpu_mesh, settings, micro_batches, lambda model: StepGraphs(model, gpu_mesh.device), "bf16")
+
+
+def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
+    mesh = init_mesh(Launch(rank, world_size, rank), world_size, torch.device("cpu"), timedelta(seconds=60))
+    for index, settings in enumerate(cases):
+        made: list[RunAgain] = []
+
+        def graphs(model: nn.Module, made: list[RunAgain] = made) -> RunAgain:
+            made.append(RunAgain(model))
+            return made[0]
+
+        micro_batches = (3, 1)[index % 2]
+        check_same_bits(mesh, settings, micro_batches, graphs, "fp32")
+        # The passes of each micro-batch, and the norm.
+        assert made[0].runs == (STEPS - WARM_UP) * (micro_batches + 1), settings
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        SETTINGS[2:3],
+        pytest.param([*SETTINGS[3:-1], *SETTINGS[:2]], marks=pytest.mark.slow),
+    ],
+    ids=["documents and convolutions", "others"],
+)
+def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]]) -> None:
+    """On two ranks; a case has one micro-batch or three, in turns."""
+    run_distributed(_run_again, 2, cases)
+
+
+def test_what_cannot_be_captured_is_said() -> None:
+    plain = ["model=gla_tiny", "name=graphs"]
+    assert capture_problem(load_config(plain)) is None
+    assert capture_problem(load_config([*plain, "train.segments=2"])) == "train.segments=2"
+    documents = [*plain, "data.reset_state_at_document=true"]
+    assert capture_problem(load_config(documents)) is None
+    problem = capture_problem(load_config([*documents, "model.attn.every=2"]))
+    assert problem == "data.reset_state_at_document=true with softmax layers"
+
+
+def test_failed_capture_ends_with_advice() -> None:
+    model = nn.Linear(2, 2)
+    with mock.patch.object(torch.cuda, "Stream"), mock.patch.object(torch.cuda, "graph_pool_handle"):
+        graphs = StepGraphs(model, torch.device("cpu"))
+
+    def capture(*arguments: Any, **settings: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def work() -> tuple[Tensor, ...]:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    for _ in range(WARM_UP + 1):
+        graphs.begin_step()
+    with (
+        mock.patch.object(graphs, "_forget_events"),
+        mock.patch.object(graphs, "_on_stream", nullcontext),
+        mock.patch.object(torch.cuda, "CUDAGraph"),
+        mock.patch.object(torch.cuda, "graph", capture),
+        pytest.raises(ConfigError, match=r"train.cuda_graphs=auto: this step cannot be captured \(operation not per"),
+    ):
+        graphs.run("passes", work)

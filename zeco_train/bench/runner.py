@@ -23,7 +23,7 @@ from zeco_train.bench.check import check_results
 from zeco_train.bench.config import RunsConfig
 from zeco_train.bench.samples import Row, Summary
 from zeco_train.bench.session import Session
-from zeco_train.errors import CommunicationError
+from zeco_train.errors import CommunicationError, first_cause
 
 _MIB = 1 << 20
 _MAX_FLUSHES = 400
@@ -216,7 +216,7 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
             for _ in range(operations):
                 result = subject.run()
     except (RuntimeError, CommunicationError) as error:
-        problem = _first_cause(error)
+        problem = first_cause(error)
     torch.cuda.synchronize()
     # Captured on all ranks or on none: a replay is collective.
     problem = next((text for text in session.gather(problem) if text), "")
@@ -231,13 +231,6 @@ def capture(subject: Subject, operations: int, session: Session, tolerance: floa
 def _replay(graph: torch.cuda.CUDAGraph, captured: Subject) -> None:
     """`captured` is passed to keep it alive with the graph, which holds addresses of its tensors."""
     graph.replay()
-
-
-def _first_cause(error: BaseException) -> str:
-    """The root cause in one line. Ending a failed capture raises another error, which hides it."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _check_replays(captured: Subject, result: Tensor, expected: Tensor, session: Session, tolerance: float) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from data.reader import Batch
 from zeco_train.config.schema import Config
+from zeco_train.errors import CommunicationError, ConfigError, first_cause
 from zeco_train.ops.documents import find_pieces
 from zeco_train.sp.exposed import Events, active_meter
 from zeco_train.training.forward import to_device
@@ -84,6 +85,9 @@ class StepGraphs:
 
         From the first step after the warm-up on they are replayed into the same tensors: read them before the part's
         next replay. All that `work` reads must stay at its address.
+
+        Raises:
+            ConfigError: `work` cannot be captured.
         """
         with self._on_stream():
             if not self.are_active:
@@ -138,9 +142,16 @@ class StepGraphs:
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> _Captured:
         graph, meter = torch.cuda.CUDAGraph(), active_meter()
         self._forget_events()
-        # Threads of autograd and NCCL's watchdog may make calls that a capture forbids.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = work()
+        try:
+            # Threads of autograd and NCCL's watchdog may make calls that a capture forbids.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = work()
+        except (CommunicationError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            # What the passes have left half done cannot be taken back.
+            allowed = f"this step cannot be captured ({first_cause(error)}); take off"
+            raise ConfigError("train.cuda_graphs", "auto", allowed) from error
         self._forget_events()
         return _Captured(graph, outputs, [] if meter is None else meter.take_captured())
 
