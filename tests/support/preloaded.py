@@ -12,6 +12,7 @@ import torch.distributed.fsdp  # noqa: F401
 
 import zeco_train.training.trainer  # noqa: F401
 from data import corpora
+from tests.support import distributed
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
 
@@ -25,3 +26,4 @@ corpora.standard_library_documents()
 # The ranks share these objects' memory; a collection in a rank would visit, and so copy, all of it.
 gc.collect()
 gc.freeze()
+gc.set_threshold(*distributed.GARBAGE)
