@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+
+from tests.support import interpreter
 
 # CPU time of all ranks that have reported a result. Forked ranks are not children of the test process.
 cpu_seconds = 0.0
@@ -141,6 +144,9 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.set_threshold(*GARBAGE)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.quicken()
     result, trace = None, None
     try:
         if "nccl" in backend:

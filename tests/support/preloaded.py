@@ -12,7 +12,6 @@ import torch.distributed.fsdp  # noqa: F401
 
 import zeco_train.training.trainer  # noqa: F401
 from data import corpora
-from tests.support import distributed
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
 
@@ -26,4 +25,3 @@ corpora.standard_library_documents()
 # The ranks share these objects' memory; a collection in a rank would visit, and so copy, all of it.
 gc.collect()
 gc.freeze()
-gc.set_threshold(*distributed.GARBAGE)
