@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.virtual import Outcome, run_virtual
+from tests.support.virtual import Network, Outcome, run_virtual
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.registry import SCANS
 from zeco_train.collectives.rounds import count_rounds
@@ -63,6 +63,11 @@ def check(name: str, topology: Topology, reverse: bool = False) -> None:
     assert found.seconds == pytest.approx(SCANS[name].seconds(COSTS, load, blocks), rel=1e-9), case
     assert max(found.network.messages.values()) == most_messages(name, load), case
     assert max(found.network.bytes.values()) == SCANS[name].bytes_sent(load, False), case
+
+
+def test_message_that_nobody_sends_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="nobody sends rank 1 the message 7 from rank 0"):
+        Network(Topology((2,)), COSTS).take(torch.empty(1), 0, 1, 7)
 
 
 @pytest.mark.parametrize("name", SCANS)

@@ -1,10 +1,11 @@
-"""Models with softmax layers train alike on one rank and on several: every scan of states with every method."""
+"""Models with softmax layers train alike on one rank and on several: every scan of states with every method.
+
+`python -m tests.hybrid_matrix` has each of these pairs with each model, with and without documents.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import pickle
 from typing import Any
 from unittest import mock
 
@@ -12,12 +13,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from models.attn import AttnConfig
-from models.config import LanguageModelConfig
-from tests.exactness_matrix import PLAIN, TOLERANCE, tiny
+from tests.exactness_matrix import PLAIN
+from tests.hybrid_matrix import HYBRIDS, Row, Whole, case_of, compare, reference
+from tests.support.covering import cover_pairs, pairs_of
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import TIMEOUT, build_scans
-from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
+from tests.support.steps import make_mesh, run_steps, worst, write_documents
 from zeco_train.collectives.wire import Transfer, Wire
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.recompute import Recompute
@@ -25,15 +26,7 @@ from zeco_train.sp.attention.registry import METHODS, build_attention
 
 pytestmark = pytest.mark.numeric
 
-# Of two shards of 120 tokens and four of 60, a window within a shard, and one wider than any; and no window.
-ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True, gate=True)
-HYBRIDS: dict[str, LanguageModelConfig] = {
-    "gla, window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=50)),
-    "gla, wide window": dataclasses.replace(tiny("gla"), attn=dataclasses.replace(ATTN, window=150)),
-    "mamba2": dataclasses.replace(tiny("mamba2"), attn=dataclasses.replace(ATTN, offset=0)),
-}
-Row = tuple[str, str, str, bool, Recompute, Strategy]
-# (model, scan, method, documents, recompute, strategy): each value meets several of the others.
+# Each value meets several of the others.
 COVERING: list[Row] = [
     ("mamba2", "lasp1", "all_gather", True, Recompute.full, Strategy.zero2),
     ("gla, window", "lasp2", "ulysses", True, Recompute.full, Strategy.zero3),
@@ -43,45 +36,9 @@ COVERING: list[Row] = [
     ("mamba2", "two_shot", "ulysses", False, Recompute.none, Strategy.zero3),
     ("gla, wide window", "chain/3", "ring", True, Recompute.full, Strategy.zero2),
 ]
-
-
-def _all() -> list[Row]:
-    cells = itertools.product(HYBRIDS, PLAIN, METHODS, (False, True))
-    return [(*cell, recompute, Strategy.zero2) for cell, recompute in zip(cells, itertools.cycle(Recompute))]
-
-
-# Results on one rank by model, documents and number of steps.
-Whole = dict[tuple[str, bool, int], Result]
-
-
-def _case(model: str, documents: bool, steps: int, recompute: Recompute = Recompute.none, **settings: Strategy) -> Case:
-    # Gradients of two micro-batches are added in the cases with documents.
-    batch = 1 if documents else GLOBAL_BATCH
-    return Case(
-        documents=documents, micro_batch=batch, steps=steps, model=HYBRIDS[model], recompute=recompute, **settings
-    )
-
-
-def reference(rank: int, world_size: int, store: str) -> Whole:
-    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
-    cells = itertools.product(HYBRIDS, (False, True), (1, 3))
-    return {cell: run_steps(_case(*cell), scan, mesh, store) for cell in cells}
-
-
-def sharded(rank: int, world_size: int, store: str, expected: bytes, rows: list[Row], steps: int) -> None:
-    whole: Whole = pickle.loads(expected)
-    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
-    methods = {
-        name: build_attention(spec, dist.new_group(range(world_size)), TIMEOUT) for name, spec in METHODS.items()
-    }
-    for model, scan, method, documents, recompute, strategy in rows:
-        scans[scan].attention = methods[method]
-        result = run_steps(_case(model, documents, steps, recompute, strategy=strategy), scans[scan], mesh, store)
-        where = f"{model}, {scan}, {method}, {recompute.value}, {strategy.value}, {world_size} ranks"
-        check(result, whole[model, documents, steps], TOLERANCE, f"{where}{', documents' * documents}")
-    for used in scans.values():
-        used.drain()
-    dist.barrier()  # keep ranks alive until their peers have received everything
+# For one step; without the strategy.
+AXES = [*HYBRIDS], [*PLAIN], [*METHODS], [False, True], [*Recompute]
+PAIRS: list[Row] = [(*cell, Strategy.zero2) for cell in cover_pairs(*AXES)]
 
 
 def sent(rank: int, world_size: int, store: str) -> dict[str, int]:
@@ -96,7 +53,7 @@ def sent(rank: int, world_size: int, store: str) -> dict[str, int]:
             return send(wire, into, parts, *rest)
 
         with mock.patch.object(Wire, "all_to_all", count):
-            run_steps(_case("mamba2", False, 3, recompute), scan, mesh, store)
+            run_steps(case_of("mamba2", False, 3, recompute), scan, mesh, store)
     scan.drain()
     dist.barrier()
     return found
@@ -120,18 +77,26 @@ def test_covering_rows_have_every_scan_method_recomputation_and_strategy() -> No
     assert (recomputes, strategies) == ({*Recompute}, {*Strategy})
 
 
+def test_pairs_have_each_value_with_each_of_another_axis() -> None:
+    """Every scan with every method, and so on, in a fifth of the cells of `hybrid_matrix`."""
+    found = set().union(*(pairs_of(row[:-1]) for row in PAIRS))
+    of_axes = itertools.combinations(enumerate(AXES), 2)
+    assert found == {(i, j, a, b) for (i, these), (j, those) in of_axes for a in these for b in those}
+    assert len(PAIRS) < 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_hybrids_train_alike_for_three_steps(world_size: int, store: str, expected: Whole) -> None:
     # With fewer heads of keys than ranks, too.
-    run_distributed(sharded, world_size, store, pickle.dumps(expected), COVERING, 3)
+    compare(world_size, store, expected, COVERING, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_hybrids_train_alike_with_every_scan_and_method(world_size: int, store: str, expected: Whole) -> None:
     """For one step: gradients of every pair, and the losses before and after an update."""
-    run_distributed(sharded, world_size, store, pickle.dumps(expected), _all(), 1, timeout=1800)
+    compare(world_size, store, expected, PAIRS, 1)
 
 
 @pytest.mark.slow

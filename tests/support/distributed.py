@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,9 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+
+from tests.support import interpreter
 
 # CPU time of all ranks that have reported a result. Forked ranks are not children of the test process.
 cpu_seconds = 0.0
+# Thresholds of garbage collections. By the defaults they take a tenth of a rank's time: torch's first uses make many
+# objects that stay.
+GARBAGE = 20_000, 20, 20
 
 
 class RankError(AssertionError):
@@ -137,10 +144,15 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.set_threshold(*GARBAGE)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.quicken()
     result, trace = None, None
     try:
         if "nccl" in backend:
             torch.cuda.set_device(rank)
+        # `new_group` finds the class by this name.
+        distributed_c10d.ProcessGroupGloo = _OneLoop  # type: ignore[misc]
         dist.init_process_group(
             backend,
             store=dist.FileStore(store, world_size),
@@ -161,3 +173,16 @@ def _run_rank(
     connection.close()
     # Skip interpreter finalisation: destroying a group with pending operations would block.
     os._exit(0 if trace is None else 1)
+
+
+class _OneLoop(ProcessGroupGloo):
+    """A gloo group that shares this process's event loop; its own would wake 100 times a second."""
+
+    _device: ProcessGroupGloo.Device | None = None
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        if _OneLoop._device is None:
+            _OneLoop._device = ProcessGroupGloo.create_default_device()
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [_OneLoop._device], 2, timeout
+        super().__init__(store, rank, size, options)

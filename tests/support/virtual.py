@@ -1,9 +1,9 @@
 """Ranks of one process over a network with a virtual clock: the project's scans, unchanged, at any number of ranks.
 
-A rank's scan runs on its courier's thread, as on CPUs; only its wire differs. A message carries the time of its
-arrival, and a rank's clock is the latest arrival that it has waited for. So times are exact and the same in every run,
-however fast this machine is. They depend on number, order, size and targets of the messages alone: computing takes no
-time.
+A rank's scan runs on its courier's thread, as on CPUs, but one rank runs at a time; only its wire differs. A message
+carries the time of its arrival, and a rank's clock is the latest arrival that it has waited for. So times are exact and
+the same in every run, however fast this machine is. They depend on number, order, size and targets of the messages
+alone: computing takes no time.
 
     message      occupies its sender for α + βn, then it has arrived
     exchange     occupies its sender for α'' + β'n a message, one after another; each arrives α' later
@@ -12,11 +12,10 @@ time.
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.turns import Turns
 from zeco_train.collectives import Courier
 from zeco_train.collectives.cost_model import Costs
+from zeco_train.collectives.courier import ScanJob
+from zeco_train.collectives.scan import PendingScan
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
@@ -44,16 +46,16 @@ class Network:
     Attributes:
         clocks: virtual seconds of each rank.
         messages, bytes: sent by each rank.
+        turns: of the ranks.
     """
 
     def __init__(self, topology: Topology, costs: Costs) -> None:
-        self.topology, self.costs = topology, costs
+        self.topology, self.costs, self.turns = topology, costs, Turns()
         self.clocks = [0.0] * topology.ranks
         self.messages, self.bytes = Counter[int](), Counter[int]()
         self._ports = [0.0] * topology.ranks
-        self._boxes: defaultdict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
+        self._boxes: defaultdict[Any, _Box] = defaultdict(_Box)
         self._meetings: dict[Any, _Meeting] = {}
-        self._lock = threading.Lock()
 
     def hop(self, source: int, target: int) -> Costs:
         """The costs of a message between two ranks."""
@@ -66,50 +68,65 @@ class Network:
         self._ports[source] = max(self.clocks[source], self._ports[source]) + occupied
         self.messages[source] += 1
         self.bytes[source] += tensor.nbytes
-        self._box(source, target, tag).put((self._ports[source] + latency, tensor.clone()))
+        box = self._boxes[source, target, tag]
+        box.messages.append((self._ports[source] + latency, tensor.clone()))
+        if box.reader is not None:
+            self.turns.wake(box.reader)
+            box.reader = None
 
     def take(self, into: Tensor, source: int, target: int, tag: Any) -> None:
         """Wait for a message; its length must be that of the buffer."""
-        arrival, tensor = self._box(source, target, tag).get(timeout=TIMEOUT.total_seconds())
+        box = self._boxes[source, target, tag]
+        if not box.messages:
+            self.turns.wait(lambda turn: setattr(box, "reader", turn))
+        assert box.messages, f"nobody sends rank {target} the message {tag} from rank {source}"
+        arrival, tensor = box.messages.popleft()
         into.view(-1).copy_(tensor.view(-1))
         self.clocks[target] = max(self.clocks[target], arrival)
 
     def meet(self, key: Any, rank: int, tensor: Tensor, finish: Callable[[list[float], Tensor], Any]) -> _Meeting:
         """Join a collective: `finish` gets clocks and tensors of all ranks once the last one has come."""
-        with self._lock:
-            meeting = self._meetings.setdefault(key, _Meeting(self.topology.ranks))
+        if key not in self._meetings:
+            self._meetings[key] = _Meeting(self.topology.ranks, self.turns)
+        meeting = self._meetings[key]
         meeting.join(rank, self.clocks[rank], tensor, finish)
         return meeting
 
     def undelivered(self) -> int:
         """Messages that nobody received."""
-        return sum(box.qsize() for box in self._boxes.values())
+        return sum(len(box.messages) for box in self._boxes.values())
 
-    def _box(self, *key: Any) -> queue.SimpleQueue[Any]:
-        with self._lock:
-            return self._boxes[key]
+
+@dataclass
+class _Box:
+    """Messages of one tag between two ranks, and the turn of the receiver that waits for one."""
+
+    messages: deque[tuple[float, Tensor]] = field(default_factory=deque)
+    reader: threading.Lock | None = None
 
 
 class _Meeting:
     """A collective of all ranks."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, turns: Turns) -> None:
         self._clocks, self._tensors = [0.0] * ranks, [torch.empty(0)] * ranks
-        self._missing, self._lock, self._over = ranks, threading.Lock(), threading.Event()
-        self.result: Any = None
+        self._missing, self._turns = ranks, turns
+        self._readers: list[threading.Lock] = []
+        self._result: Any = None
 
     def join(self, rank: int, clock: float, tensor: Tensor, finish: Callable[[list[float], Tensor], Any]) -> None:
         self._clocks[rank], self._tensors[rank] = clock, tensor
-        with self._lock:
-            self._missing -= 1
-            last = self._missing == 0
-        if last:
-            self.result = finish(self._clocks, torch.stack(self._tensors))
-            self._over.set()
+        self._missing -= 1
+        if self._missing == 0:
+            self._result = finish(self._clocks, torch.stack(self._tensors))
+            for reader in self._readers:
+                self._turns.wake(reader)
 
     def get(self) -> Any:
-        assert self._over.wait(TIMEOUT.total_seconds()), "a rank did not come"
-        return self.result
+        if self._missing:
+            self._turns.wait(self._readers.append)
+        assert not self._missing, "a rank did not come"
+        return self._result
 
 
 class _Transfer:
@@ -234,6 +251,12 @@ class VirtualCourier(Courier):
             self._wires[key] = VirtualWire(self._network, self._rank, operation, reverse)
         return self._wires[key]
 
+    def launch(self, job: ScanJob) -> PendingScan:
+        # A job of one rank never runs: there is nothing to communicate.
+        if self.size > 1:
+            job.run = self._network.turns.task(job.run)  # type: ignore[method-assign]
+        return super().launch(job)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -259,6 +282,7 @@ def run_virtual(
         scan.start(request, courier, blocks) for request, courier in zip(requests, couriers, strict=True)
     ]
     reverse = requests[0].reverse
+    network.turns.rest()
     incoming: dict[int, Tensor] = {}
     # In scan order, as a serial scan needs.
     for rank in reversed(range(topology.ranks)) if reverse else range(topology.ranks):
