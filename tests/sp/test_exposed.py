@@ -219,8 +219,9 @@ class FakeEvent:
     passed = -1.0
     made = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
         assert enable_timing
+        self.external = external
         FakeEvent.made += 1
 
     def record(self, stream: object) -> None:
@@ -287,11 +288,24 @@ def test_device_times_are_read_after_events_complete(capturing: list[bool]) -> N
     assert FakeEvent.made == 2 * 4, "events are used again"
 
 
-def test_nothing_is_measured_during_capture(capturing: list[bool]) -> None:
+def test_waits_in_a_graph_are_read_after_its_replays(capturing: list[bool]) -> None:
     meter = ExposedMeter()
     capturing[0] = True
     device_steps(meter, 5.0)
-    assert FakeEvent.made == 0
+    captured = meter.take_captured()
+    assert all(event.external for pair in captured for event in pair)  # type: ignore[attr-defined]
+    # A capture runs nothing.
+    assert meter.take() is None
+    assert meter.take_captured() == []
+    for _ in range(3):
+        meter.add_replay(captured)
+    assert meter.take() is None, "the device has not passed them"
+    FakeEvent.passed = FakeEvent.clock
+    assert meter.take() is None, "what could not be read is not read later, from other replays' events"
+    for _ in range(3):
+        meter.add_replay(captured)
+    assert meter.take() == pytest.approx(3 * 0.006)
+    meter.add_replay([])
     assert meter.take() is None
 
 

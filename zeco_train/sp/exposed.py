@@ -83,20 +83,16 @@ class ExposedMeter:
             result = call()
             self._add(time.perf_counter() - started)
             return result
-        if torch.cuda.is_current_stream_capturing():
-            before, after = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
-            before.record()
-            result = call()
-            after.record()
-            self._captured.append((before, after))
-            return result
         # Always recorded: the host does not know whether the device will have to wait.
-        before, after = self._free.pop() if self._free else (_timing_event(), _timing_event())
+        if is_captured := torch.cuda.is_current_stream_capturing():
+            before, after = _timing_event(external=True), _timing_event(external=True)
+        else:
+            before, after = self._free.pop() if self._free else (_timing_event(), _timing_event())
         stream = torch.cuda.current_stream(device)
         before.record(stream)
         result = call()
         after.record(stream)
-        self._recorded.append((before, after))
+        (self._captured if is_captured else self._recorded).append((before, after))
         return result
 
     def take_captured(self) -> list[Events]:
@@ -147,5 +143,6 @@ class _MeteredScan:
         return self._meter.timed(self._scan.carry_out, self._device)
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def _timing_event(external: bool = False) -> torch.cuda.Event:
+    """`external`: a graph records it in each replay."""
+    return torch.cuda.Event(enable_timing=True, external=external)
