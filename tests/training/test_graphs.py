@@ -172,7 +172,10 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
     "cases",
     [
         SETTINGS[2:3],
-        pytest.param([*SETTINGS[3:-1], *SETTINGS[:2]], marks=pytest.mark.slow),
+        pytest.param(
+            [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["documents and convolutions", "others"],
 )
