@@ -264,9 +264,10 @@ def prepare_for_peers(world_size: int) -> None:
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     needed = _FILES + _GROUPS * world_size
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, most), most))
-    if most < needed:
+    # "Unlimited" is a negative number.
+    if 0 <= allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if most < 0 else min(needed, most), most))
+    if 0 <= most < needed:
         logger.warning("ulimit -n: %d open files may be too few for %d ranks; allow %d", most, world_size, needed)
 
 
