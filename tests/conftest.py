@@ -18,9 +18,9 @@ import torch
 
 from tests.support import distributed
 
-# For this process and all that it starts. By default a process is interrupted by one that it wakes. A gloo rank that
-# sends wakes its peer while it holds the connection's lock, and its own event loop spins until it goes on: nearly half
-# of the CPU time of tests with more ranks than cores. Some sandboxes have no such policy.
+# Applies to this process and its children. By default a process that wakes another one may be preempted by it. A gloo
+# rank that sends wakes its peer while it holds the connection's lock, and its own event loop then spins until the rank
+# runs again: nearly half of the CPU time of tests with more ranks than cores. Some sandboxes do not allow this policy.
 with contextlib.suppress(OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

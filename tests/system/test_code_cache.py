@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from models.language_model import LanguageModel
 from tests.support.steps import TINY, make_mesh
-from zeco_train.config.schema import Compile, TrainConfig
+from zeco_train.config.execution import Compile
+from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.system import code_cache

@@ -23,7 +23,8 @@ from models.spec import ModelSpec
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordingScan, build_scans
 from tests.support.steps import TINY, Case, check, make_loader, make_mesh, make_step, run_steps, write_documents
-from zeco_train.config.schema import Compile, TrainConfig
+from zeco_train.config.execution import Compile
+from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_pieces

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from zeco_train.bench import variants as known
 from zeco_train.bench.config import OfModelConfig
-from zeco_train.config.schema import Compile, Config, CudaGraphs
+from zeco_train.config.execution import Compile, CudaGraphs
+from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute

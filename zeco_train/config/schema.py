@@ -31,6 +31,7 @@ from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
 from zeco_train.config.attention_rules import check_attention
 from zeco_train.config.attention_rules import needs as attention_needs
+from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
 from zeco_train.config.mixer_choice import Composed, MixerChoice, choose_mixer, config_class, stored_class
 from zeco_train.config.overrides import check_overrides, find_value, of_groups
@@ -69,21 +70,6 @@ class Dtype(Enum):
     def master(self) -> torch.dtype:
         """The dtype of master weights and optimizer state."""
         return torch.float64 if self is Dtype.fp64 else torch.float32
-
-
-class Compile(Enum):
-    """Whether to fuse the operations between matrix products with `torch.compile`. `auto`: on CUDA devices."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
-class CudaGraphs(Enum):
-    """Whether to replay steps as CUDA graphs. `auto`: on CUDA devices, where a step can be captured."""
-
-    auto = "auto"
-    off = "off"
 
 
 @dataclass

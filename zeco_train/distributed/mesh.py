@@ -257,9 +257,9 @@ def join(device: torch.device, timeout: timedelta) -> None:
 def prepare_for_peers(world_size: int) -> None:
     """Allow and ease the connections of many ranks; call before the first process group.
 
-    gloo keeps a socket for each peer of each group: with 256 ranks more than the 1,024 files that a process may have
-    open by default, and then aborts. And it reads the addresses of a group's peers from the store one by one, unless it
-    is told to read them together: for 256 ranks 800,000 requests.
+    gloo keeps a socket for each peer in each group. With 256 ranks these exceed the default limit of 1,024 open files
+    per process, and gloo aborts. By default it also reads the addresses of a group's peers from the store one at a
+    time, about 800,000 requests for 256 ranks; with `GLOO_ENABLE_STORE_V2_API` it reads them together.
     """
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     needed = _FILES + _GROUPS * world_size

@@ -10,7 +10,8 @@ from data.config import check_split
 from models.spec import BlockSpec, ModelSpec, spec_of
 from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
-from zeco_train.config.schema import Compile, Config, CudaGraphs
+from zeco_train.config.execution import Compile, CudaGraphs
+from zeco_train.config.schema import Config
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size

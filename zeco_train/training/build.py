@@ -26,7 +26,8 @@ from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.document_rules import check_documents
-from zeco_train.config.schema import Compile, Config, CudaGraphs, TrainConfig, to_plain
+from zeco_train.config.execution import Compile, CudaGraphs
+from zeco_train.config.schema import Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
 from zeco_train.distributed.device import Device, find_device, total_memory
 from zeco_train.distributed.exchange import build_exchange, check_softmax
