@@ -41,7 +41,7 @@ class Batch:
         step_labels: number of counted labels in the step's global batch; None if every token has one.
         borders: [documents + 1] int64 from 0 to the whole sequence's length, the borders of all its documents, for
             softmax attention; None without `reset_state_at_document`.
-        pieces: see `SequenceShard.known_pieces`.
+        pieces, positions: see `SequenceShard.known_pieces` and `known_positions`.
     """
 
     input_ids: Tensor
@@ -55,6 +55,7 @@ class Batch:
     step_labels: int | None = None
     borders: Tensor | None = None
     pieces: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)

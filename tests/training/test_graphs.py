@@ -29,7 +29,7 @@ from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.schedule import set_learning_rate
 from zeco_train.training.step import TrainingStep
 
-TOKENS, STEPS = 512, WARM_UP + 5
+TOKENS, STEPS = 512, WARM_UP + 4
 SETTINGS = [
     [],
     ["data.reset_state_at_document=true"],
@@ -41,27 +41,32 @@ SETTINGS = [
     ["model.mixer=mamba2"],
     ["model.mixer=retnet", "model.attn.every=2"],
     ["model.mixer=retnet", "train.compile=never"],
+    ["train.segments=4", "model.mixer=retnet"],
+    ["train.segments=2", "data.reset_state_at_document=true", "model.mixer=mamba2"],
+    ["train.segments=4", "parallel=zero3", "train.recompute=full"],
 ]
 
 
-def batch(number: int, documents: bool, mesh: ProcessMesh) -> Batch:
-    """Some have fewer labels; with documents, borders differ from batch to batch."""
+def batches(number: int, documents: bool, segments: int, mesh: ProcessMesh) -> list[Batch]:
+    """The segments of a sequence. Some sequences have fewer labels; borders of documents differ."""
     tokens = torch.randint(0, 256, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number))
     labels = tokens[:, 1:].clone()
     if number % 5 < 2:
         labels[:, : TOKENS // 4] = -100
-    length = TOKENS // mesh.sp_size
-    own = slice(mesh.sp_rank * length, (mesh.sp_rank + 1) * length)
     borders = torch.tensor([0, 64 + 7 * number, 300 + 13 * number % 100, TOKENS]) if documents else None
-    pieces, before = None, own.start
-    if borders is not None:
-        inside = borders[(borders > own.start) & (borders < own.stop)] - own.start
-        pieces = torch.cat([torch.tensor([0]), inside, torch.tensor([length])])
-        before = own.start - int(borders[borders <= own.start].max())
-    step_labels = int((labels >= 0).sum())
-    return Batch(
-        tokens[:, :-1][:, own], labels[:, own], pieces, before, own.start, [number], False, 0, step_labels, borders
-    )
+    length, step_labels = TOKENS // mesh.sp_size // segments, int((labels >= 0).sum())
+    found = []
+    for segment in range(segments):
+        start = (segment * mesh.sp_size + mesh.sp_rank) * length
+        own = slice(start, start + length)
+        pieces, before = None, start
+        if borders is not None:
+            inside = borders[(borders > own.start) & (borders < own.stop)] - start
+            pieces = torch.cat([torch.tensor([0]), inside, torch.tensor([length])])
+            before = start - int(borders[borders <= start].max())
+        ids, targets = tokens[:, :-1][:, own], labels[:, own]
+        found.append(Batch(ids, targets, pieces, before, start, [number], False, segment, step_labels, borders))
+    return found
 
 
 class RunAgain(StepGraphs):
@@ -72,17 +77,19 @@ class RunAgain(StepGraphs):
             super().__init__(model, torch.device("cpu"))
         self.runs = 0
 
+    def begin_step(self) -> bool:
+        super().begin_step()
+        # A pass that runs again writes gradients only if there are none; a replayed one that was captured so does.
+        return False
+
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         yield
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> _Captured:
-        writes_gradients = all(parameter.grad is None for parameter in self._model.parameters())
         outputs: list[Tensor] = []
 
         def replay() -> None:
-            if writes_gradients:
-                self._model.zero_grad(set_to_none=True)
             found, self.runs = work(), self.runs + 1
             if not outputs:
                 outputs.extend(found)
@@ -124,8 +131,9 @@ def train(
         step.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for index in range(micro_batches):
-            one = batch(number * micro_batches + index, config.data.reset_state_at_document, mesh)
-            share = step.backward([one], last=index == micro_batches - 1)
+            sequence = number * micro_batches + index
+            segments = batches(sequence, config.data.reset_state_at_document, config.train.segments, mesh)
+            share = step.backward(segments, last=index == micro_batches - 1)
             assert share is not None
             loss += share
         numbers.append(step.update(loss).read())
@@ -157,27 +165,30 @@ def _run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
     mesh = init_mesh(Launch(rank, world_size, rank), world_size, torch.device("cpu"), timedelta(seconds=60))
     for index, settings in enumerate(cases):
         made: list[RunAgain] = []
+        segments = next((int(s.partition("=")[2]) for s in settings if s.startswith("train.segments=")), 1)
 
         def graphs(model: nn.Module, made: list[RunAgain] = made) -> RunAgain:
             made.append(RunAgain(model))
             return made[0]
 
-        micro_batches = (3, 1)[index % 2]
+        micro_batches = (3, 1)[(index + segments // 4) % 2]
         check_same_bits(mesh, settings, micro_batches, graphs, "fp32")
-        # The passes of each micro-batch, and the norm.
-        assert made[0].runs == (STEPS - WARM_UP) * (micro_batches + 1), settings
+        # A first and a second pass of each segment but the last, which has one; and the norm.
+        assert made[0].runs == (STEPS - WARM_UP) * (micro_batches * (2 * segments - 1) + 1), settings
 
 
 @pytest.mark.parametrize(
     "cases",
     [
         SETTINGS[2:3],
+        SETTINGS[10:11],
         pytest.param(
             [["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]],
             marks=pytest.mark.slow,
         ),
+        pytest.param([SETTINGS[12], SETTINGS[11]], marks=pytest.mark.slow),
     ],
-    ids=["documents and convolutions", "others"],
+    ids=["documents and convolutions", "segments", "others", "segments of others"],
 )
 def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]]) -> None:
     """On two ranks; a case has one micro-batch or three, in turns."""
@@ -187,7 +198,7 @@ def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]]) -> Non
 def test_what_cannot_be_captured_is_said() -> None:
     plain = ["model=gla_tiny", "name=graphs"]
     assert capture_problem(load_config(plain)) is None
-    assert capture_problem(load_config([*plain, "train.segments=2"])) == "train.segments=2"
+    assert capture_problem(load_config([*plain, "train.segments=2"])) is None
     documents = [*plain, "data.reset_state_at_document=true"]
     assert capture_problem(load_config(documents)) is None
     problem = capture_problem(load_config([*documents, "model.attn.every=2"]))

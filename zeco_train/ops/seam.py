@@ -241,6 +241,7 @@ class SequenceShard:
             ranks, for softmax attention after a cache (`LayerStates.carry_in`); None: the whole sequence.
         known_pieces: [T] int32, what `cu_seqlens` and `before` mean to operators (`zeco_train.ops.documents`), if it is
             on the tokens' device already.
+        known_positions: [T] int64, see `positions`, likewise.
     """
 
     scan: StateScan
@@ -251,6 +252,7 @@ class SequenceShard:
     borders: Tensor | None = None
     segment: tuple[int, int] | None = None
     known_pieces: Tensor | None = None
+    known_positions: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
@@ -274,6 +276,8 @@ class SequenceShard:
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """[num_tokens] int64, positions of this shard's tokens in the whole sequence, on their device; cached."""
+        if self.known_positions is not None:
+            return self.known_positions
         key = num_tokens, device
         if key not in self._positions:
             self._positions[key] = torch.arange(self.offset, self.offset + num_tokens, device=device)

@@ -82,8 +82,17 @@ class SequenceForward:
         tokens = batch.input_ids.shape[1]
         start = batch.offset - self.mesh.sp_rank * tokens
         segment = None if tokens * self.mesh.sp_size == seq_len else (start, start + tokens * self.mesh.sp_size)
-        before, borders = batch.before, batch.borders
-        return SequenceShard(self.scan, batch.offset, seq_len, batch.cu_seqlens, before, borders, segment, batch.pieces)
+        return SequenceShard(
+            self.scan,
+            batch.offset,
+            seq_len,
+            batch.cu_seqlens,
+            batch.before,
+            batch.borders,
+            segment,
+            known_pieces=batch.pieces,
+            known_positions=batch.positions,
+        )
 
     def _tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.mesh.device

@@ -2,9 +2,10 @@
 
 A step of few tokens is otherwise bound by the host: at 2k tokens a GPU launching a 1B model's kernels takes several
 times as long as running them. Captured are forward and backward of a micro-batch with FSDP's gathers and reductions and
-the scans over ranks, the gradient norm, and the optimizer. What changes from step to step is in device tensors at fixed
-addresses: tokens and labels, the number of labels, the learning rate. The same kernels run in the same order, so the
-bits are those of the step without graphs.
+the scans over ranks, the gradient norm, and the optimizer. Of a sequence in segments, each segment's passes are a part:
+those of one form are one graph, replayed for each of them. What changes from replay to replay is in device tensors at
+fixed addresses: tokens, labels and positions, states at the borders of segments and their gradients, the number of
+labels, the learning rate. The same kernels run in the same order, so the bits are those of the step without graphs.
 
 All graphs share one memory pool: they are replayed in the order in which they were captured, so a later one may use
 memory that an earlier one has freed.
@@ -12,7 +13,8 @@ memory that an earlier one has freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -34,8 +36,6 @@ WARM_UP = 2
 
 def capture_problem(config: Config) -> str | None:
     """What keeps a configuration's steps from being captured; None if nothing does."""
-    if config.train.segments > 1:
-        return f"train.segments={config.train.segments}"
     if config.data.reset_state_at_document and config.model.attn.chosen(config.model.num_layers):
         return "data.reset_state_at_document=true with softmax layers"
     return None
@@ -49,8 +49,50 @@ class _Captured(NamedTuple):
     waits: list[Events]
 
 
-class StepGraphs:
-    """Captures and replays parts of a step; each part is identified by its key.
+class StepLauncher:
+    """Runs the parts of a step: launches their kernels one by one."""
+
+    # Whether this step is replayed, not launched.
+    are_replays = False
+
+    def begin_step(self) -> bool:
+        """Call before the first part of a step; returns whether its first passes write the gradients, not add."""
+        return False
+
+    def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The results of `work`, which launches kernels on the current stream and waits for none.
+
+        Args:
+            key: parts with the same key launch the same kernels.
+            work: if it is replayed, all that it reads must stay at its address.
+
+        Returns:
+            Its results; read them before the next part with this key.
+
+        Raises:
+            ConfigError: `work` cannot be captured.
+        """
+        return work()
+
+    def passes(
+        self, key: Hashable, work: Callable[..., tuple[Tensor, ...]], batch: Batch, *states: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """`run` of `work(batch, *states)`, passes through the model; its results may be kept.
+
+        Args:
+            key: see `run`; the step's first passes, and the first with a key, need no key of their own.
+            work: of the batch and the states.
+            batch: positions may change from batch to batch, and documents for layers that read `pieces` only.
+            states: at the borders of a segment.
+        """
+        return work(batch, *states)
+
+    def keep_gradients(self) -> None:
+        """Hold the memory of the gradients; call after the passes of a step."""
+
+
+class StepGraphs(StepLauncher):
+    """Captures the parts of a step, and replays them from the first step after the warm-up on.
 
     Args:
         model: parallelised; its gradients stay at their addresses from the capture on.
@@ -64,33 +106,25 @@ class StepGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._inputs: dict[tuple[str, torch.Size], Tensor] = {}
         self._gradients: list[Tensor | None] = []
-        self._step = self._micro_batch = 0
+        self._step = 0
+        # Of this step, by key.
+        self._passes: Counter[Hashable] = Counter()
 
     @property
-    def are_active(self) -> bool:
-        """Whether this step is replayed, not run by the host."""
+    def are_replays(self) -> bool:  # type: ignore[override]
+        """Whether the warm-up is over."""
         return self._step > WARM_UP
 
-    @property
-    def have_gradients(self) -> bool:
-        """Whether the passes are captured, so that their gradients stay where they are."""
+    def begin_step(self) -> bool:
+        """See `StepLauncher`: the first passes do, once they are captured."""
+        self._step += 1
+        self._passes.clear()
         return bool(self._gradients)
 
-    def begin_step(self) -> None:
-        """Call before the first part of a step."""
-        self._step, self._micro_batch = self._step + 1, 0
-
     def run(self, key: Hashable, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The results of `work`, which launches kernels on the current stream and waits for none.
-
-        From the first step after the warm-up on they are replayed into the same tensors: read them before the part's
-        next replay. All that `work` reads must stay at its address.
-
-        Raises:
-            ConfigError: `work` cannot be captured.
-        """
+        """See `StepLauncher`; a replay writes its results into the same tensors as the one before."""
         with self._on_stream():
-            if not self.are_active:
+            if not self.are_replays:
                 return work()
             captured = self._captured.get(key)
             if captured is None:
@@ -100,33 +134,36 @@ class StepGraphs:
                 meter.add_replay(captured.waits)
             return captured.outputs
 
-    def micro_batch(self, batch: Batch, last: bool, work: Callable[[Batch], Tensor]) -> Tensor:
-        """`run` for the passes of a micro-batch.
-
-        Args:
-            batch: documents may change from batch to batch, for layers that read `pieces` only.
-            last: the step's last micro-batch.
-            work: of the batch, with tokens and labels on the device.
-        """
+    def passes(
+        self, key: Hashable, work: Callable[..., tuple[Tensor, ...]], batch: Batch, *states: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See `StepLauncher`; the results are copies."""
         with self._on_stream():
             given = self._at_fixed_address(batch)
-        # The first one's gradients are written, those of the others added.
-        key = self._micro_batch == 0, last, given.input_ids.shape, given.offset, given.pieces is not None
-        self._micro_batch += 1
-        return self.run(key, lambda: (work(given),))[0]
+            fixed = [[self._fixed(f"{i}.{j}", x) for j, x in enumerate(of)] for i, of in enumerate(states)]
+        # A step's first passes gather the weights; its first backward pass writes the gradients, to which others add.
+        first = not self._passes, not self._passes[key]
+        self._passes[key] += 1
+        form = given.input_ids.shape, given.pieces is not None, tuple(len(of) for of in states)
+        results = self.run((key, first, form), lambda: work(given, *fixed))
+        with self._on_stream():
+            return tuple(result.clone() for result in results)
 
     def keep_gradients(self) -> None:
-        """Hold the memory of the gradients; call after the passes of a step."""
-        if self.are_active and not self._gradients:
+        """See `StepLauncher`: graphs write and read gradients where they were at the capture."""
+        if self.are_replays and not self._gradients:
             self._gradients = [parameter.grad for parameter in self._model.parameters()]
 
     def _at_fixed_address(self, batch: Batch) -> Batch:
+        tokens = batch.input_ids.shape[1]
+        positions = torch.arange(batch.offset, batch.offset + tokens, device=self._device)
         fixed = replace(
             batch,
             input_ids=self._fixed("input_ids", batch.input_ids),
             labels=self._fixed("labels", batch.labels),
+            positions=self._fixed("positions", positions),
         )
-        pieces = find_pieces(batch.cu_seqlens, batch.before, batch.input_ids.shape[1], torch.device("cpu"))
+        pieces = find_pieces(batch.cu_seqlens, batch.before, tokens, torch.device("cpu"))
         if pieces is None:
             return fixed
         # It says what `before` and `borders` say, which change and so must not get into a captured kernel.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import StateScan
 from zeco_train.ops.segments import LayerStates
 from zeco_train.training.forward import SequenceForward
-from zeco_train.training.graphs import StepGraphs
+from zeco_train.training.graphs import StepGraphs, StepLauncher
 from zeco_train.training.schedule import DeviceRates, reads_device_rates
 
 # Between two looks at a step's end. The device still runs the optimizer then, so a late look delays nothing.
@@ -74,6 +75,13 @@ class Numbers:
             time.sleep(_POLL_SECONDS)
 
 
+class _Borders(NamedTuple):
+    """Of a segment: what a rank received from the one before it in a first pass, and the states before the segment."""
+
+    received: Sequence[Tensor]
+    carries: Sequence[Tensor]
+
+
 class TrainingStep:
     """The work of one optimizer step. All methods are collective.
 
@@ -109,7 +117,7 @@ class TrainingStep:
         self.forward = SequenceForward(model, scan, mesh)
         self._strategy, self._grad_clip = strategy, grad_clip
         self._tokens_per_step, self._seq_len = tokens_per_step, seq_len
-        self._graphs = graphs
+        self._launcher = graphs or StepLauncher()
         # On the device, where replayed kernels read them; with or without graphs, for the same bits.
         self._num_labels = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -134,11 +142,22 @@ class TrainingStep:
             are incomplete.
         """
         self._num_labels.fill_(segments[0].step_labels or self._tokens_per_step)
-        if self._graphs is None:
-            return self._accumulate(segments, last, proceed)
-        if not proceed():
+        borders = self._first_pass(segments, proceed)
+        if borders is None:
             return None
-        return self._graphs.micro_batch(segments[0], last, partial(self._accumulate_one, last=last))
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        carry_grads: Sequence[Tensor] = ()
+        for index in reversed(range(len(segments))):
+            if not proceed():
+                return None
+            # Segments run last to first, so the first one completes the gradient.
+            completes = last and index == 0
+            work = partial(self._run_backward, last=completes)
+            # `pop` frees this segment's states, which earlier segments do not need.
+            states = *borders.pop(), carry_grads
+            share, *carry_grads = self._launcher.passes(("backward", completes), work, segments[index], *states)
+            loss += share
+        return loss
 
     def loss(self, segments: Sequence[Batch]) -> Tensor:
         """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
@@ -156,30 +175,21 @@ class TrainingStep:
         self._loss.copy_(loss)
         if self._rates is not None:
             self._rates.update()
-        if self._graphs is None:
-            # Before the optimizer's kernels are queued, so that reading does not wait for them.
-            numbers = Numbers(*self._reduce())
-            self._optimize()
-            return numbers
-        self._graphs.keep_gradients()
+        self._launcher.keep_gradients()
         # NCCL does not time out what is in a graph.
-        timeout = self.mesh.timeout if self._graphs.are_active else None
-        loss, norm = self._graphs.run("reduce", self._reduce)
-        numbers = Numbers(loss, norm, timeout=timeout)
+        timeout = self.mesh.timeout if self._launcher.are_replays else None
+        # Before the optimizer's kernels are queued, so that reading does not wait for them.
+        numbers = Numbers(*self._launcher.run("reduce", self._reduce), timeout=timeout)
         if self._rates is None:
             self._optimize()
         else:
-            self._graphs.run("optimizer", self._optimize)
+            self._launcher.run("optimizer", self._optimize)
         return numbers
 
     def zero_grad(self) -> None:
         """Begin a step without gradients."""
-        if self._graphs is not None:
-            self._graphs.begin_step()
-            if self._graphs.have_gradients:
-                # The first micro-batch writes them.
-                return
-        self.optimizer.zero_grad(set_to_none=True)
+        if not self._launcher.begin_step():
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _reduce(self) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm over all ranks, and what the optimizer makes of them."""
@@ -199,53 +209,47 @@ class TrainingStep:
             self.optimizer.step()
         return ()
 
-    def _accumulate_one(self, batch: Batch, last: bool) -> Tensor:
-        loss = self._accumulate([batch], last, lambda: True)
-        assert loss is not None
-        return loss
+    def _run_backward(
+        self,
+        batch: Batch,
+        received: Sequence[Tensor],
+        carries: Sequence[Tensor],
+        carry_grads: Sequence[Tensor],
+        *,
+        last: bool,
+    ) -> tuple[Tensor, ...]:
+        """Forward and backward passes of a segment: its share of the loss, and the gradients of its carries."""
+        begin_micro_batch(self.model, self._strategy, last=last)
+        # Cuts the autograd graph between segments.
+        leaves = [carry.detach().requires_grad_() for carry in carries]
+        states = LayerStates(received or None, leaves or None, want_carry=bool(carry_grads))
+        loss_sum = self.forward.loss(batch, self._seq_len, states)
+        share = loss_sum / self._num_labels.to(loss_sum.dtype)
+        outputs = states.carry_out if states.want_carry else []
+        torch.autograd.backward([share, *outputs], [None, *carry_grads])
+        return share.detach(), *(_grad(leaf) for leaf in leaves)
 
-    def _accumulate(self, segments: Sequence[Batch], last: bool, proceed: Callable[[], bool]) -> Tensor | None:
-        states = self._first_pass(segments, proceed)
-        if states is None:
-            return None
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        carry_grads: list[Tensor | None] = []
-        for index in reversed(range(len(segments))):
-            if not proceed():
-                return None
-            # Segments run last to first, so the first one completes the gradient.
-            begin_micro_batch(self.model, self._strategy, last=last and index == 0)
-            batch = segments[index]
-            loss_sum = self.forward.loss(batch, self._seq_len, states[index])
-            share = loss_sum / self._num_labels.to(loss_sum.dtype)
-            outputs: list[Tensor] = [share]
-            grads: list[Tensor | None] = [None]
-            if carry_grads:
-                outputs, grads = outputs + states[index].carry_out, grads + carry_grads
-            torch.autograd.backward(outputs, grads)
-            loss += share.detach()
-            carry_grads = [carry.grad for carry in states[index].carry_in or ()]
-            # Frees this segment's states, which earlier segments do not need.
-            states.pop()
-        return loss
-
-    def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[LayerStates] | None:
+    def _first_pass(self, segments: Sequence[Batch], proceed: Callable[[], bool]) -> list[_Borders] | None:
         """The incoming states of each segment, for its second pass; None if `proceed` returned False."""
-        if len(segments) == 1:
-            return [LayerStates()]
-        states = []
-        carries = self.forward.zero_carries(segments)
+        carries: Sequence[Tensor] = self.forward.zero_carries(segments) or ()
+        borders = []
         for batch in segments[:-1]:
             if not proceed():
                 return None
-            first = LayerStates(carry_in=carries, want_carry=True)
-            with torch.no_grad():
-                self.forward.fill_states(batch, self._seq_len, first)
-            states.append(LayerStates(first.received, _leaves(carries), want_carry=True))
-            carries = first.carry_out
-        return [*states, LayerStates(None, _leaves(carries))]
+            states = self._launcher.passes("states", self._run_forward, batch, carries)
+            received = states[: len(carries)]
+            borders.append(_Borders(received, carries))
+            carries = states[len(carries) :]
+        return [*borders, _Borders((), carries)]
+
+    @torch.no_grad()
+    def _run_forward(self, batch: Batch, carries: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """First pass of a segment: the states received, and those after it."""
+        states = LayerStates(carry_in=carries, want_carry=True)
+        self.forward.fill_states(batch, self._seq_len, states)
+        return *states.received, *states.carry_out
 
 
-def _leaves(carries: Sequence[Tensor] | None) -> list[Tensor]:
-    """Cut the autograd graph between segments; `backward` passes the gradients on."""
-    return [carry.detach().requires_grad_() for carry in carries or ()]
+def _grad(carry: Tensor) -> Tensor:
+    assert carry.grad is not None, "every state before a segment takes part in it"
+    return carry.grad
