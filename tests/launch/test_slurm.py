@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY, SMALL, torchrun
 from tests.support.slurm_cluster import SlurmCluster, why_not
+from tests.support.slurm_job import ENDED, SlurmJob, resumed_at
 from tests.support.waiting import ENOUGH
 from zeco_train.system.run_files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
@@ -25,60 +25,9 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=f"needs Slurm: {why_not()}"),
 ]
 
-SCRIPT = REPOSITORY / "launch" / "slurm_256gpu.sh"
 STEPS = 32
 # One row per step and a checkpoint every 4: the whole curve is compared with an uninterrupted run.
 SETTINGS = [*SMALL, "train.device=cpu", f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=0"]
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
-
-
-class SlurmJob:
-    """A submitted job, by default of four nodes, and its output files."""
-
-    def __init__(
-        self, cluster: SlurmCluster, folder: Path, *options: str, settings: list[str] = SETTINGS, **variables: str
-    ) -> None:
-        self.cluster, self.folder = cluster, folder
-        variables = {"RANKS_PER_NODE": "1", "CACHE_DIR": str(folder / "cache"), **variables}
-        exported = ",".join(f"{name}={value}" for name, value in variables.items())
-        sizes = ["--nodes=4", "--gpus-per-node=0", f"--export=ALL,{exported}", *options]
-        self.number = cluster.submit(*sizes, str(SCRIPT), "--", *settings, cwd=folder)
-        self.run_dir = folder / "runs" / f"zeco-{self.number}"
-
-    @property
-    def output(self) -> str:
-        path = self.folder / f"zeco-{self.number}.out"
-        return path.read_text() if path.exists() else ""
-
-    @property
-    def state(self) -> str:
-        return self.cluster.job(self.number)["JobState"]
-
-    def lines(self) -> list[dict[str, Any]]:
-        """All rows of metrics, including those of repeated steps."""
-        path = self.run_dir / METRICS_FILE
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_for_step(self, step: int, start: str) -> None:
-        """Wait until a start, `REQUEUES.ATTEMPT`, has finished a step."""
-
-        def reached() -> bool:
-            assert self.state not in ENDED, self.output
-            after = self.output.partition(f"start {start}:")[2]
-            return any(int(number) >= step for number in re.findall(r"^step +(\d+)/", after, re.M))
-
-        self.wait(reached, f"step {step} in start {start}")
-
-    def wait(self, condition: Any, what: str) -> None:
-        try:
-            self.cluster.wait(condition, what, ENOUGH)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from None
-
-    def finish(self) -> str:
-        """Wait for the end; returns the output."""
-        self.wait(lambda: self.state in ENDED, "end of the job")
-        return self.output
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +57,10 @@ def check_curve(job: SlurmJob, unbroken: list[dict[str, Any]]) -> None:
         assert [row[key] for row in rows] == [row[key] for row in unbroken], key
 
 
-def resumed_at(output: str) -> list[int]:
-    """The steps from which the starts of a job resumed."""
-    return [int(step or 0) for step in re.findall(r"from (?:the start|step (\d+))$", output, re.M)]
-
-
 def test_curve_is_unchanged_after_lost_rank_and_requeue(
     cluster: SlurmCluster, unbroken: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    job = SlurmJob(cluster, tmp_path)
+    job = SlurmJob(cluster, tmp_path, settings=SETTINGS)
     job.wait_for_step(6, "0.0")
     os.kill(cluster.ranks(job.number)[2], signal.SIGKILL)
 
@@ -159,7 +103,7 @@ def test_permanent_failure_ends_job_without_restart(cluster: SlurmCluster, tmp_p
 
 def test_failed_node_checks_end_job_before_training(cluster: SlurmCluster, tmp_path: Path) -> None:
     # Slurm is configured with two GPUs per node, but there are none.
-    job = SlurmJob(cluster, tmp_path, "--nodes=2", "--gpus-per-node=2")
+    job = SlurmJob(cluster, tmp_path, "--nodes=2", "--gpus-per-node=2", settings=SETTINGS)
     output = job.finish()
     assert job.state == "FAILED"
     for node in ("n0", "n1"):
