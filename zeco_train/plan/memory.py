@@ -224,9 +224,6 @@ def _state_bytes(case: Case) -> float:
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
         kept += case.segments + 2
-        if case.is_replayed:
-            # Three lists at fixed addresses, and the results of two forms of the first pass and three of the second.
-            kept += 3 + 2 * 2 + 3
     held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans_over(case.topology)), default=0)
     of_all_layers = case.batch * case.spec.state_elements * case.wide_bytes
     # Kept for the backward pass of a segment; recomputation makes those of one layer at a time.
