@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support import distributed
+from tests.support.few import mark_others_slow
 
 # Applies to this process and its children. By default a process that wakes another one may be preempted by it. A gloo
 # rank that sends wakes its peer while it holds the connection's lock, and its own event loop then spins until the rank
@@ -43,8 +44,12 @@ def _signal_handlers_stay() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+# Before pytest's own hook selects by marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with waiting tests first, and skip tests marked `gpu` if there is no CUDA device."""
+    """Apply the mark `few`, put files with waiting tests first, and skip tests marked `gpu` without a CUDA device."""
+    for item in items:
+        mark_others_slow(item)
     # At the end of the run they would leave the cores idle, with no other tests to overlap them.
     waiting = {item.path for item in items if "processes" in item.keywords}
     items.sort(key=lambda item: item.path not in waiting)

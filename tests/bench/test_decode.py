@@ -79,6 +79,7 @@ def test_decode_with_wrong_logits_is_not_timed(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "results.json").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_decode_is_not_timed_if_logits_of_chunks_are_not_finite(
     value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

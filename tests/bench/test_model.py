@@ -38,6 +38,7 @@ pytestmark = pytest.mark.numeric
 # A model of two small layers.
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -46,6 +46,7 @@ SETTINGS = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=6
 SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=70"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference_equals_the_naive_recurrence(shape: Shape) -> None:
     inputs = Inputs.random(shape, Dtype.fp64, 3, CPU)
@@ -163,6 +164,7 @@ def test_peer_is_measured_where_it_is_right(tmp_path: Path) -> None:
     assert all(row["relative_error"] < 1e-12 for row in rows)
 
 
+@pytest.mark.slow
 def test_refused_gradient_of_the_peer_is_noted_and_its_forward_pass_may_be_measured(tmp_path: Path) -> None:
     results = _run_with_peer(tmp_path / "both", "scalar_decay", _Refused.apply)
     assert {row["variant"] for row in results["rows"]} == {"dp"}

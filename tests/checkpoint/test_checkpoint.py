@@ -170,6 +170,7 @@ def failing(refuse: Callable[[str], bool]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_transient_write_errors_are_retried(tmp_path: Path) -> None:
     left = {".distcp": 2, ".metadata": 1}
 
@@ -187,6 +188,7 @@ def test_transient_write_errors_are_retried(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["step_00000001", "step_00000002"]
 
 
+@pytest.mark.slow
 def test_stagers_closed_by_torch_after_use_are_replaced(tmp_path: Path) -> None:
     """torch 2.11 closes them: the second asynchronous save of a run raised KeyError."""
     stage = DefaultStager._stage
@@ -226,6 +228,7 @@ def test_all_files_are_on_disk_whole_before_checkpoint_is_published(tmp_path: Pa
     assert published == [{"__0_0.distcp", ".metadata", "run.json", "checksums.json"}]
 
 
+@pytest.mark.slow
 def test_older_checkpoints_are_kept_while_new_name_is_not_on_disk(tmp_path: Path) -> None:
     """With checkpoint.keep=1, a power loss could have left the run without any."""
 
@@ -245,6 +248,7 @@ def test_older_checkpoints_are_kept_while_new_name_is_not_on_disk(tmp_path: Path
     assert names(tmp_path / "run") == ["step_00000003"]
 
 
+@pytest.mark.slow
 def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
     """Its removal failed and left a link under a temporary name, on which every later save failed."""
     folder, disk = tmp_path / "run" / "checkpoints", tmp_path / "disk"
@@ -263,6 +267,7 @@ def test_old_checkpoint_that_is_a_link_is_unlinked_only(tmp_path: Path) -> None:
     assert snapshot(disk) == before
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
 def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tmp_path: Path) -> None:
@@ -288,6 +293,7 @@ def test_failed_saves_end_the_run_only_at_the_last_step(mode: str, file: str, tm
     assert snapshot(run / "checkpoints") == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(("at", "expected"), [(2, [2]), (3, [2, 3])], ids=["of its step", "of an earlier step"])
 def test_signal_during_save_keeps_it_and_saves_last_step(at: int, expected: list[int], tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def _in_an_entry(checkpoint: Path, trap: Path, name: str = EMBEDDING) -> None:
     rewrite(checkpoint, metadata)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("attack", [_in_metadata, _in_an_entry])
 def test_commands_refuse_pickled_code_in_checkpoint(
@@ -179,6 +180,7 @@ def _nothing_stored(metadata: Metadata) -> None:
     metadata.storage_data = {i: p for i, p in metadata.storage_data.items() if i.fqn != EMBEDDING}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -256,6 +258,7 @@ def _link(name: str, target: str) -> Callable[[Path], None]:
     return link
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -284,6 +287,7 @@ def test_inconsistent_checkpoint_files_are_refused(change: Callable[[Path], None
     check_line(_resume(run, run), CHECKPOINT, str(checkpoint_of(run)), problem)
 
 
+@pytest.mark.slow
 def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, tmp_path: Path) -> None:
     """With checkpoint.keep=1, each new checkpoint was deleted as older than the copy."""
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
@@ -320,6 +324,7 @@ def test_new_checkpoint_is_kept_beside_a_higher_step(run: Path) -> None:
     assert [path.name for path in complete_checkpoints(run)] == ["step_00000005", "step_00000500"]
 
 
+@pytest.mark.slow
 def test_checkpoints_link_to_unmounted_disk_is_reported(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints").rename(tmp_path / "disk")
     (run / "checkpoints").symlink_to(tmp_path / "disk")
@@ -339,6 +344,7 @@ def test_newest_checkpoint_linked_to_unmounted_disk_is_reported(finished: Path, 
     check_line(_resume(run, tmp_path), CHECKPOINT, f"{checkpoint_of(run)}: is a link to {tmp_path / 'disk'}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_unlistable_checkpoints_folder_is_reported(number: int, run: Path) -> None:
     real, before = os.scandir, snapshot(run / "checkpoints")
@@ -354,6 +360,7 @@ def test_unlistable_checkpoints_folder_is_reported(number: int, run: Path) -> No
     assert snapshot(run / "checkpoints") == before
 
 
+@pytest.mark.slow
 def test_metrics_without_checkpoint_need_start_anew(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
@@ -369,16 +376,6 @@ def test_metrics_without_checkpoint_need_start_anew(run: Path, tmp_path: Path) -
     assert outcome.code == 0, outcome.err
     assert [path.name for path in complete_checkpoints(run)] == ["step_00000001"]
     assert (run / "metrics.jsonl").read_text().startswith(rows)
-
-
-def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
-    settings = [*DATA, f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]
-    with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
-        assert train_here(*settings).code == 130
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    outcome = train_here(*settings)
-    assert outcome.code == 0, outcome.err
 
 
 def test_resume_warns_about_deleted_newer_checkpoint(finished: Path, tmp_path: Path) -> None:

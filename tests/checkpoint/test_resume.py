@@ -6,11 +6,12 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.commands import snapshot
+from tests.support.commands import snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import largest_difference, train
 from zeco_train.checkpoint.files import complete_checkpoints
@@ -140,6 +141,7 @@ def _meddle(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     return [{key.rpartition(".")[2]: value} for key, value in state.items()]
 
 
+@pytest.mark.slow
 def test_resume_sets_damaged_aside_and_uses_new_settings(tmp_path: Path) -> None:
     settings = run_distributed(_meddle, 2, str(tmp_path / "run"))[0]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -164,6 +166,7 @@ def _keep_and_load(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
     runs = run_distributed(_keep_and_load, 2, str(tmp_path))[0]
     names = [path.name for path in complete_checkpoints(tmp_path / "first")]
@@ -174,3 +177,14 @@ def test_keep_limits_checkpoints_and_load_reads_weights(tmp_path: Path) -> None:
         # One step with a negligible learning rate changes no fp32 value.
         assert torch.equal(runs["loaded"]["parameters"][parameter], value), parameter
     assert [row["step"] for row in runs["loaded"]["rows"]] == [1]
+
+
+@pytest.mark.slow
+def test_run_ended_before_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    settings = [f"run_dir={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=100"]
+    with mock.patch("zeco_train.training.trainer.Trainer.save", side_effect=KeyboardInterrupt):
+        assert train_here(*settings).code == 130
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    outcome = train_here(*settings)
+    assert outcome.code == 0, outcome.err

@@ -59,6 +59,7 @@ def check_lane(nodes: int, per_node: int) -> None:
             assert found.seconds == pytest.approx(LANE.seconds(COSTS, load, None)), case
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8])
 def test_lane_equals_reference_over_nodes(nodes: int) -> None:
     """Also the bytes of the busiest rank, and the time by the cost model."""

@@ -28,6 +28,7 @@ def _chosen(overrides: list[str], ranks: int, seq_len: int = 4096) -> str | None
     return None if found is None else found.name
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -101,6 +102,7 @@ def test_auto_counts_both_passes_and_what_a_window_leaves_out() -> None:
     assert [_chosen(shared, ranks, 4096) for ranks in (2, 8)] == ["all_gather", "ulysses"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("settings", [[], ["model.attn.window=512"], ["model.attn.num_kv_heads=1"]])
 @pytest.mark.parametrize("length", [1024, 16384])
 def test_plan_and_run_choose_alike(settings: list[str], length: int) -> None:

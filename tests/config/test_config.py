@@ -18,6 +18,7 @@ from zeco_train.sp.registry import Backend, SPConfig
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {
@@ -90,6 +91,7 @@ def test_identity_does_not_depend_on_the_split() -> None:
         assert load_config([change]).identity() != base, change
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -27,6 +27,7 @@ from zeco_train.training import build
 CONFIG = ConfigError.exit_code
 
 
+@pytest.mark.few(34)
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -151,6 +152,7 @@ def test_invalid_override_prints_one_error_line(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("stores", "expected"),
     [
@@ -185,6 +187,7 @@ def test_micro_batch_with_document_resets_is_refused(tmp_path: Path) -> None:
     check_line(train_here(f"run_dir={tmp_path / 'run'}", *overrides), CONFIG, "data.micro_batch=2: must be 1 with")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -211,6 +214,7 @@ def test_invalid_experiment_file_is_reported(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("world_size", "overrides", "parts"),
     [

@@ -110,6 +110,7 @@ WRITERS: dict[str, Callable[[str], Outcome]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*READERS, *WRITERS])
 def test_impossible_paths_are_reported(name: str, here: Path) -> None:
     for path, problem in IMPOSSIBLE.items():
@@ -156,6 +157,7 @@ def test_output_without_write_permission_is_reported(tmp_path: Path, monkeypatch
         check_line(run_here(main, argument), CONFIG, f"cannot be written ({tmp_path}: Permission denied)")
 
 
+@pytest.mark.slow
 def test_replaced_results_are_warned_about(trained: Path, tmp_path: Path) -> None:
     """A command that replaces results of an earlier one prints one warning first."""
     run = shutil.copytree(trained / "run", tmp_path / "run")
@@ -175,6 +177,7 @@ def test_replaced_results_are_warned_about(trained: Path, tmp_path: Path) -> Non
         assert warnings[0].endswith("replaced in the end")
 
 
+@pytest.mark.slow
 def test_export_removes_leftovers_of_killed_export(trained: Path, tmp_path: Path) -> None:
     """The next export succeeds and removes leftovers of a killed one, but not those of a running one."""
     run, out = str(trained / "run"), tmp_path / "out"

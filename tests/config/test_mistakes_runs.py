@@ -71,6 +71,7 @@ def _half(store: Path) -> None:
     (store / META_FILE).unlink()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("damage", "overrides", "code", "parts"),
     [
@@ -99,6 +100,7 @@ def test_unusable_token_store_is_reported(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("override", "part"),
     [
@@ -182,6 +184,7 @@ def test_damaged_identity_file_is_reported(text: str, run: Path, store: Path) ->
     assert snapshot(run) == before
 
 
+@pytest.mark.slow
 def test_load_refuses_missing_or_mismatched_weights(run: Path, store: Path, tmp_path: Path) -> None:
     """`checkpoint.load` of no checkpoint, of another model, and (valid) of a run's folder."""
     (tmp_path / "empty").mkdir()

@@ -100,6 +100,7 @@ def _refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_model_files_decide_the_configuration_class(toys: Path) -> None:
     assert _model() == (GLAConfig, "gla", "gla_tiny")
     assert _model("model=gla_1b") == (GLAConfig, "gla", "gla_1b")
@@ -129,6 +130,7 @@ def test_keys_of_the_command_line_apply_to_the_chosen_mixer(toys: Path) -> None:
     assert (model.slots, model.num_layers, model.hidden_size, model.num_heads) == (32, 3, 1024, 8)
 
 
+@pytest.mark.slow
 def test_experiments_choose_mixer_and_size(toys: Path) -> None:
     experiment = toys / "experiment" / "toy.yaml"
     head = "# @package _global_\n"
@@ -149,6 +151,7 @@ def test_experiments_choose_mixer_and_size(toys: Path) -> None:
     assert (model.name, model.hidden_size, model.slots) == ("toy_1b", 1024, 4)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -243,6 +246,7 @@ def test_run_of_another_mixer_trains_resumes_and_is_found(toys: Path, tmp_path: 
         export(str(tmp_path / "run"), tmp_path / "export", ExportSettings())
 
 
+@pytest.mark.slow
 def test_older_run_without_the_key_resumes_and_its_export_is_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train_here(f"run_dir={run}", "train.steps=1", "train.eval_sequences=0").code == 0
@@ -272,6 +276,7 @@ def test_older_run_without_the_key_resumes_and_its_export_is_read(tmp_path: Path
         check_continuation(tmp_path / "export", ToyConfig())
 
 
+@pytest.mark.slow
 def test_commands_take_a_mixer_with_training_overrides(
     toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

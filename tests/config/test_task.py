@@ -45,6 +45,7 @@ def test_masked_task_of_an_unmasked_model() -> None:
     assert config_of(to_plain(config)) == config
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("unmasked")
 @pytest.mark.parametrize(
     ("overrides", "message"),

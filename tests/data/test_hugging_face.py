@@ -58,6 +58,7 @@ def prepare(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) -> None:
@@ -71,6 +72,7 @@ def test_local_dataset_is_prepared(tmp_path: Path, kind: str, streaming: str) ->
     assert documents(tmp_path / "plain") == TEXTS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "streaming"), [("parquet", True), ("jsonl.gz", True), ("parquet", False)])
 def test_workers_and_interruptions_do_not_change_the_store(
     tmp_path: Path, kind: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +181,7 @@ def test_truncated_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "expected"),

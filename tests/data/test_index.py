@@ -37,6 +37,7 @@ def whole_stream(documents: Documents, order: Permutation | None) -> list[int]:
     return stream.read(stream.pieces(0, stream.num_tokens), 0, stream.num_tokens).tolist()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shortest", [0, 25, 39])
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_stream_equals_reference_from_memory_and_file(

@@ -109,6 +109,7 @@ def starts_of(parts: list[Batch]) -> list[int]:
     return starts
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shuffle", list(Shuffle))
 @pytest.mark.parametrize("shortest", [0, 5])
 @pytest.mark.parametrize(("sp_size", "segments"), [(1, 1), (2, 1), (3, 2), (1, 4), (12, 1)])

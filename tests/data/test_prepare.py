@@ -190,6 +190,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.few(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "code", "overwrite"),

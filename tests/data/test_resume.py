@@ -289,6 +289,7 @@ def test_second_process_on_same_store_is_refused(corpus: Path, tmp_path: Path, m
     assert len(seen) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_error_in_text_keeps_earlier_tokens(tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()

@@ -87,6 +87,7 @@ def test_commands_refuse_run_tokenizer_with_custom_code(own_store: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "id_rsa", "README.md"])
 def test_only_tokenizer_files_are_kept_and_exported(name: str, own_store: Path, secret: Path, tmp_path: Path) -> None:
     (own_store / "tokenizer" / name).symlink_to(secret)
@@ -197,6 +198,7 @@ def test_links_inside_the_folder_are_followed(own_store: Path) -> None:
     assert load_tokenizer(str(folder)).encode(["w7"])[0].tolist() == [9]
 
 
+@pytest.mark.slow
 def test_hub_cache_snapshot_is_copied_as_files(hugging_face: Path, tmp_path: Path) -> None:
     """The snapshot has links to ../../blobs; the store and the run get regular files."""
     cache = tmp_path / "hub" / "models--org--name"

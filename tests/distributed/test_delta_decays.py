@@ -69,6 +69,7 @@ def _in_bf16(rank: int, world_size: int, name: str) -> int:
     return len(cases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gated_deltanet", "kda"])
 def test_log_decays_are_bit_equal_to_those_of_an_unsharded_model(name: str) -> None:
     assert run_distributed(_in_bf16, 2, name) == [2 * len(Strategy)] * 2

@@ -120,6 +120,7 @@ def test_other_lengths_report_leftover_tokens(run: Path, tmp_path: Path) -> None
     assert details["1000"]["error"] is None
 
 
+@pytest.mark.slow
 def test_settings_replaced_by_data_group_are_reported(run: Path, tmp_path: Path) -> None:
     moved, store = tmp_path / "run", f"data.path={run.parent / 'store'}"
     shutil.copytree(run, moved)
@@ -143,6 +144,7 @@ def test_settings_replaced_by_data_group_are_reported(run: Path, tmp_path: Path)
         assert " sets " not in outcome.out
 
 
+@pytest.mark.slow
 def test_repeated_evaluation_overwrites_nothing(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
@@ -179,6 +181,7 @@ def test_evaluation_works_without_training_store(run: Path, tmp_path: Path) -> N
     assert evaluate(moved, "validation.sequences=1", *override).code == 0
 
 
+@pytest.mark.slow
 def test_export_with_hugging_face_tokenizer_is_evaluated(hugging_face: Path, tmp_path: Path) -> None:
     """The export's tokenizer files identify the training store; after a change to them it is refused."""
     store, out = tmp_path / "store", tmp_path / "export"

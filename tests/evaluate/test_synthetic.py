@@ -137,6 +137,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     grid = [
@@ -169,6 +170,7 @@ def test_synthetic_tasks_write_results_and_plots(run: Path, tmp_path: Path) -> N
     assert repeated == recall
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

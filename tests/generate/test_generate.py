@@ -98,6 +98,7 @@ def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh) -> None:
     assert len({tuple(c.tokens) for c in found}) == len(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{"batch": 1}, {"batch": 4, "prefill_tokens": 7}, {"prefill_tokens": 100}])
 def test_texts_do_not_depend_on_batch_or_prefill_size(mesh: ProcessMesh, settings: dict[str, int]) -> None:
     assert generate(generator(mesh, **settings)) == generate(generator(mesh))

@@ -108,6 +108,7 @@ def expected_logits(model: LanguageModel) -> Tensor:
     return torch.stack([whole_logits(model, text[None])[0, -STEPS - 1 :] for text in texts()])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("tokens", [40, 100_000])
 def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str, tokens: int) -> None:
@@ -118,6 +119,7 @@ def test_pieces_and_steps_equal_the_whole_sequence(mesh: ProcessMesh, name: str,
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_steps_from_the_first_token_equal_the_whole_sequence(name: str) -> None:
     model = build(name)
@@ -147,6 +149,7 @@ def _over_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Tensor]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_prompts_over_ranks_give_the_logits_of_one_rank(world_size: int) -> None:
     """Every rank decodes from whole caches. Shards are uneven; some pieces are too short to be shared."""
@@ -171,6 +174,7 @@ def test_a_prompt_goes_on_from_given_states_with_a_larger_capacity(mesh: Process
         assert all(torch.equal(*pair) for pair in zip(first[1], kept, strict=True))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_segments_with_documents_equal_the_whole_sequence(name: str) -> None:
     """Of any sizes; documents begin in segments, and go on in later ones."""
@@ -211,6 +215,7 @@ def _expected_tokens(model: LanguageModel) -> list[list[int]]:
 NAMES = ("gla, GQA, window in a piece", "mamba2, first, GQA, norm")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh, name: str) -> None:
     """For any batch and size of prefill; rows are dropped and caches copied on the way."""
@@ -232,6 +237,7 @@ def _texts_over_ranks(rank: int, world_size: int) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_texts_over_ranks_equal_whole_sequence_reference() -> None:
     expected = [_expected_tokens(build(name)) for name in NAMES]
     assert run_distributed(_texts_over_ranks, 2) == [expected] * 2

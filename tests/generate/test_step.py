@@ -85,6 +85,7 @@ def test_mismatched_operands_are_refused() -> None:
         recurrent_step(*operands(torch.float32))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prompt", [1, 64, 100])
 def test_model_steps_equal_chunked_operator(prompt: int) -> None:
     """Logits after each token, in fp64: the whole sequence at once, and a prompt followed by single steps."""
@@ -99,6 +100,7 @@ def test_model_steps_equal_chunked_operator(prompt: int) -> None:
     assert error < 1e-12, error
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes",
     [

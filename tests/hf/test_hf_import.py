@@ -323,6 +323,7 @@ def test_unloadable_tokenizer_is_reported(exported: Path) -> None:
     assert told.startswith(f"whether its tokens are those of the data, nobody can check: {exported}: transformers can")
 
 
+@pytest.mark.slow
 def test_run_and_export_keep_tokenizer_without_store(hugging_face: Path, tmp_path: Path) -> None:
     """The run keeps a copy of the tokenizer files, and the export contains them unchanged."""
     words = " ".join(f"w{index}" for index in range(200))

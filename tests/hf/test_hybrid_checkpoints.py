@@ -59,6 +59,7 @@ def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla_layer, "flash_attn_func", _flash_attention)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.usefixtures("with_attention")
 def test_hybrid_of_fla_gives_its_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

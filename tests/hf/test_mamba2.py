@@ -102,6 +102,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"time_step_limit": [0.5, 1.5], "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1}],
@@ -139,6 +140,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [None, Dtype.bf16])
 def test_our_export_gives_our_logits_in_transformers(run: Path, dtype: Dtype | None, tmp_path: Path) -> None:
     out, logits = tmp_path / "out", tmp_path / "logits.pt"

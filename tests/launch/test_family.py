@@ -79,6 +79,7 @@ def test_finished_runs_are_skipped_and_results_written(tmp_path: Path, capsys: p
     assert len(started) == 5
 
 
+@pytest.mark.slow
 def test_failed_runs_and_other_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(case: Case, seconds: float) -> str:
         if case.mixer == "gla":

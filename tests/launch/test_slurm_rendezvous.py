@@ -129,6 +129,7 @@ def test_state_is_read_only_with_signing_key() -> None:
             own.get_state()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("interface", ["lo", ""])
 def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> None:
     port = free_port()
@@ -146,6 +147,7 @@ def test_stores_listen_on_cluster_interface(interface: str, tmp_path: Path) -> N
         assert last.split()[0] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_missing_interface_ends_node(tmp_path: Path) -> None:
     with node(tmp_path, free_port(), CLUSTER_INTERFACE="none0") as process:
         _, errors = process.communicate(timeout=ENOUGH)

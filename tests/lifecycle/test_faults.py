@@ -154,6 +154,7 @@ def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None
     assert [row["step"] for row in rows] == list(range(1, before + 1))
 
 
+@pytest.mark.slow
 def test_interrupted_validation_runs_after_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of the run and after the last step; the final metrics equal those of an uninterrupted run."""
     monkeypatch.chdir(tmp_path)
@@ -192,6 +193,7 @@ def test_non_finite_gradient_stops_run(tmp_path: Path) -> None:
     check_checkpoints(tmp_path, step - 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("segments", [1, 4])
 def test_non_finite_loss_stops_run(segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

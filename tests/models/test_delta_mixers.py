@@ -119,6 +119,7 @@ def reference(layer: DeltaMixer, x: Tensor) -> Tensor:
     return o @ p["o_proj.weight"].T
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SMALL)
 def test_layer_and_all_gradients_equal_the_reference(name: str) -> None:
     layer = build(SMALL[name]).model.blocks()[0].attn
@@ -270,6 +271,7 @@ def in_fla(config: LanguageModelConfig, name: str) -> str:
     return name
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*PARAMETERS, *SMALL])
 def test_parameter_names_and_shapes_equal_fla(name: str) -> None:
     config = SMALL[name] if name in SMALL else load_config(name)

@@ -59,6 +59,7 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
     return kernels._replace(forward=forward)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
 @pytest.mark.parametrize("name", OTHERS)
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
@@ -102,6 +103,7 @@ def test_retnet_keeps_no_scores_or_chunk_states_on_gpus() -> None:
     assert sum(x.width for x in gradients) == 3 * values + 2 * keys
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -132,6 +134,7 @@ def _walking(name: str, batch: int) -> tuple[float, Tensor, Tensor]:
     return _walk_bytes(case, block), q, v
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["retnet_340m", "retnet_1b", "lightning_1b", "cosformer_1b", "mamba2_1b"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int) -> None:
@@ -142,6 +145,7 @@ def test_planned_starts_of_walks_are_those_of_the_kernels(name: str, batch: int)
     assert starts.numel() * 4 <= planned <= 1.05 * starts.numel() * 4
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["gated_deltanet_340m", "gated_deltanet_1b"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_planned_starts_and_transitions_of_delta_walks_are_those_of_the_kernels(name: str, batch: int) -> None:

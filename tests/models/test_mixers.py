@@ -29,6 +29,14 @@ TOKENS = 150
 BORDERS, SPLIT = (0, 20, 50, 110), 70
 # fp64: sums of 150 tokens and 2 layers in another order; measured at most 4e-15.
 TOLERANCE = 1e-12
+# By default one of each family of states' decays: by key channel, fixed by head, by token and head, of the delta rule.
+ONE_OF_A_FAMILY = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gla", "retnet", "mamba2", "kda") else pytest.param(name, marks=pytest.mark.slow)
+        for name in MIXERS
+    ],
+)
 
 
 def _build(name: str) -> tuple[LanguageModel, Tensor]:
@@ -82,14 +90,14 @@ def _ranks_against_one(rank: int, world_size: int, name: str) -> float:
     return abs(packed - plain) / plain
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@ONE_OF_A_FAMILY
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     """Also with documents, of which one straddles the ranks."""
     effects = run_distributed(_ranks_against_one, 2, name)
     assert all(effect > 1e-5 for effect in effects), effects
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@ONE_OF_A_FAMILY
 def test_steps_equal_the_whole_sequence(name: str) -> None:
     """Logits after each token: all at once, and a prompt at once with a step a token from there."""
     model, ids = _build(name)
@@ -103,6 +111,7 @@ def test_steps_equal_the_whole_sequence(name: str) -> None:
     assert (torch.cat(logits, dim=1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
 @pytest.mark.parametrize("name", MIXERS)

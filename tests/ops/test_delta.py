@@ -157,6 +157,7 @@ def test_orthogonal_keys_make_gated_linear_attention() -> None:
 # Chunks
 
 
+@pytest.mark.few
 @EACH
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 130])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -172,6 +173,7 @@ def test_every_grouping_of_heads_equals_recurrence(rule: str, groups: int, batch
     check(rule, make(rule, 70, groups=groups, batch=batch), [0, 20, 70])
 
 
+@pytest.mark.few
 @EACH
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 200]])
 def test_sharded_ranks_equal_recurrence(rule: str, edges: list[int]) -> None:
@@ -179,6 +181,7 @@ def test_sharded_ranks_equal_recurrence(rule: str, edges: list[int]) -> None:
         check(rule, make(rule, edges[-1], decay), edges)
 
 
+@pytest.mark.few
 @EACH
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 200], [0, 65, 66, 150, 200]])

@@ -91,6 +91,7 @@ def compiled() -> Iterator[TokenLosses]:
     torch._dynamo.reset()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("want_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_token_losses_equal_eager(compiled: TokenLosses, dtype: torch.dtype, want_grad: bool) -> None:

@@ -230,6 +230,7 @@ def test_recurrence_restarts_at_token_zero_unless_it_continues() -> None:
 # The phases on one rank and over several
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 130, 200])
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed", "strong", "strongest"])
 def test_one_rank_equals_recurrence(num_tokens: int, decay: str) -> None:
@@ -265,6 +266,7 @@ def test_documents_equal_recurrence(documents: str, decay: str) -> None:
     check(make_case(200, decay, cu_seqlens=DOCUMENTS[documents]), [0, 200])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 90, 200], [0, 64, 128, 200], [0, 1, 63, 200], [0, 65, 66, 150, 200]])
 def test_sharded_documents_equal_recurrence(documents: str, edges: list[int]) -> None:

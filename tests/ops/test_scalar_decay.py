@@ -97,6 +97,7 @@ def check(operator: Operator, case: Case, edges: list[int], documents: list[int]
         assert error <= TOLERANCE, f"{name} off by {error:.1e}"
 
 
+@pytest.mark.few
 @BOTH
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 130])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -104,6 +105,7 @@ def test_one_rank_equals_recurrence(operator: Operator, num_tokens: int, decay: 
     check(operator, make(operator, num_tokens, decay), [0, num_tokens])
 
 
+@pytest.mark.few
 @BOTH
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 @pytest.mark.parametrize("batch", [1, 2])
@@ -111,6 +113,7 @@ def test_every_grouping_of_heads_equals_recurrence(operator: Operator, groups: i
     check(operator, make(operator, 70, groups=groups, batch=batch), [0, 20, 70])
 
 
+@pytest.mark.few
 @BOTH
 @pytest.mark.parametrize("edges", [[0, 100, 200], [0, 1, 65, 200], [0, 64, 128, 192], [0, 3, 67, 190, 200]])
 @pytest.mark.parametrize("decay", DECAYS)
@@ -118,6 +121,7 @@ def test_sharded_ranks_equal_recurrence(operator: Operator, edges: list[int], de
     check(operator, make(operator, edges[-1], decay), edges)
 
 
+@pytest.mark.few
 @BOTH
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("edges", [[0, 200], [0, 65, 66, 150, 200]])

@@ -37,6 +37,7 @@ def run(*arguments: str, rank: int = 0) -> tuple[DryRun, list[str]]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -77,6 +78,7 @@ def test_any_rank_has_its_place_and_its_nodes() -> None:
     assert any(text.endswith("over 32 ranks: lane by gloo") for text in messages), messages
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [["model=mamba2_tiny"], ["model=gla_tiny", "model.attn.layers=[1]"]])
 def test_layers_beside_scans_run_too(model: list[str]) -> None:
     """Halos of convolutions, softmax attention over ranks, and documents."""

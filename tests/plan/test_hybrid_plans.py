@@ -125,6 +125,7 @@ def test_time_of_softmax_grows_with_length_and_stops_at_the_window() -> None:
     assert plan_exchanges(case, BACKENDS["dp"]).sent == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "phase"),
     [

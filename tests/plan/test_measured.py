@@ -73,6 +73,7 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("arguments", "peak_gb", "seconds"), MEASURED_CASES)
 def test_plan_agrees_with_measured_memory_and_time(arguments: list[str], peak_gb: float, seconds: float | None) -> None:
     option = planned(*arguments)
@@ -109,6 +110,7 @@ def test_lasp1_exposure_depends_on_layers_for_many_ranks_only() -> None:
     assert 0.5 * 20 * exposed(64, 1) < exposed(64, 20) < 20 * exposed(64, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_chain_and_lasp1_wait_by_one_rule(ranks: int) -> None:
     """Of two layers and of twenty: what exceeds the drift in every layer, the rest once a pass."""

@@ -103,6 +103,7 @@ def test_step_time_by_kind_matches_formula() -> None:
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "operator", "milliseconds", "scaled"),
     [
@@ -260,6 +261,7 @@ def test_advice_when_nothing_fits() -> None:
 # --- the experiments, and the command ---
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [name for name in group_options()["experiment"] if name not in NO_LENGTH])
 def test_experiments_fit_their_machine(name: str) -> None:
     case, notes = build_case(parse([f"+experiment={name}"]))
@@ -314,6 +316,7 @@ def test_help_lists_every_setting() -> None:
         assert f"{entry.name}" in (PlanSettings.__doc__ or "")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -334,6 +334,7 @@ def test_step_bytes_by_algorithm() -> None:
 COMPILED = pytest.param(Dtype.bf16, True, marks=pytest.mark.slow)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
 @pytest.mark.parametrize(("dtype", "compiled"), [(Dtype.fp32, False), (Dtype.bf16, False), COMPILED])
 @pytest.mark.parametrize("variant", [[], ["model.num_kv_heads=1", "model.use_output_gate=false"]])

@@ -162,6 +162,7 @@ def test_existing_chart_is_accepted_and_refusal_is_an_error() -> None:
         create_chart(Api(), "me")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(COMMAND)["main"]

@@ -164,6 +164,7 @@ def test_page_is_complete_and_self_contained(tmp_path: Path) -> None:
     assert [m["rate"]["median"] for m in results["measurements"]] == [100.0, 200.0, 90.0]
 
 
+@pytest.mark.slow
 def test_benchmark_results_are_read(tmp_path: Path) -> None:
     file = RESULTS / "model_4xh200_16k.json"
     rows = {row["variant"]: row for row in json.loads(file.read_text())["rows"]}

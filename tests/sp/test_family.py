@@ -14,9 +14,10 @@ from tests.support.steps import worst, write_documents
 
 pytestmark = pytest.mark.numeric
 
-# Mixers with states, parameters or messages that the others have not. By default only these are trained, and the
-# others are compared on two ranks by tests/models/test_mixers.py.
+# Mixers with states, parameters or messages that the others have not.
 SPECIAL = [name for name, mixer in MIXERS.items() if mixer.needs_halo or mixer.shared is not None]
+# By default only these are trained; tests/models/test_mixers.py compares others on two ranks.
+QUICK = "mamba2", "kda"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_documents(tmp_path_factory.mktemp("family") / "store"))
 
 
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPECIAL]
+)
 def test_mixer_trains_alike_on_two_ranks(name: str, store: str) -> None:
     compare([name], 2, store, cases=2)
 

@@ -72,6 +72,7 @@ READERS: list[Callable[[Path], Outcome]] = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
@@ -106,6 +107,7 @@ def test_metric_of_wrong_type_is_refused(field: str, value: object, shown: str, 
     assert snapshot(run) == before
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("line", ["", "[1, 2]", "null", "3", "{", '"text"', "\x00" * 20, "[" * 100_000, "\xff"])
 def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     path = run / METRICS_FILE
@@ -116,6 +118,7 @@ def test_malformed_metrics_line_is_refused(line: str, run: Path) -> None:
     assert snapshot(run) == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e999"])
 def test_non_finite_losses_are_accepted(value: str, run: Path) -> None:
     path = run / METRICS_FILE
@@ -181,6 +184,7 @@ def test_torn_last_line_is_dropped_before_training(run: Path, monkeypatch: pytes
     assert (again.code, again.err) == (0, "")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("file", "values", "problem"),
     [

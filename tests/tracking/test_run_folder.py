@@ -106,6 +106,7 @@ def _open_own_folders(rank: int, world_size: int, folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_folder_on_node_local_disk_is_refused(tmp_path: Path) -> None:
     for rank in range(2):
         outcome = train_here(f"run_dir={tmp_path / str(rank) / 'run'}", "train.steps=1")

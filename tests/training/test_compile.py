@@ -156,6 +156,7 @@ def test_cpu_compiles_only_with_setting_always(setting: Compile, calls: int, mes
     assert compile_parts.call_count == calls
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_non_finite_tensor_in_compiled_block_is_named(
@@ -192,6 +193,7 @@ def _tokens(dtype: torch.dtype, tokens: int) -> tuple[list[Tensor], Tensor, Tens
     return inputs, random(tokens, 3, 5).to(dtype), random(3, 4, 5).to(wide)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("documents", [False, True])

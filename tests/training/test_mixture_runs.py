@@ -105,6 +105,7 @@ def test_resume_with_equivalent_weights(folder: Path, finished: Path, tmp_path: 
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow
 def test_run_from_before_mixtures_resumes(folder: Path, tmp_path: Path) -> None:
     data = ["data=tokens", f"data.path={folder / 'web'}", f"run_dir={tmp_path / 'run'}"]
     assert train_here(*data, "train.steps=1").code == 0
@@ -127,6 +128,7 @@ def _flip(store: Path) -> None:
     (store / shard_name(0)).write_bytes(contents)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("stores", "overrides", "code", "part"),
     [

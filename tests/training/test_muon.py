@@ -51,6 +51,7 @@ def test_orthogonalised_zero_matrix_stays_zero() -> None:
     assert not orthogonalise(torch.zeros(3, 4), 5).any()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("adjust", AdjustLR)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_torch(adjust: AdjustLR, nesterov: bool) -> None:
@@ -156,6 +157,7 @@ def _round_trip(rank: int, world_size: int) -> None:
         assert counts == len(shapes), strategy
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_each_matrix_is_gathered_on_one_rank_and_scattered(world_size: int) -> None:
     run_distributed(_round_trip, world_size)

@@ -119,6 +119,7 @@ def test_flipped_tokens_are_refused(run: Run) -> None:
     check_line(run.start(), DATA, f"{run.store / shard_name(1)}: changed since")
 
 
+@pytest.mark.slow
 def test_flipped_validation_tokens_are_refused(run: Run) -> None:
     flip(run.store / "validation" / shard_name(2))
     check_line(run.start(), DATA, f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start")
@@ -127,6 +128,7 @@ def test_flipped_validation_tokens_are_refused(run: Run) -> None:
     check_line(run.start(), DATA, f"{run.store / 'validation' / shard_name(2)}: changed since the run's last start")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["", "validation"])
 def test_shifted_document_borders_are_refused(part: str, run: Run) -> None:
     shift(run.store / part)
@@ -135,6 +137,7 @@ def test_shifted_document_borders_are_refused(part: str, run: Run) -> None:
     check_line(run.start(SKIP), DATA, line)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["", "validation"])
 def test_same_tokens_with_other_document_borders_are_refused(part: str, run: Run) -> None:
     shutil.rmtree(run.store / part / "validation", ignore_errors=True)
@@ -151,6 +154,7 @@ def test_same_tokens_with_other_document_borders_are_refused(part: str, run: Run
     assert f"{SKIP}: {run.store / part / META_FILE} gives other documents" in log_of(run.run)
 
 
+@pytest.mark.slow
 def test_validation_store_may_change_and_is_then_checked(run: Run, tmp_path: Path) -> None:
     other = write(tmp_path / "other", seed=5)
     assert run.start(f"data.validation_path={other}").code == 0
@@ -158,6 +162,7 @@ def test_validation_store_may_change_and_is_then_checked(run: Run, tmp_path: Pat
     check_line(run.start(f"data.validation_path={other}"), DATA, f"{other / shard_name(0)}: changed since")
 
 
+@pytest.mark.slow
 def test_copied_store_is_hashed_once(run: Run, hashed: list[str]) -> None:
     assert run.start().code == 0
     assert hashed == []
@@ -186,6 +191,7 @@ def test_change_with_same_size_and_mtime_needs_verify(run: Run) -> None:
     assert run.start("data.verify=true").err == f"error: {line}"
 
 
+@pytest.mark.slow
 def test_embedded_corpus_is_checked(tmp_path: Path) -> None:
     cache, settings = tmp_path / "cache", [f"run_dir={tmp_path / 'run'}", "train.steps=1"]
     settings.append(f"data.cache_dir={cache}")
@@ -213,6 +219,7 @@ def test_synthetic_task_writes_no_record(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / RECORD_FILE).exists()
 
 
+@pytest.mark.slow
 def test_run_without_record_resumes_and_records_data(run: Run) -> None:
     (run.run / RECORD_FILE).unlink()
     touch(run.store)
@@ -238,6 +245,7 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
+@pytest.mark.slow
 def test_damaged_records_are_reported_and_rewritten(run: Run) -> None:
     """Each gives one warning; the start continues if it can write a new record."""
     path = run.run / RECORD_FILE
@@ -337,6 +345,7 @@ def test_each_copy_is_hashed_once_across_its_ranks(tmp_path: Path) -> None:
     assert [len(notes) for notes in record.files.values()] == [4] * 3
 
 
+@pytest.mark.slow
 def test_killed_check_keeps_its_progress(
     run: Run, hashed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

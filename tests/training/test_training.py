@@ -118,7 +118,7 @@ def test_document_reset_changes_loss(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("suite", [_splits, _documents])
-@pytest.mark.parametrize("world_size", [2, 3, FOUR])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), FOUR])
 def test_fp64_runs_are_the_same_on_every_split(runs: Runs, world_size: int, suite: Any) -> None:
     expected = runs(suite, 1)[0]["documents" if suite is _documents else "reference"]
     for name, result in runs(suite, world_size)[0].items():

@@ -81,6 +81,7 @@ def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> No
     assert all("symmetric" in row and "needs GPUs of one NVLink domain" in row for row in skipped)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("operator", [name for name in VERIFIED if name != "gla"])
 def test_every_backend_passes_with_every_operator(operator: str) -> None:
     """Of two heads one has no decays in `SMALL`; of five, four have decays up to 20 a token."""
@@ -272,6 +273,7 @@ def test_verification_passes_on_gpus(tmp_path: Path) -> None:
     assert all("NVLink" in reason for reason in skipped)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("operator", VERIFIED)

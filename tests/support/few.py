@@ -1,0 +1,62 @@
+"""Which cases of a parametrized test the default run has: `@pytest.mark.few` marks the others `slow`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def is_among_few(axes: Sequence[tuple[Sequence[str], Sequence[Any]]], values: Mapping[str, Any], number: int) -> bool:
+    """Whether a case is one of the few.
+
+    These are the cases in which the k-th values of all axes meet, for k up to the length of the longest axis; shorter
+    axes begin again. So each value of each axis is in one of them. Values marked `slow` are left out.
+
+    Args:
+        axes: names and values of each `parametrize` of the test.
+        values: of the case, by name.
+        number: if it is not 0, only as many of the few, evenly spaced, the first among them.
+    """
+    quick = [[_values(row, names) for row in rows if not _is_slow(row)] for names, rows in axes]
+    found = [[values[name] for name in names] for names, _ in axes]
+    longest = max(map(len, quick))
+    chosen = range(longest) if not number else (step * longest // number for step in range(number))
+    return any(all(_same(rows[k % len(rows)], own) for rows, own in zip(quick, found, strict=True)) for k in chosen)
+
+
+def mark_others_slow(item: pytest.Item) -> None:
+    """Mark a case of a test with `@pytest.mark.few` slow if it is not among the few.
+
+    Raises:
+        pytest.UsageError: the test is not parametrized.
+    """
+    mark = item.get_closest_marker("few")
+    if mark is None:
+        return
+    parametrized = [(_names(each.args[0]), [*each.args[1]]) for each in item.iter_markers("parametrize")]
+    if not parametrized:
+        raise pytest.UsageError(f"{item.nodeid}: few needs parametrize")
+    if not is_among_few(parametrized, item.callspec.params, *mark.args or (0,)):  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.slow)
+
+
+def _names(names: str | Sequence[str]) -> list[str]:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+
+
+def _is_slow(row: Any) -> bool:
+    return isinstance(row, ParameterSet) and any(getattr(mark, "name", "") == "slow" for mark in row.marks)
+
+
+def _values(row: Any, names: Sequence[str]) -> Sequence[Any]:
+    if isinstance(row, ParameterSet):
+        return row.values
+    return [row] if len(names) == 1 else row
+
+
+def _same(row: Sequence[Any], own: Sequence[Any]) -> bool:
+    # By identity: values may have no equality, such as tensors.
+    return all(value is other for value, other in zip(row, own, strict=True))
