@@ -152,7 +152,6 @@ def _saved(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 def test_saved_tensors_match_saved_like(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile plans with `saved_like`."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
