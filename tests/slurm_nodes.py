@@ -10,7 +10,7 @@ cluster that it is named for. Three things are checked:
             run, is named, and all start again from the last checkpoint in the same allocation
     losses  of all steps are those of one rank with whole sequences
 
-Needs Slurm (Debian and Ubuntu: apt install slurm-wlm munge), and 0.4 GB of memory a node. Exit code 1 if a check fails.
+Needs Slurm (Debian and Ubuntu: apt install slurm-wlm munge). Run with four nodes so far. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zeco_train.tracking.metrics import read_metrics
 TOLERANCE = 1e-9
 _STEPS, _EVERY = 12, 3
 _WRONG_VERSION = "0.0.1"
-# A start of 32 nodes takes some minutes on two cores.
+# Ample for many nodes on two cores: reached only by failures.
 _PATIENCE_SECONDS = 1800.0
 
 

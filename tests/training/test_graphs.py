@@ -79,7 +79,7 @@ class RunAgain(StepGraphs):
 
     def begin_step(self) -> bool:
         super().begin_step()
-        # A pass that runs again writes gradients only if there are none; a replayed one that was captured so does.
+        # A graph overwrites the gradients. Here the pass runs again, and would add to them: the step has to clear them.
         return False
 
     @contextmanager
