@@ -59,6 +59,7 @@ class Mixer(nn.Module, ABC):
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
         reads_positions: whether the layer needs the positions of its tokens (`Place.positions`).
+        norm_after: whether the norms of its block act on outputs instead of inputs.
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
@@ -69,7 +70,7 @@ class Mixer(nn.Module, ABC):
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
-        self.reads_positions = False
+        self.reads_positions = self.norm_after = False
         self._made_of = config, layer
         self._place_constants(torch.get_default_device())
 

@@ -8,7 +8,8 @@ There is no positional embedding: order enters through the convolutions and the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,24 @@ class GatedDeltaNetConfig(DeltaHeadsConfig):
 
     Attributes:
         use_gate: whether a layer's output is gated, by swish of a projection, after its norm.
+        o_norm_eps: added to the mean square in that norm; null: norm_eps.
     """
 
     mixer: str = "gated_deltanet"
     name: str = "gated_deltanet_tiny"
     use_gate: bool = True
+    o_norm_eps: float | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, see `DeltaHeadsConfig`."""
+        super().validate()
+        if self.o_norm_eps is not None:
+            self._require_finite("o_norm_eps")
+
+    def canonical(self) -> Self:
+        """See `DeltaHeadsConfig`; `o_norm_eps` equal to `norm_eps` becomes None."""
+        model = super().canonical()
+        return replace(model, o_norm_eps=None) if self.o_norm_eps == self.norm_eps else model
 
     def variants(self) -> list[str]:
         """What differs from the default model, in words."""
@@ -76,7 +90,7 @@ class GatedDeltaNet(DeltaMixer):
         self.a_proj = nn.Linear(config.hidden_size, self.heads.values, bias=False)
         if config.use_gate:
             self.g_proj = nn.Linear(config.hidden_size, self.heads.value_width, bias=False)
-        self._add_output(GateFunction.swish if config.use_gate else None)
+        self._add_output(GateFunction.swish if config.use_gate else None, config.o_norm_eps)
 
     @property
     def wide_parameters(self) -> nn.Module:
