@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from models.activations import TokenTensor
 from models.decays import StepDecay, step_log_decays
 from models.fla import FlaFormat
+from models.formats.olmo_hybrid import OLMO_HYBRID
+from models.formats.qwen3_5 import QWEN3_5
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import parallel_linear
@@ -73,6 +75,7 @@ class GatedDeltaNet(DeltaMixer):
         numbers={"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4},
         optional={"num_v_heads": int},
         switches={"use_gate": True, "allow_neg_eigval": False},
+        fixed={"o_norm_eps": None},
         refused={
             "use_short_conv": (True, "layers without short convolutions"),
             "conv_bias": (False, "convolutions with a bias"),
@@ -81,6 +84,7 @@ class GatedDeltaNet(DeltaMixer):
         written={"attn_mode": "chunk", "use_short_conv": True, "output_gate_activation": "swish"},
         parts={".attn.decay.": ".attn."},
     )
+    other_formats = (OLMO_HYBRID, QWEN3_5)
 
     def __init__(self, config: GatedDeltaNetConfig, layer: int) -> None:
         super().__init__(config, layer, config.heads)
