@@ -22,8 +22,11 @@ class AttnConfig:
         head_dim: width of a head; null: hidden_size / num_heads.
         window: keys that a query reads at most, itself among them; null: all before it.
         rope_theta: base of the frequencies of the rotary position embeddings; null: no position embeddings.
+        rotary_dim: channels of a head that are rotated, the first ones; null: all.
         qk_norm: RMSNorm over each head of queries and of keys, before the rotation.
+        qk_norm_all_heads: these norms are over all heads of queries, and over all of keys, at once.
         gate: outputs times the sigmoid of a projection of the layer's input.
+        norm_after: the two norms of such a layer's block act on the outputs of attention and MLP, not on their inputs.
     """
 
     every: int | None = None
@@ -34,8 +37,11 @@ class AttnConfig:
     head_dim: int | None = None
     window: int | None = None
     rope_theta: float | None = 10000.0
+    rotary_dim: int | None = None
     qk_norm: bool = False
+    qk_norm_all_heads: bool = False
     gate: bool = False
+    norm_after: bool = False
 
     def chosen(self, num_layers: int) -> range | list[int]:
         """The softmax layers of a model, ascending. No loop over layers, since a mistyped `num_layers` can be huge."""
@@ -58,6 +64,7 @@ class AttnConfig:
             num_heads=shape.heads,
             num_kv_heads=None if shape.key_heads == shape.heads else shape.key_heads,
             head_dim=None if shape.head_dim * shape.heads == hidden_size else shape.head_dim,
+            rotary_dim=None if self.rotary_dim == shape.head_dim else self.rotary_dim,
         )
 
     def validate(self, num_layers: int, num_heads: int, hidden_size: int) -> None:
@@ -79,9 +86,20 @@ class AttnConfig:
         if self.rope_theta is not None and not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             allowed = "must be finite and > 1, or null for no position embedding"
             raise ConfigError("model.attn.rope_theta", self.rope_theta, allowed)
-        if self.rope_theta is not None and shape.head_dim % 2:
+        if self.rope_theta is not None and self.rotary_dim is None and shape.head_dim % 2:
             allowed = f"rotates pairs of channels: heads must be of even width, not {shape.head_dim}; or null"
             raise ConfigError("model.attn.rope_theta", self.rope_theta, allowed)
+        self._check_parts(shape)
+
+    def _check_parts(self, shape: AttnShape) -> None:
+        if (rotated := self.rotary_dim) is not None:
+            if self.rope_theta is None:
+                raise ConfigError("model.attn.rotary_dim", rotated, "needs model.attn.rope_theta")
+            if rotated % 2 or not 2 <= rotated <= shape.head_dim:
+                allowed = f"must be even, from 2 to the {shape.head_dim} channels of a head, or null for all"
+                raise ConfigError("model.attn.rotary_dim", rotated, allowed)
+        if self.qk_norm_all_heads and not self.qk_norm:
+            raise ConfigError("model.attn.qk_norm_all_heads", "true", "needs model.attn.qk_norm=true")
 
     def _check_layers(self, num_layers: int) -> None:
         if self.layers is not None:

@@ -29,6 +29,8 @@ class LanguageModelConfig:
         num_heads: H, heads of a mixer.
         intermediate_size: width of the SwiGLU MLP; 0, with some mixers: no MLP.
         norm_eps: added to the mean square in every norm.
+        zero_centred_norms: the norms of the residual stream, and of queries and keys in softmax layers, multiply by
+            1 + weight, with weights from 0 on: in bf16 they resolve finer steps around 1.
         tie_word_embeddings: the head uses the embedding's weight.
         causal: a token reads the tokens before it only; false: it reads the whole sequence, for task=mlm. Needs mixers
             without decays (`Mixer.can_be_unmasked`).
@@ -46,6 +48,7 @@ class LanguageModelConfig:
     num_heads: int = 4
     intermediate_size: int = 384
     norm_eps: float = 1e-6
+    zero_centred_norms: bool = False
     tie_word_embeddings: bool = False
     causal: bool = True
     initializer_range: float = 0.02

@@ -27,6 +27,44 @@ class Derived:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Tensors of a file that together hold the rows of several of our parameters.
+
+    Attributes:
+        ours: our parameters in a layer, in the order of the rows, such as `attn.q_proj.weight`.
+        theirs: the file's tensors in a layer, in the order of the rows. As many as ours: an export writes one for each,
+            and a file may cut the rows elsewhere.
+        by_heads: the rows of each head of queries lie together: of each head first those of the first parameter.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    by_heads: bool = False
+
+
+@dataclass(frozen=True)
+class SoftmaxLayers:
+    """The softmax layers of a class of transformers: keys `layer_types`, `num_attention_heads`, `rope_parameters`, ….
+
+    Attributes:
+        fixed: fields of `model.attn` that the class decides, with their value.
+        num_heads, num_kv_heads, head_dim: the class's defaults; null: those that other keys decide.
+        always_rotates: whether `rope_theta` must not be null.
+        rotates_parts: whether it reads `partial_rotary_factor`.
+        parts, rows: as in `FlaFormat`, for these layers alone.
+    """
+
+    fixed: Mapping[str, Any]
+    num_heads: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    always_rotates: bool
+    rotates_parts: bool
+    parts: Mapping[str, str]
+    rows: tuple[Rows, ...] = ()
+
+
+@dataclass(frozen=True)
 class FlaFormat:
     """The class for a language model with this mixer, and the mixer-specific keys of its config.json.
 
@@ -55,6 +93,12 @@ class FlaFormat:
         copies: keys that are written once more under a second name, for another library that reads the file.
         plain_norm: parameter name parts, ours → those of a file with `fuse_norm` false.
         parts: parameter name parts, ours → the file's, replaced one after the other.
+        softmax: softmax layers of a class of transformers; None: it has none, and for fla the key `attn`.
+        needed: numeric keys without a default.
+        ratios: fields that are the quotient of a key and of one of `needed`, both whole numbers.
+        computed: keys that an export takes from the model's shape, in place of its fields.
+        rows: tensors of other rows than our parameters.
+        former: name parts that files may have in place of the library's own: the file's → the library's.
     """
 
     model_type: str
@@ -66,13 +110,13 @@ class FlaFormat:
     numbers: Mapping[str, int | float] = field(default_factory=dict)
     pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     optional: Mapping[str, type] = field(default_factory=dict)
-    optional_defaults: Mapping[str, int] = field(default_factory=dict)
+    optional_defaults: Mapping[str, int | None] = field(default_factory=dict)
     derived: Mapping[str, Derived] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     choices: Mapping[str, type[Enum]] = field(default_factory=dict)
     choice_defaults: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, Enum] = field(default_factory=dict)
-    fixed: Mapping[str, int | float] = field(default_factory=dict)
+    fixed: Mapping[str, int | float | None] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     equals: Mapping[str, str] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
@@ -80,6 +124,17 @@ class FlaFormat:
     copies: Mapping[str, str] = field(default_factory=dict)
     plain_norm: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
+    softmax: SoftmaxLayers | None = None
+    needed: Mapping[str, type] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    computed: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
+    rows: tuple[Rows, ...] = ()
+    former: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """`fixed`, and the fields that all classes decide alike unless it says otherwise."""
+        return {"zero_centred_norms": False, **self.fixed}
 
     @property
     def owner(self) -> str:

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from models.activations import Activations, Part, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, Shared
-from models.modules import RMSNorm, swiglu
+from models.mlp import MLP
+from models.modules import RMSNorm
 from models.parameters import MATRIX, ParameterRule, parameter_rules
-from models.projections import parallel_linear, unread_linear
 from models.states import StateOf, TokenCache
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
@@ -34,38 +34,10 @@ from zeco_train.ops.seam import Boundary, Crossing, Place, SequenceShard
 from zeco_train.ops.segments import LayerStates
 
 
-class MLP(nn.Module):
-    """SwiGLU: x [B, T, D] → (swish(x Wgate) ⊙ x Wup) Wdown."""
-
-    def __init__(self, config: LanguageModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
-        """With `is_read=False` the last product is skipped: the output is NaN, only the gradients are valid."""
-        inner = swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight))
-        return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
-
-    def activations(self) -> Activations:
-        """Activations of `forward`, without its input and output."""
-        # Compiled code can write the gradients of gate and up over two other tensors. The peaks measured on H200s
-        # (recompute=selective and full) show that it does; they would be 22 kB per token of gla_1b higher otherwise.
-        inner = self.up_proj.out_features
-        return Activations(
-            (TokenTensor("mlp's gate", inner), TokenTensor("mlp's up", inner), TokenTensor("their product", inner)),
-            (
-                TokenTensor("gradient of the product", inner),
-                TokenTensor("gradient of mlp's gate", inner, compiled=False),
-                TokenTensor("gradient of mlp's up", inner, compiled=False),
-            ),
-            (Traffic("SwiGLU", inner, 3, 6),),
-        )
-
-
 class Block(nn.Module):
     """Pre-norm residual block: h = x + attn(norm(x)), y = h + mlp(norm(h)). Without an MLP y = h.
+
+    With norms after instead: h = x + norm(attn(x)), y = h + norm(mlp(h)).
 
     Args:
         config: of the model.
@@ -73,6 +45,7 @@ class Block(nn.Module):
         layer: index of the layer.
 
     Attributes:
+        norm_after: whether it normalises outputs instead of inputs.
         recompute: what the backward pass recomputes.
         num_states: of its mixer's crossings (`Mixer.num_crossings`), and of what it keeps (`Mixer.states`).
         wide_residual: whether x, h and y are fp32 even if the block computes in bf16.
@@ -82,13 +55,14 @@ class Block(nn.Module):
     def __init__(self, config: LanguageModelConfig, mixer: type[Mixer], layer: int) -> None:
         super().__init__()
         self.recompute = Recompute.none
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
         self.attn = mixer(config, layer)
+        self.norm_after = self.attn.norm_after
         self.num_states = self.attn.num_crossings
         self.wide_residual = config.has_wide_residual
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:
-            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
             self.mlp = MLP(config)
 
     def compile_compute(self, **options: Any) -> None:
@@ -112,8 +86,8 @@ class Block(nn.Module):
         shared: Tensor | None,
         is_read: bool = True,
     ) -> tuple[Tensor, ...]:
-        y, crossings = self.attn(self._normed(self.attn_norm, x), place, boundaries, shared)
-        x = x + y
+        y, crossings = self.attn(self._before(self.attn_norm, x), place, boundaries, shared)
+        x = x + self._after(self.attn_norm, y)
         states = [tensor for crossing in crossings for tensor in crossing]
         if self.has_mlp and self.recompute is Recompute.selective and torch.is_grad_enabled():
             # The output is read here: `is_read` is False only where a whole block is recomputed.
@@ -122,13 +96,16 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         """Map x [B, 1, D] → y [B, 1, D]; see `Mixer.step`."""
-        return self._mlp(x + self.attn.step(self._normed(self.attn_norm, x), states, positions, shared))
+        y = self.attn.step(self._before(self.attn_norm, x), states, positions, shared)
+        return self._mlp(x + self._after(self.attn_norm, y))
 
     def activations(self) -> Mapping[Part, Activations]:
         """Activations by part; norms and residual sums belong to the block itself."""
         width, wide = self.attn_norm.weight.shape[0], self.wide_residual
+        # Norms keep their inputs. With norms after those are outputs; mixer and MLP read the residual stream itself.
+        reads, inner_reads = ("mixer's output", "mlp's output") if self.norm_after else ("x normed", "middle, normed")
         around_mixer = Activations(
-            (TokenTensor("1 / rms of x", 1, wide=True), TokenTensor("x normed", width)),
+            (TokenTensor("1 / rms of x", 1, wide=True), TokenTensor(reads, width)),
             traffic=(Traffic("residual sum and norm before the mixer", width, 4, 5, wide=wide),),
         )
         middle = Activations(
@@ -136,7 +113,7 @@ class Block(nn.Module):
             (TokenTensor("gradient in the middle", width, wide=wide),),
         )
         around_mlp = Activations(
-            (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor("x in the middle, normed", width)),
+            (TokenTensor("1 / rms in the middle", 1, wide=True), TokenTensor(inner_reads, width)),
             traffic=(Traffic("residual sum and norm before the mlp", width, 4, 5, wide=wide),),
         )
         output = Activations((), (TokenTensor("gradient of the block's output", width, wide=wide),))
@@ -149,11 +126,21 @@ class Block(nn.Module):
         }
 
     def _mlp(self, x: Tensor, is_read: bool = True) -> Tensor:
-        return x + self.mlp(self._normed(self.mlp_norm, x), is_read) if self.has_mlp else x
+        if not self.has_mlp:
+            return x
+        # A norm after the MLP reads its output for the gradients, too.
+        y = self.mlp(self._before(self.mlp_norm, x), is_read or self.norm_after)
+        return x + self._after(self.mlp_norm, y)
 
-    def _normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """The norm of the residual stream, in the compute dtype."""
+    def _before(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The residual stream as mixer and MLP read it: normed, or as it is; in the compute dtype."""
+        if self.norm_after:
+            return x.to(norm.weight.dtype) if self.wide_residual else x
         return norm(x, norm.weight.dtype if self.wide_residual else None)
+
+    def _after(self, norm: RMSNorm, y: Tensor) -> Tensor:
+        """What mixer and MLP add to the residual stream."""
+        return norm(y) if self.norm_after else y
 
 
 class Backbone(nn.Module):
@@ -163,7 +150,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, mixer, layer) for layer, mixer in enumerate(mixers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norms)
         self.wide_residual = config.has_wide_residual
         self._shared: dict[str, Shared] = {}
         for mixer in mixers:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.parameters import PROJECTION, SCALE, ParameterRule
+from models.parameters import BIAS, PROJECTION, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 
 
@@ -39,14 +39,30 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019)."""
+    """Root-mean-square norm over the last dimension, y = w ⊙ x / sqrt(mean(x²) + eps) (Zhang and Sennrich, 2019).
+
+    Args:
+        size: length of the last dimension.
+        eps: added to the mean square.
+        zero_centred: the factor is 1 + weight in place of the weight, which begins at 0.
+    """
+
+    def __init__(self, size: int, eps: float, zero_centred: bool = False) -> None:
+        super().__init__(size, eps)
+        self.zero_centred = zero_centred
+        if zero_centred:
+            nn.init.zeros_(self.weight)
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {"weight": BIAS if self.zero_centred else SCALE}
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Map x [..., size] → [..., size], in `dtype`, or in that of x."""
         dtype = dtype or x.dtype
         if torch.compiler.is_compiling():
-            return _normalise(x, self.eps)[0].mul(self.weight).to(dtype)
-        return _RMSNormFunction.apply(x, self.weight, self.eps, dtype)
+            return _normalise(x, self.eps)[0].mul(_factor(self.weight, self.zero_centred)).to(dtype)
+        return _RMSNormFunction.apply(x, self.weight, self.eps, dtype, self.zero_centred)
 
 
 class GateFunction(Enum):
@@ -167,7 +183,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """RMS norm, x [..., D], w [D] → y [..., D].
+    """RMS norm, x [..., D], w [D] → y [..., D]; zero-centred: with 1 + w for w.
 
     With r = (mean(x²) + eps)^-1/2, x̂ = r x and h = w ⊙ dy:
 
@@ -177,18 +193,19 @@ class _RMSNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, zero_centred: bool) -> Tensor:
         normed, rstd = _normalise(x, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return normed.mul_(weight).to(dtype)
+        ctx.zero_centred = zero_centred
+        return normed.mul_(_factor(weight, zero_centred)).to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
-        dx, dweight = _norm_grads(normed, dy.to(rstd.dtype), weight, rstd)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None, None
+        dx, dweight = _norm_grads(normed, dy.to(rstd.dtype), _factor(weight, ctx.zero_centred), rstd)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
 
 
 class _GatedRMSNormFunction(torch.autograd.Function):
@@ -289,6 +306,11 @@ class _SwiGLUFunction(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         swish, slope = _swish_and_slope(gate.to(accumulation_dtype(gate.dtype)))
         return slope.mul_(up).mul_(dy).to(gate.dtype), swish.mul_(dy).to(up.dtype)
+
+
+def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
+    """What a norm multiplies by; 1 + weight in the accumulation dtype, where bf16 would round it."""
+    return weight.to(accumulation_dtype(weight.dtype)) + 1 if zero_centred else weight
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from zeco_train.ops import accumulation_dtype
 _LOW_BITS = 12
 
 
-def rotate(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, positions: Tensor, theta: float, size: int | None = None) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions.
 
     Args:
@@ -27,12 +27,14 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tenso
         k: [B, T, H, K], same dtype.
         positions: [T] int64, positions of the tokens; or [B, T] if sequences differ, as [B, 1] in generation.
         theta: base of the frequencies.
+        size: channels of a head that are rotated, the first ones, an even number; None: all.
 
     Returns:
         q and k, in their shapes and dtypes. Angles are computed in fp64, the rotation in fp32 (fp64 for fp64).
     """
     # In [-π, π], so fp32 is enough for them.
-    angles = (_turns(positions, theta, q.shape[-1]) * (2 * math.pi)).to(accumulation_dtype(q.dtype)).unsqueeze(-2)
+    size = q.shape[-1] if size is None else size
+    angles = (_turns(positions, theta, size) * (2 * math.pi)).to(accumulation_dtype(q.dtype)).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
     return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
@@ -57,9 +59,11 @@ def _fraction(turns: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, T, H, K] by angles of cosine and sine [T, 1, K/2] or [B, T, 1, K/2]."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+    """Rotate [B, T, H, K] by angles of cosine and sine [T, 1, R/2] or [B, T, 1, R/2]; channels from R on stay."""
+    half = cos.shape[-1]
+    first, second, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    rotated = first * cos - second * sin, first * sin + second * cos
+    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1).to(x.dtype)
 
 
 def check_rotary(theta: float | None, size: int) -> None:

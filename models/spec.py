@@ -96,6 +96,7 @@ class BlockSpec:
         attention: softmax attention in place of operators with states, or None.
         operator_flops: see `Mixer`.
         activations: by part.
+        norm_after: see `Mixer`; the backward pass then reads the output of the MLP's last linear layer.
     """
 
     count: int
@@ -107,6 +108,7 @@ class BlockSpec:
     attention: AttentionSpec | None
     operator_flops: Callable[[int], OperatorFLOPs]
     activations: Mapping[Part, Activations]
+    norm_after: bool = False
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -128,6 +130,11 @@ class BlockSpec:
     def products(self) -> Sequence[Sequence[Product]]:
         """All linear layers."""
         return [*self.mixer_products, *self.mlp_products]
+
+    @property
+    def unread_products(self) -> Sequence[Sequence[Product]]:
+        """Linear layers of the MLP whose output no backward pass reads: the last one."""
+        return [] if self.norm_after else self.mlp_products[-1:]
 
 
 class ModelSpec:
@@ -261,9 +268,9 @@ class ModelSpec:
             own, of_linear = block.operator_flops(seq_len), _flops(block.products)
             again = passes * of_linear
             if recompute is Recompute.selective:
-                again += _flops(block.mlp_products[:-1])
+                again += _flops(block.mlp_products) - _flops(block.unread_products)
             elif recompute is Recompute.full:
-                again += of_linear - _flops(block.mlp_products[-1:])
+                again += of_linear - _flops(block.unread_products)
             linear += block.count * again
             replayed = own.forward if recompute is Recompute.full and block.attention is None else 0.0
             operator += block.count * (own.again + replayed + passes * own.forward)
@@ -339,4 +346,5 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         in_mixer.attention,
         block.attn.operator_flops,
         block.activations(),
+        block.norm_after,
     )

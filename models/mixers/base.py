@@ -56,20 +56,23 @@ class Mixer(nn.Module, ABC):
         config_class: configuration class of a language model with this mixer.
         can_be_unmasked: the mixer follows `LanguageModelConfig.causal`: without decays it has an unmasked form.
         fla: fla's format of such a model; None if fla has none, and the model cannot be exported.
+        other_formats: formats of further classes, with other variants of the model (`models.formats`).
         shared: the parameter of the whole model that the layers read, or None.
         needs_halo: whether it exchanges states that cross one border only (`Operator.neighbours`).
         reads_positions: whether the layer needs the positions of its tokens (`Place.positions`).
+        norm_after: whether the norms of its block act on outputs instead of inputs.
     """
 
     config_class: ClassVar[type[LanguageModelConfig]]
     can_be_unmasked: ClassVar[bool] = False
     fla: ClassVar[FlaFormat | None] = None
+    other_formats: ClassVar[tuple[FlaFormat, ...]] = ()
     shared: ClassVar[Shared | None] = None
     needs_halo: ClassVar[bool] = False
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
-        self.reads_positions = False
+        self.reads_positions = self.norm_after = False
         self._made_of = config, layer
         self._place_constants(torch.get_default_device())
 

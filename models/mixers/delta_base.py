@@ -97,9 +97,10 @@ class DeltaHeadsConfig(LanguageModelConfig):
         return DeltaHeads(self.num_heads, values, self.head_dim, round(self.head_dim * self.expand_v))
 
     def canonical(self) -> Self:
-        """See `LanguageModelConfig`; `num_v_heads` equal to `num_heads` becomes None."""
-        model = super().canonical()
-        return replace(model, num_v_heads=None) if self.num_v_heads == self.num_heads else model
+        """See `LanguageModelConfig`; `num_v_heads` equal to `num_heads` becomes None, `expand_v` the exact quotient."""
+        model, heads = super().canonical(), self.heads
+        values = None if heads.values == heads.keys else heads.values
+        return replace(model, num_v_heads=values, expand_v=heads.value_dim / heads.key_dim)
 
     def describe(self) -> Mapping[str, str]:
         """See `LanguageModelConfig`."""
@@ -186,9 +187,9 @@ class DeltaMixer(Mixer):
         self.k_conv1d = _Convolution(heads.key_width, self.config.conv_size)
         self.v_conv1d = _Convolution(heads.value_width, self.config.conv_size)
 
-    def _add_output(self, gate_function: GateFunction | None) -> None:
-        """Add the norm of o over a head, gated by a function or not, and the last projection."""
-        value_dim, eps = self.heads.value_dim, self.config.norm_eps
+    def _add_output(self, gate_function: GateFunction | None, eps: float | None = None) -> None:
+        """Add the norm of o over a head, gated by a function or not, and the last projection; eps: not `norm_eps`."""
+        value_dim, eps = self.heads.value_dim, self.config.norm_eps if eps is None else eps
         self.o_norm: nn.Module = (
             RMSNorm(value_dim, eps) if gate_function is None else GatedRMSNorm(value_dim, eps, gate_function)
         )

@@ -8,7 +8,8 @@ There is no positional embedding: order enters through the convolutions and the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from models.activations import TokenTensor
 from models.decays import StepDecay, step_log_decays
 from models.fla import FlaFormat
+from models.formats.olmo_hybrid import OLMO_HYBRID
+from models.formats.qwen3_5 import QWEN3_5
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
 from models.projections import parallel_linear
@@ -30,11 +33,24 @@ class GatedDeltaNetConfig(DeltaHeadsConfig):
 
     Attributes:
         use_gate: whether a layer's output is gated, by swish of a projection, after its norm.
+        o_norm_eps: added to the mean square in that norm; null: norm_eps.
     """
 
     mixer: str = "gated_deltanet"
     name: str = "gated_deltanet_tiny"
     use_gate: bool = True
+    o_norm_eps: float | None = None
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value out of range, see `DeltaHeadsConfig`."""
+        super().validate()
+        if self.o_norm_eps is not None:
+            self._require_finite("o_norm_eps")
+
+    def canonical(self) -> Self:
+        """See `DeltaHeadsConfig`; `o_norm_eps` equal to `norm_eps` becomes None."""
+        model = super().canonical()
+        return replace(model, o_norm_eps=None) if self.o_norm_eps == self.norm_eps else model
 
     def variants(self) -> list[str]:
         """What differs from the default model, in words."""
@@ -59,6 +75,7 @@ class GatedDeltaNet(DeltaMixer):
         numbers={"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4},
         optional={"num_v_heads": int},
         switches={"use_gate": True, "allow_neg_eigval": False},
+        fixed={"o_norm_eps": None},
         refused={
             "use_short_conv": (True, "layers without short convolutions"),
             "conv_bias": (False, "convolutions with a bias"),
@@ -67,6 +84,7 @@ class GatedDeltaNet(DeltaMixer):
         written={"attn_mode": "chunk", "use_short_conv": True, "output_gate_activation": "swish"},
         parts={".attn.decay.": ".attn."},
     )
+    other_formats = (OLMO_HYBRID, QWEN3_5)
 
     def __init__(self, config: GatedDeltaNetConfig, layer: int) -> None:
         super().__init__(config, layer, config.heads)
@@ -76,7 +94,7 @@ class GatedDeltaNet(DeltaMixer):
         self.a_proj = nn.Linear(config.hidden_size, self.heads.values, bias=False)
         if config.use_gate:
             self.g_proj = nn.Linear(config.hidden_size, self.heads.value_width, bias=False)
-        self._add_output(GateFunction.swish if config.use_gate else None)
+        self._add_output(GateFunction.swish if config.use_gate else None, config.o_norm_eps)
 
     @property
     def wide_parameters(self) -> nn.Module:

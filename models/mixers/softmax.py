@@ -27,7 +27,7 @@ class SoftmaxAttention(Mixer):
     """One softmax layer: x [B, T, D] → [B, T, D].
 
     q, k, v   = x Wq, x Wk, x Wv, cut into H heads of queries and G of keys and values; q and k normed, if the model
-                does so, and rotated by the tokens' positions
+                does so, by heads or before they are cut, and rotated by the tokens' positions
     o         = softmax(scale · q kᵀ) v over the tokens before, of the whole sequence, all shards
     y         = (o ⊙ sigmoid(x Wg)) Wo, or without gate o Wo
     """
@@ -36,8 +36,8 @@ class SoftmaxAttention(Mixer):
         super().__init__(config, layer)
         attn = config.attn
         self.shape = shape = AttnShape.of(attn, config.num_heads, config.hidden_size)
-        self.window, self.rope_theta = attn.window, attn.rope_theta
-        self.reads_positions = attn.rope_theta is not None
+        self.window, self.rope_theta, self.rotary_dim = attn.window, attn.rope_theta, attn.rotary_dim
+        self.reads_positions, self.norm_after = attn.rope_theta is not None, attn.norm_after
         width, queries, keys = config.hidden_size, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = nn.Linear(width, queries, bias=False)
@@ -45,8 +45,11 @@ class SoftmaxAttention(Mixer):
         self.v_proj = nn.Linear(width, keys, bias=False)
         self.o_proj = nn.Linear(queries, width, bias=False)
         self.g_proj = nn.Linear(width, queries, bias=False) if attn.gate else None
-        self.q_norm = RMSNorm(shape.head_dim, config.norm_eps) if attn.qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, config.norm_eps) if attn.qk_norm else None
+        self.all_heads = attn.qk_norm_all_heads
+        widths = (queries, keys) if self.all_heads else (shape.head_dim, shape.head_dim)
+        self.q_norm, self.k_norm = (
+            RMSNorm(width, config.norm_eps, config.zero_centred_norms) if attn.qk_norm else None for width in widths
+        )
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
@@ -66,13 +69,19 @@ class SoftmaxAttention(Mixer):
         """Queries [B, T, H, D], keys and values [B, T, G, D], and the gate [B, T, H·D]."""
         projections = [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
         q, k, v, *gates = parallel_linear(x, *(projection.weight for projection in projections))
+        if self.all_heads:
+            q, k = self._normed(q, k)
         q, k, v = (tensor.unflatten(-1, (-1, self.shape.head_dim)) for tensor in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.all_heads:
+            q, k = self._normed(q, k)
         if self.rope_theta is not None:
             assert positions is not None, "the model asks for positions"
-            q, k = rotate(q, k, positions, self.rope_theta)
+            q, k = rotate(q, k, positions, self.rope_theta, self.rotary_dim)
         return q, k, v, gates[0] if gates else None
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms over the last dimension, if the model has them."""
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """[B, T, D] of the heads' outputs [B, T, H, D]."""
@@ -107,11 +116,13 @@ class SoftmaxAttention(Mixer):
         shape = self.shape
         queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         gated, normed = self.g_proj is not None, self.q_norm is not None
+        normed_parts = 2 if self.all_heads else shape.heads + shape.key_heads
+        rotated = shape.head_dim if self.rotary_dim is None else self.rotary_dim
         o, lse = self.replayed()
         kept = (
             TokenTensor("q and k before their norms", (queries + keys) * normed),
-            TokenTensor("1 / rms of q and of k", (shape.heads + shape.key_heads) * normed, wide=True),
-            TokenTensor("cosines and sines", shape.head_dim * self.reads_positions, wide=True, compiled=False),
+            TokenTensor("1 / rms of q and of k", normed_parts * normed, wide=True),
+            TokenTensor("cosines and sines", rotated * self.reads_positions, wide=True, compiled=False),
             TokenTensor("q", queries),
             TokenTensor("k", keys),
             TokenTensor("v", keys),

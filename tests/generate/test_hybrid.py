@@ -49,6 +49,10 @@ HYBRIDS: dict[str, tuple[str, AttnConfig]] = {
         "retnet",
         AttnConfig(every=1, num_kv_heads=2, window=1000, qk_norm=True, gate=True),
     ),
+    "retnet, norms after and over all heads, a part rotated": (
+        "retnet",
+        AttnConfig(every=2, num_kv_heads=2, qk_norm=True, qk_norm_all_heads=True, rotary_dim=4, norm_after=True),
+    ),
 }
 LENGTHS = (150, 1, 221, 150, 70)
 STEPS = 12

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.mixers.gla import GLAConfig
 from tests.data.test_prepare import hugging_face
 from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
@@ -24,6 +23,7 @@ from zeco_train.distributed.parallelize import Strategy
 from zeco_train.hf.export import ExportSettings, export
 from zeco_train.hf.fla_config import from_fla
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
+from zeco_train.hf.names import FlaModel
 from zeco_train.hf.parity import HEADER, ParitySettings, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.writer import write_weights
@@ -157,6 +157,6 @@ def test_sharded_export_loads_on_any_split(
                 assert torch.equal(tensor, expected[name].to(dtype.compute)), name
 
 
-def find_model(folder: Path) -> GLAConfig:
+def find_model(folder: Path) -> FlaModel:
     """The model of config.json, whether or not weights exist."""
-    return from_fla(json.loads((folder / "config.json").read_text()), folder).model
+    return from_fla(json.loads((folder / "config.json").read_text()), folder)

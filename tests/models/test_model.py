@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import language_model
+from models import mlp
 from models.language_model import LanguageModel
 from models.mixers import gla
 from models.mixers.gla import FeatureMap, GLAConfig
@@ -49,7 +49,7 @@ SCAN = LocalScan()
 
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace projections that share an input by separate products: counters do not see inside custom ops."""
-    for module in (gla, language_model):
+    for module in (gla, mlp):
         monkeypatch.setattr(module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
 
 

@@ -27,6 +27,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "normed and gated": {"qk_norm": True, "gate": True},
     "wide window": {"head_dim": 48, "num_heads": 6, "num_kv_heads": 2, "window": 64, "qk_norm": True},
     "gated, no positions": {"gate": True, "rope_theta": None},
+    "normed over all heads, a part rotated, norms after": {
+        "qk_norm": True,
+        "qk_norm_all_heads": True,
+        "num_kv_heads": 2,
+        "rotary_dim": 8,
+        "norm_after": True,
+    },
 }
 
 
@@ -40,6 +47,7 @@ def _config(**attn: Any) -> GLAConfig:
         *((variant, Dtype.bf16, False, Recompute.none) for variant in VARIANTS),
         ("normed and gated", Dtype.fp32, False, Recompute.none),
         ("plain", Dtype.fp32, False, Recompute.selective),
+        ("normed over all heads, a part rotated, norms after", Dtype.fp32, False, Recompute.selective),
         # Slow: compiled for each case.
         *(
             pytest.param(variant, Dtype.bf16, True, Recompute.none, marks=pytest.mark.slow)

@@ -30,7 +30,7 @@ from zeco_train.config.schema import Config, Dtype
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
-from zeco_train.hf.fla_config import renamed
+from zeco_train.hf.names import renamed
 from zeco_train.training.optim.registry import build_optimizer
 
 # Keys with the same name and meaning in both configurations.
@@ -67,7 +67,7 @@ def check_peer(run: Config, session: Session) -> None:
         raise ConfigError("variants", "fla", f"has no model with {run.model.mixer} here")
     if run.model.attn.chosen(run.model.num_layers):
         raise ConfigError("variants", "fla", "is measured without softmax layers: fla's need the package flash-attn")
-    for name, value in fla_format.fixed.items():
+    for name, value in fla_format.decided.items():
         if getattr(run.model, name) != value:
             raise ConfigError(f"model.{name}", getattr(run.model, name), f"fla's model has {value}")
 

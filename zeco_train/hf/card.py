@@ -10,7 +10,6 @@ from data.config import DataConfig, DataKind
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
 from models.fla import FlaFormat
-from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress
 from zeco_train.config.schema import Config
@@ -31,17 +30,19 @@ With ZeCO-Train, also without a GPU: `python -m zeco_train.generate PATH --promp
 `checkpoint.load=hf:PATH`."""
 
 
-def model_card(config: Config, progress: Progress, losses: Mapping[str, float], origin: Mapping[str, Any]) -> str:
+def model_card(
+    config: Config, fla: FlaFormat, progress: Progress, losses: Mapping[str, float], origin: Mapping[str, Any]
+) -> str:
     """The text of README.md.
 
     Args:
         config: of the run.
+        fla: the format of the export.
         progress: at the exported checkpoint.
         losses: the known losses; see `last_losses`.
         origin: contents of ORIGIN_FILE.
     """
-    model, data, fla = config.model, config.data, mixer_of(config.model).fla
-    assert fla is not None, "what fla has no class for is not exported"
+    model, data = config.model, config.data
     rows = {
         "parameters": f"{spec_of(model).num_parameters:,}",
         "layers, width": f"{model.num_layers}, {model.hidden_size}",

@@ -26,7 +26,7 @@ from zeco_train.checkpoint.weights import problem_of
 from zeco_train.config.schema import Config, Dtype, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.card import last_losses, model_card
-from zeco_train.hf.fla_config import to_fla
+from zeco_train.hf.fla_config import from_fla, to_fla
 from zeco_train.hf.folder import ORIGIN_FILE, checked_fla_model
 from zeco_train.hf.tokenizer import write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
@@ -47,10 +47,12 @@ class ExportSettings:
     Attributes:
         shard_mb: maximum size of a weight file, in MB; memory is about twice that, since each file is read back.
         dtype: of the weights in the files; null: that of the checkpoint, bit for bit.
+        model_type: class to export to, as in config.json; null: the first that can express the model, fla's first.
     """
 
     shard_mb: int = 1000
     dtype: Dtype | None = None
+    model_type: str | None = None
 
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range."""
@@ -79,7 +81,7 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     stored = stored_dtype(trained.path, trained.model)
     dtype = stored if settings.dtype is None else settings.dtype.compute
     # Run all checks before anything is written.
-    record = _fla_record(trained, trained.config, dtype)
+    record = _fla_record(trained, trained.config, dtype, settings.model_type)
     with atomic_folder(out, remedy="name another OUT") as folder:
         _check_room(out, folder, spec_of(trained.model).num_parameters * dtype.itemsize)
         written = _fill(folder, trained, trained.config, record, dtype, settings.shard_mb * 10**6)
@@ -88,9 +90,9 @@ def export(run: str, out: Path, settings: ExportSettings) -> str:
     return f"{out}: step {trained.step} of {trained.config.name}, {count}, {written.num_bytes / 1e6:,.1f} MB in {files}"
 
 
-def _fla_record(trained: Trained, config: Config, dtype: torch.dtype) -> dict[str, Any]:
+def _fla_record(trained: Trained, config: Config, dtype: torch.dtype, model_type: str | None) -> dict[str, Any]:
     pad_id = _PAD_OF_BYTES if isinstance(trained.tokenizer, ByteTokenizer) else None
-    record = to_fla(trained.model, trained.tokenizer, pad_id, config.data.seq_len, _name(dtype))
+    record = to_fla(trained.model, trained.tokenizer, pad_id, config.data.seq_len, _name(dtype), model_type)
     if trained.tokenizer.vocab_size > trained.model.vocab_size:
         sizes = f"the run's tokenizer has {trained.tokenizer.vocab_size} ids"
         raise ConfigError("model.vocab_size", trained.model.vocab_size, f"{sizes}, which is not the one it began with")
@@ -107,6 +109,7 @@ def _check_room(out: Path, folder: Path, num_bytes: int) -> None:
 def _fill(
     folder: Path, trained: Trained, config: Config, record: dict[str, Any], dtype: torch.dtype, file_bytes: int
 ) -> Written:
+    fla = from_fla(record, folder)
     write_durably(folder / HF_CONFIG_FILE, _json(record))
     ids = {key: record[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if record[key] is not None}
     write_durably(folder / "generation_config.json", _json({**ids, "use_cache": True}))
@@ -123,8 +126,8 @@ def _fill(
     }
     write_durably(folder / ORIGIN_FILE, _json(origin))
     losses = last_losses(run_dir, progress.step)
-    write_durably(folder / "README.md", model_card(config, progress, losses, origin))
-    written = write_weights(trained.path, trained.model, folder, dtype, file_bytes)
+    write_durably(folder / "README.md", model_card(config, fla.fla, progress, losses, origin))
+    written = write_weights(trained.path, fla, folder, dtype, file_bytes)
     _check_round_trip(folder, trained)
     # Checksums of the weights only: other files are small, checked on reading, and may be edited by users.
     weights = [folder / name for name in written.files]

@@ -72,9 +72,11 @@ def attention_to_fla(model: LanguageModelConfig, fla: FlaFormat) -> dict[str, An
         raise _not_exported("head_dim", attn.head_dim, "fla's softmax layers have hidden_size / num_heads")
     if attn.rope_theta is None:
         raise _not_exported("rope_theta", "null", "fla's softmax layers always rotate queries and keys")
-    for name in ("qk_norm", "gate"):
+    for name in ("qk_norm", "gate", "norm_after"):
         if getattr(attn, name):
             raise _not_exported(name, "true", "fla's softmax layers have none")
+    if attn.rotary_dim is not None:
+        raise _not_exported("rotary_dim", attn.rotary_dim, "fla's softmax layers rotate whole heads")
     return {
         "layers": attn.layers,
         "num_heads": attn.num_heads,

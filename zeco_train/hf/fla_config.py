@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.errors import ConfigError
 from zeco_train.hf.fla_attention import KEY as ATTENTION_KEY
 from zeco_train.hf.fla_attention import attention_from_fla, attention_to_fla
+from zeco_train.hf.layer_types import attention_from_transformers, attention_to_transformers
+from zeco_train.hf.names import FlaModel
 
 # fla's defaults, for keys missing from a file.
 _DEFAULTS: dict[str, int | float | bool] = {
@@ -53,30 +55,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class FlaModel:
-    """The contents of a config.json.
-
-    Attributes:
-        model: the shape.
-        renamed: parts of parameter names that differ: this package's to the file's.
-    """
-
-    model: LanguageModelConfig
-    renamed: Mapping[str, str]
-
-    def name_of(self, parameter: str) -> str:
-        """The name in the file of one of this package's parameters."""
-        return renamed(parameter, self.renamed)
-
-
-def renamed(parameter: str, parts: Mapping[str, str]) -> str:
-    """A parameter's name with parts of it replaced, one after the other."""
-    for own, theirs in parts.items():
-        parameter = parameter.replace(own, theirs)
-    return parameter
-
-
 def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     """Convert a config.json to a model configuration.
 
@@ -93,10 +71,13 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     if not (isinstance(names, list | str) and fla.architecture in names):
         raise _refusal(file, "architectures", names, f"only {fla.architecture} can be read")
     _check_refused(file, record, fla)
-    values = dict(fla.fixed) | _values(file, _own_names(file, record, fla), fla)
+    values = dict(fla.decided) | _values(file, _own_names(file, record, fla), fla)
     inner, ratio, is_fused = (values.pop(key, None) for key in ("intermediate_size", "hidden_ratio", "fuse_norm"))
-    attn = attention_from_fla(file, record.get(ATTENTION_KEY))
     try:
+        if fla.softmax is None:
+            attn = attention_from_fla(file, record.get(ATTENTION_KEY))
+        else:
+            attn = attention_from_transformers(file, record, fla.softmax)
         model = mixer.config_class(
             name=str(path.resolve().name),
             num_layers=values.pop("num_hidden_layers"),
@@ -107,12 +88,12 @@ def from_fla(record: Mapping[str, Any], path: Path) -> FlaModel:
     except ConfigError as error:
         raise ConfigError("config", file, f"is of no model that can be built: {error}") from error
     # Unfused norms have other parameter names in fla.
-    return FlaModel(model.canonical(), {**({} if is_fused else fla.plain_norm), **fla.parts})
+    return FlaModel(model.canonical(), fla, {**({} if is_fused else fla.plain_norm), **fla.parts})
 
 
 def _check_refused(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> None:
     """Raise `ConfigError` for the first key with a value that our model does not support."""
-    fixed = {name: (value, f"another one than {fla.owner} layer has") for name, value in fla.fixed.items()}
+    fixed = {name: (value, f"another one than {fla.owner} layer has") for name, value in fla.decided.items()}
     softmax = {} if fla.library == "fla" else {ATTENTION_KEY: (None, "layers of softmax attention")}
     for key, (supported, meaning) in {**_REFUSED, **softmax, **fla.refused, **fixed}.items():
         value, same = record.get(key, supported), fla.equals.get(key)
@@ -145,13 +126,18 @@ def _values(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, 
         values[key] = _checked_pair(file, key, record.get(key, pair))
     defaults = {**_OPTIONAL_DEFAULTS, **fla.optional_defaults}
     for key, kind in {**_OPTIONAL, **fla.optional}.items():
-        if key not in fla.fixed:
+        if key not in fla.decided:
             value = record.get(key, defaults.get(key))
             values[key] = None if value is None else _checked(file, key, value, kind)
     for key, derived in fla.derived.items():
         values[key] = derived.value(values)
         if values[key] is None:
             raise _refusal(file, derived.source, values[derived.source], derived.allowed)
+    for key, kind in fla.needed.items():
+        values[key] = _checked(file, fla.keys.get(key, key), record.get(key), kind)
+    for key, (whole, of) in fla.ratios.items():
+        # A width below 1 is refused by the configuration.
+        values[key] = _checked(file, whole, record.get(whole), int) / max(1, values[of])
     for key, entries in fla.choices.items():
         known = {entry.value: entry for entry in entries} | dict(fla.aliases)
         # Not `in known`, which raises for lists and objects.
@@ -162,8 +148,65 @@ def _values(file: Path, record: Mapping[str, Any], fla: FlaFormat) -> dict[str, 
     return values
 
 
+def format_of(model: LanguageModelConfig, model_type: str | None = None) -> FlaFormat:
+    """The format of a model's export: the one that is asked for, or the first of its mixer's that can express it.
+
+    Raises:
+        ConfigError: there is none, or it cannot express the model.
+    """
+    mixer = mixer_of(model)
+    formats = {one.model_type: one for one in (mixer.fla, *mixer.other_formats) if one is not None}
+    if not formats:
+        raise ConfigError("model", model.name, f"fla has no model with {model.mixer}, so this one cannot be exported")
+    if model_type is not None:
+        if model_type not in formats:
+            raise ConfigError("model_type", model_type, f"a model with {model.mixer} can be: {', '.join(formats)}")
+        formats = {model_type: formats[model_type]}
+    refusals = []
+    for fla in formats.values():
+        try:
+            _check_expressible(model, fla)
+        except ConfigError as error:
+            refusals.append(error)
+        else:
+            return fla
+    if len(refusals) == 1:
+        raise refusals[0]
+    reasons = "; ".join(f"as {name}: {error}" for name, error in zip(formats, refusals, strict=True))
+    raise ConfigError("model", model.name, f"cannot be exported as any class; {reasons}")
+
+
+def _check_expressible(model: LanguageModelConfig, fla: FlaFormat) -> None:
+    """Raise `ConfigError` unless the library's configuration can express the model."""
+    if not model.causal:
+        raise ConfigError("model.causal", "false", f"fla's {fla.name} is causal, so this model cannot be exported")
+    for name, value in fla.decided.items():
+        # The same model may be written in several ways.
+        if replace(model, **{name: value}).canonical() != model.canonical():
+            allowed = f"{fla.owner} {fla.name} knows {value} only, so this model cannot be exported"
+            raise ConfigError(f"model.{name}", getattr(model, name), allowed)
+    for name, most in fla.most.items():
+        if (own := getattr(model, name)) > most:
+            allowed = f"{fla.owner} {fla.name} takes at most {most}, so this model cannot be exported"
+            raise ConfigError(f"model.{name}", own, allowed)
+    _softmax_keys(model, fla, 1)
+
+
+def _softmax_keys(model: LanguageModelConfig, fla: FlaFormat, seq_len: int) -> dict[str, Any]:
+    """The keys of config.json on softmax layers, and those that are the same in all models of fla."""
+    if fla.softmax is not None:
+        return attention_to_transformers(model, fla, seq_len)
+    attn = attention_to_fla(model, fla)
+    return {**_written_of_fla(seq_len), ATTENTION_KEY: attn} if fla.library == "fla" else {}
+
+
 def to_fla(
-    model: LanguageModelConfig, tokenizer: Tokenizer, pad_id: int | None, seq_len: int, dtype: str
+    model: LanguageModelConfig,
+    tokenizer: Tokenizer,
+    pad_id: int | None,
+    seq_len: int,
+    dtype: str,
+    model_type: str | None = None,
 ) -> dict[str, Any]:
     """The contents of config.json.
 
@@ -173,30 +216,18 @@ def to_fla(
         pad_id: padding id, if there is one.
         seq_len: sequence length in training; no limit of the model, but tools require one.
         dtype: of the weights, by its torch name.
+        model_type: of the format, see `format_of`.
 
     Raises:
         ConfigError: fla's configuration cannot express the model.
     """
-    fla = mixer_of(model).fla
-    if fla is None:
-        raise ConfigError("model", model.name, f"fla has no model with {model.mixer}, so this one cannot be exported")
-    if not model.causal:
-        raise ConfigError("model.causal", "false", f"fla's {fla.name} is causal, so this model cannot be exported")
-    for name, value in fla.fixed.items():
-        if (own := getattr(model, name)) != value:
-            allowed = f"{fla.owner} {fla.name} knows {value} only, so this model cannot be exported"
-            raise ConfigError(f"model.{name}", own, allowed)
-    for name, most in fla.most.items():
-        if (own := getattr(model, name)) > most:
-            allowed = f"{fla.owner} {fla.name} takes at most {most}, so this model cannot be exported"
-            raise ConfigError(f"model.{name}", own, allowed)
-    attn = attention_to_fla(model, fla)
-    own_keys = (*_SAME, *fla.numbers, *fla.pairs, *fla.optional, *fla.switches)
-    fields = {key: getattr(model, key) for key in own_keys if key not in fla.fixed}
+    fla = format_of(model, model_type)
+    own_keys = (*_SAME, *fla.numbers, *fla.pairs, *fla.optional, *fla.switches, *fla.needed)
+    fields = {key: getattr(model, key) for key in own_keys if key not in fla.decided}
     fields |= {key: [_written(value) for value in fields[key]] for key in fla.pairs}
     choices = {key: getattr(model, key) for key in fla.choices}
     record = {
-        **({**_written_of_fla(seq_len), ATTENTION_KEY: attn} if fla.library == "fla" else {}),
+        **_softmax_keys(model, fla, seq_len),
         "architectures": [fla.architecture],
         "bos_token_id": None,
         "dtype": dtype,
@@ -208,6 +239,7 @@ def to_fla(
         **{fla.keys.get(key, key): value for key, value in fields.items()},
         **{copy: fields[key] for key, copy in fla.copies.items()},
         **{key: None if choice is None else choice.value for key, choice in choices.items()},
+        **{key: value(model) for key, value in fla.computed.items()},
         **fla.written,
     }
     return dict(sorted(record.items()))
@@ -231,7 +263,8 @@ def _written(value: float) -> Any:
 
 
 def _known(file: Path, model_type: Any) -> tuple[type[Mixer], FlaFormat]:
-    known = {mixer.fla.model_type: (mixer, mixer.fla) for mixer in MIXERS.values() if mixer.fla is not None}
+    formats = [(mixer, fla) for mixer in MIXERS.values() for fla in (mixer.fla, *mixer.other_formats)]
+    known = {fla.model_type: (mixer, fla) for mixer, fla in formats if fla is not None}
     # Not `in known`, which raises for lists and objects.
     if model_type not in list(known):
         raise _refusal(file, "model_type", model_type, f"only {', '.join(map(repr, known))} can be read")

@@ -5,8 +5,10 @@ Weights are read from safetensors files only: `model.safetensors`, or those name
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,7 +16,8 @@ from models.spec import spec_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError
-from zeco_train.hf.fla_config import FlaModel, from_fla
+from zeco_train.hf.fla_config import from_fla
+from zeco_train.hf.names import FileTensors, FlaModel, renamed
 from zeco_train.system import small_files
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -34,6 +37,20 @@ class Stored:
     shape: tuple[int, ...]
 
 
+class StoredTensors(NamedTuple):
+    """Tensors of a folder's files that hold the rows of some parameters.
+
+    Attributes:
+        tensors: the parameters, and the names as this package writes them.
+        names: of the tensors in these files.
+        shapes: of these tensors.
+    """
+
+    tensors: FileTensors
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+
+
 def checked_fla_model(folder: Path) -> FlaModel:
     """The model of config.json, checked against the headers of the weight files.
 
@@ -43,23 +60,55 @@ def checked_fla_model(folder: Path) -> FlaModel:
         ConfigError: an unsupported model; see `from_fla`.
         CheckpointError: names the first mismatched parameter, or the file that cannot be read.
     """
+    return checked_tensors(folder)[0]
+
+
+def checked_tensors(folder: Path) -> tuple[FlaModel, list[StoredTensors]]:
+    """As `checked_fla_model`, with the tensors in the order of our parameters."""
     fla = from_fla(read_record(folder / CONFIG_FILE), folder)
-    expected = {fla.name_of(name): shape for name, shape in spec_of(fla.model).parameter_shapes.items()}
-    found = stored_weights(folder)
-    if fla.model.tie_word_embeddings and found.get(_HEAD) is not None:
-        found = {name: stored for name, stored in found.items() if name != _HEAD}
-    for name, shape in expected.items():
-        if name not in found:
-            raise CheckpointError(f"{folder}: {name} is missing, which {CONFIG_FILE} asks for")
-        if found[name].shape != tuple(shape):
-            problem = f"{name} is {list(found[name].shape)}, {CONFIG_FILE} makes it {list(shape)}"
+    found = _by_own_names(folder, fla, stored_weights(folder))
+    if fla.model.tie_word_embeddings:
+        found.pop(_HEAD, None)
+    shapes, tensors = spec_of(fla.model).parameter_shapes, []
+    for expected in fla.tensors():
+        names = [renamed(name, fla.fla.former) for name in expected.theirs]
+        for name, theirs in zip(names, expected.theirs, strict=True):
+            if name not in found:
+                raise CheckpointError(f"{folder}: {theirs} is missing, which {CONFIG_FILE} asks for")
+        stored = [found.pop(name) for name in names]
+        _check_shapes(folder, stored, [tuple(shapes[name]) for name in expected.ours])
+        tensors.append(StoredTensors(expected, [name for name, _ in stored], [one.shape for _, one in stored]))
+    if found:
+        extra = min(name for name, _ in found.values())
+        raise CheckpointError(f"{folder}: has {extra}, of which {CONFIG_FILE} knows nothing")
+    return fla, tensors
+
+
+def _by_own_names(folder: Path, fla: FlaModel, stored: Mapping[str, Stored]) -> dict[str, tuple[str, Stored]]:
+    """The tensors by the library's names: `FlaFormat.former`."""
+    found: dict[str, tuple[str, Stored]] = {}
+    for name, one in stored.items():
+        own = renamed(name, fla.fla.former)
+        if own in found:
+            raise CheckpointError(f"{folder}: {name} and {found[own][0]} are the same weights")
+        found[own] = name, one
+    return found
+
+
+def _check_shapes(folder: Path, stored: Sequence[tuple[str, Stored]], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise `CheckpointError` unless the tensors together have the rows of our parameters, and can be read."""
+    rows, (_, *rest) = sum(shape[0] for shape in shapes), shapes[0]
+    for name, one in stored:
+        # Of several, each may have any number of the rows.
+        own = one.shape[:1] if len(stored) > 1 else (rows,)
+        if one.shape != (*own, *rest):
+            problem = f"{name} is {list(one.shape)}, {CONFIG_FILE} makes it {[*own, *rest]}"
             raise CheckpointError(f"{folder}: {problem}")
-        if found[name].dtype not in _DTYPES:
-            raise CheckpointError(f"{folder}: {name} is {found[name].dtype}; only {', '.join(_DTYPES)} can be read")
-    extra = sorted(found.keys() - expected.keys())
-    if extra:
-        raise CheckpointError(f"{folder}: has {extra[0]}, of which {CONFIG_FILE} knows nothing")
-    return fla
+        if one.dtype not in _DTYPES:
+            raise CheckpointError(f"{folder}: {name} is {one.dtype}; only {', '.join(_DTYPES)} can be read")
+    if (found := sum(one.shape[0] for _, one in stored)) != rows:
+        names = ", ".join(name for name, _ in stored)
+        raise CheckpointError(f"{folder}: {names} have {found} rows, {CONFIG_FILE} makes them {rows}")
 
 
 def stored_weights(folder: Path) -> dict[str, Stored]:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.registry import mixer_of
 from zeco_train.checkpoint.files import is_hf_folder
 from zeco_train.config.overrides import describe_settings, load_settings
 from zeco_train.config.schema import Dtype
@@ -32,6 +31,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.generate.generator import Generator, Limits
 from zeco_train.generate.prefill import whole_logits
 from zeco_train.generate.sampling import Sampling
+from zeco_train.hf.folder import checked_fla_model
 from zeco_train.hf.trained import Trained, find_trained, load_trained
 from zeco_train.sp.dp import LocalScan
 from zeco_train.system.arguments import errors_in_a_line
@@ -105,9 +105,7 @@ def compare(
     """
     from transformers import AutoModelForCausalLM
 
-    fla_format = mixer_of(trained.model).fla
-    assert fla_format is not None, "an export has a format"
-    if fla_format.library == "fla":
+    if checked_fla_model(trained.path).fla.library == "fla":
         import fla  # noqa: F401 - registers its models with transformers
 
     draw = torch.Generator().manual_seed(settings.seed)
@@ -163,7 +161,9 @@ def main(arguments: Sequence[str]) -> int:
     trained = find_trained(arguments[0])
     if not is_hf_folder(trained.path):
         raise ConfigError("EXPORT", arguments[0], "is none; make one with: python -m zeco_train.export RUN OUT")
-    if trained.model.attn.chosen(trained.model.num_layers) and importlib.util.find_spec("flash_attn") is None:
+    is_of_fla = checked_fla_model(trained.path).fla.library == "fla"
+    has_softmax = bool(trained.model.attn.chosen(trained.model.num_layers))
+    if is_of_fla and has_softmax and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError("EXPORT", arguments[0], "fla's softmax layers need the package flash-attn, which is missing")
     if not torch.cuda.is_available():
         raise ConfigError("device", "cpu", "fla's model computes with Triton and needs a GPU")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.config import LanguageModelConfig
-from models.registry import mixer_of
 from models.spec import spec_of
 from zeco_train.checkpoint.metadata import read_metadata
 from zeco_train.checkpoint.weights import read_state
 from zeco_train.errors import CheckpointError, system_errors
-from zeco_train.hf.fla_config import renamed
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
+from zeco_train.hf.names import FileTensors, FlaModel
 from zeco_train.ops import accumulation_dtype
 from zeco_train.system.files import sync_file, write_durably
 
@@ -56,16 +55,14 @@ def stored_dtype(checkpoint: Path, model: LanguageModelConfig) -> torch.dtype:
     return dtypes.pop()
 
 
-def write_weights(
-    checkpoint: Path, model: LanguageModelConfig, folder: Path, dtype: torch.dtype, file_bytes: int
-) -> Written:
+def write_weights(checkpoint: Path, written: FlaModel, folder: Path, dtype: torch.dtype, file_bytes: int) -> Written:
     """Write the weights, converted to `dtype`, under the names of the format; verify each file by reading it back.
 
     Wide parameters (`ParameterRule`) are written in fp32 if `dtype` is narrower.
 
     Args:
         checkpoint: the folder to read from.
-        model: its shape.
+        written: its shape, and the format.
         folder: to write to.
         dtype: of the weights in the files.
         file_bytes: maximum bytes of tensors per file; a single larger tensor gets its own file.
@@ -74,16 +71,23 @@ def write_weights(
         CheckpointError: a weight cannot be read.
         OSError: a file cannot be written, or differs when read back.
     """
-    spec, fla = spec_of(model), mixer_of(model).fla
-    assert fla is not None, "what has no format is not exported"
-    parts = list(_parts(spec.parameter_shapes, dtype.itemsize, file_bytes))
+    spec = spec_of(written.model)
+    parts = list(_parts(written.written(), spec.parameter_shapes, dtype.itemsize, file_bytes))
     names = _file_names(len(parts))
     table: dict[str, str] = {}
     total = 0
-    for file, shapes in zip(names, parts, strict=True):
-        own = {name: torch.empty(shape, dtype=_dtype(name, dtype, spec.wide)) for name, shape in shapes.items()}
+    for file, part in zip(names, parts, strict=True):
+        own = {
+            name: torch.empty(spec.parameter_shapes[name], dtype=_dtype(name, dtype, spec.wide))
+            for one in part
+            for name in one.ours
+        }
         read_state({_MODEL: own}, checkpoint, None)
-        tensors = {renamed(name, fla.parts): tensor for name, tensor in own.items()}
+        # What is one parameter is written as it lies in memory.
+        tensors = {
+            one.theirs[0]: own[one.ours[0]] if one.is_one else one.join([own[name] for name in one.ours])
+            for one in part
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
         _check_file(folder / file, tensors)
         table |= dict.fromkeys(tensors, file)
@@ -100,16 +104,18 @@ def _dtype(name: str, dtype: torch.dtype, wide: Collection[str]) -> torch.dtype:
     return accumulation_dtype(dtype) if name in wide else dtype
 
 
-def _parts(shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int) -> Iterator[dict[str, torch.Size]]:
-    """The weights in model order, packed into files."""
-    part: dict[str, torch.Size] = {}
+def _parts(
+    tensors: Iterable[FileTensors], shapes: Mapping[str, torch.Size], itemsize: int, file_bytes: int
+) -> Iterator[list[FileTensors]]:
+    """The tensors in model order, packed into files."""
+    part: list[FileTensors] = []
     filled = 0
-    for name, shape in shapes.items():
-        size = shape.numel() * itemsize
+    for one in tensors:
+        size = sum(shapes[name].numel() for name in one.ours) * itemsize
         if part and filled + size > file_bytes:
             yield part
-            part, filled = {}, 0
-        part[name] = shape
+            part, filled = [], 0
+        part.append(one)
         filled += size
     yield part
 

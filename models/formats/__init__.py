@@ -1,0 +1,1 @@
+"""Formats of further classes for models of a mixer, beside `Mixer.fla`: hybrids in transformers itself."""
