@@ -25,7 +25,7 @@ from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, Shared
 from models.modules import RMSNorm, swiglu
 from models.parameters import MATRIX, ParameterRule, parameter_rules
-from models.projections import parallel_linear, unread_linear
+from models.projections import Projection, project
 from models.states import StateOf, TokenCache
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.loss import TokenLosses, TokenScores, linear_cross_entropy, linear_token_scores, token_losses
@@ -39,14 +39,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
         """With `is_read=False` the last product is skipped: the output is NaN, only the gradients are valid."""
-        inner = swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight))
-        return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
+        inner = swiglu(*project(x, self.gate_proj, self.up_proj))
+        return self.down_proj(inner, is_read)
 
     def activations(self) -> Activations:
         """Activations of `forward`, without its input and output."""

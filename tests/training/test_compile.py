@@ -224,7 +224,7 @@ def test_projections_pass_opcheck() -> None:
     weights = [torch.randn(size, 4, dtype=torch.float64) for size in (3, 5, 2)]
     dys = [torch.randn(2, 7, size, dtype=torch.float64) for size in (3, 5, 2)]
     leaves = [weight.clone().requires_grad_() for weight in weights]
-    opcheck(torch.ops.zeco.parallel_linear.default, (x.clone().requires_grad_(), leaves))
-    opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights))
+    opcheck(torch.ops.zeco.parallel_linear.default, (x.clone().requires_grad_(), leaves, 3 * [False]))
+    opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, 3 * [False]))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
-    opcheck(torch.ops.zeco.unread_linear.default, (x.clone().requires_grad_(), leaves[0]), test_utils=tests)
+    opcheck(torch.ops.zeco.unread_linear.default, (x.clone().requires_grad_(), leaves[0], False), test_utils=tests)
