@@ -72,10 +72,6 @@ CONFIG = ConfigError.exit_code
         ("parallel.strategy=zero9", ["parallel.strategy=zero9: must be one of ddp, zero2, zero3, hsdp"]),
         ("train.recompute=foo", ["train.recompute=foo: must be one of none, selective, full"]),
         ("train.matmul=fp4", ["train.matmul=fp4: must be one of bf16, fp8"]),
-        (
-            "train.matmul=fp8 model.intermediate_size=100",
-            ["train.matmul=fp8: gla_tiny has a linear layer of ", "100 outputs; both must be multiples of 16"],
-        ),
         ("train.compile=foo", ["train.compile=foo: must be one of auto, always, never"]),
         ("train.segments=two", ["train.segments=two: must be a whole number"]),
         ("sp.all_scan.algorithm=ring", ["sp.all_scan.algorithm=ring: must be one of auto, chain, two_shot"]),
