@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from models.activations import Activations, TokenTensor, Traffic
 from models.config import LanguageModelConfig
 from models.modules import swiglu
-from models.projections import parallel_linear, unread_linear
+from models.projections import Projection, project
 
 
 class MLP(nn.Module):
@@ -15,14 +15,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
         """With `is_read=False` the last product is skipped: the output is NaN, only the gradients are valid."""
-        inner = swiglu(*parallel_linear(x, self.gate_proj.weight, self.up_proj.weight))
-        return self.down_proj(inner) if is_read else unread_linear(inner, self.down_proj.weight)
+        inner = swiglu(*project(x, self.gate_proj, self.up_proj))
+        return self.down_proj(inner, is_read)
 
     def activations(self) -> Activations:
         """Activations of `forward`, without its input and output."""

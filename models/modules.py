@@ -8,7 +8,7 @@ does the same, with more fusion, so under `torch.compile` the plain operations a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.parameters import BIAS, PROJECTION, SCALE, ParameterRule
+from models.parameters import BIAS, SCALE, ParameterRule
 from zeco_train.ops import accumulation_dtype
 
 
@@ -120,23 +120,6 @@ class RMSNormOfGated(_Norm):
         else:
             y = _RMSNormOfGatedFunction.apply(x, gate, weight, self.eps)
         return y.flatten(-2)
-
-
-class StackedLinear(nn.Linear):
-    """Several linear layers of one input without biases, with one weight.
-
-    Args:
-        in_features: width of the input.
-        rows: width of each output, in the order of the weight's rows.
-    """
-
-    def __init__(self, in_features: int, rows: Sequence[int]) -> None:
-        super().__init__(in_features, sum(rows), bias=False)
-        self.rows = tuple(rows)
-
-    def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        """See `models.parameters`."""
-        return {"weight": PROJECTION._replace(rows=self.rows)}
 
 
 class ShortConvolution(nn.Module):

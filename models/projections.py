@@ -1,100 +1,197 @@
-"""Several linear layers of one input, with a fused input gradient.
+"""Linear layers of the blocks, whose products `train.matmul` chooses, several of one input with a fused gradient.
 
 dx is a sum of one product per layer. Autograd computes each product separately and adds them up, which for the five
 projections of a GLA layer means ten passes over tensors of the size of x. Here each product after the first accumulates
 into the sum (as addmm does). Both passes are custom ops: a compiler would copy the sum for each addend.
+
+In fp8 x is rounded once for all its layers, and dx is one product: of all dy side by side, with one scale a token, and
+all weights, one above the other. Weights and gradients are as without fp8; only the operands are rounded.
 
 Also a linear layer whose output is never read: the last one of a block that is recomputed for its gradients only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import custom_op, register_autograd
 from torch.nn import functional as F
 
+from models.parameters import PROJECTION, ParameterRule
+from zeco_train.ops.linear import Matmul
+from zeco_train.ops.linear.rows import quantise_rows
+from zeco_train.ops.linear.scaled import product
 
-def parallel_linear(x: Tensor, *weights: Tensor) -> list[Tensor]:
+
+class Projection(nn.Linear):
+    """A linear layer without bias, whose product `train.matmul` chooses; that of `nn.Linear` is in the compute dtype.
+
+    Attributes:
+        matmul: format of the operands.
+    """
+
+    matmul = Matmul.bf16
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor, is_read: bool = True) -> Tensor:
+        """Map x [..., in] → [..., out]; with `is_read=False` the output is NaN, and only the gradients are valid."""
+        if not is_read:
+            return unread_linear(x, self.weight, self.matmul)
+        return super().forward(x) if self.matmul is Matmul.bf16 else project(x, self)[0]
+
+
+class StackedProjection(Projection):
+    """Several linear layers of one input without biases, with one weight.
+
+    Args:
+        in_features: width of the input.
+        rows: width of each output, in the order of the weight's rows.
+    """
+
+    def __init__(self, in_features: int, rows: Sequence[int]) -> None:
+        super().__init__(in_features, sum(rows))
+        self.rows = tuple(rows)
+
+    def parameter_rules(self) -> Mapping[str, ParameterRule]:
+        """See `models.parameters`."""
+        return {"weight": PROJECTION._replace(rows=self.rows)}
+
+
+def set_matmul(model: nn.Module, matmul: Matmul) -> None:
+    """Set the format of the operands of every `Projection`."""
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.matmul = matmul
+
+
+def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
+    """Linear layers of one input, without their biases; each `Projection` with its format.
+
+    Args:
+        x: [..., D].
+        layers: of widths D → N_i.
+
+    Returns:
+        [..., N_i] for each.
+    """
+    formats = (layer.matmul if isinstance(layer, Projection) else Matmul.bf16 for layer in layers)
+    return parallel_linear(x, *(layer.weight for layer in layers), formats=tuple(formats))
+
+
+def parallel_linear(x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = ()) -> list[Tensor]:
     """Linear layers of one input: x weightᵀ for each weight.
 
     Args:
         x: [..., D].
         weights: [N_i, D] each, in the dtype of x.
+        formats: of the operands of each; empty: the dtype of x for all.
 
     Returns:
-        [..., N_i] for each.
+        [..., N_i] for each, in the dtype of x.
     """
-    return _parallel_linear(x, weights)
+    formats = formats or [Matmul.bf16] * len(weights)
+    return _parallel_linear(x, weights, [matmul is Matmul.fp8 for matmul in formats])
 
 
 @custom_op("zeco::parallel_linear", mutates_args=())
-def _parallel_linear(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """y_i = x W_iᵀ."""
-    return [F.linear(x, weight) for weight in weights]
+def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
+    """y_i = x W_iᵀ, in fp8 where `in_fp8` is set."""
+    if not any(in_fp8):
+        return [F.linear(x, weight) for weight in weights]
+    rows = quantise_rows(x.flatten(0, -2))
+    return [
+        product(rows, quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
+        if is_fp8
+        else F.linear(x, weight)
+        for weight, is_fp8 in zip(weights, in_fp8, strict=True)
+    ]
 
 
 @_parallel_linear.register_fake
-def _parallel_linear_shapes(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def _parallel_linear_shapes(x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
 @custom_op("zeco::parallel_linear_backward", mutates_args=())
-def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
     """Gradients: dx = Σ dy_i W_i, then dW_i = dy_iᵀ x."""
     flat, rows = [dy.flatten(0, -2) for dy in dys], x.flatten(0, -2)
-    dx = flat[0] @ weights[0]
-    for dy, weight in zip(flat[1:], weights[1:], strict=True):
+    pairs = [*zip(flat, weights, strict=True)]
+    if not any(in_fp8):
+        (dy, weight), *pairs = pairs
+        dx = dy @ weight
+    else:
+        dx = _fp8_input_grad(*zip(*compress(pairs, in_fp8), strict=True))
+        pairs = [*compress(pairs, (not is_fp8 for is_fp8 in in_fp8))]
+    for dy, weight in pairs:
         dx.addmm_(dy, weight)
     return [dx.view(x.shape), *(dy.T @ rows for dy in flat)]
 
 
+def _fp8_input_grad(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Σ dy_i W_i [M, D] for dy_i [M, N_i] and W_i [N_i, D], as one product."""
+    return product(quantise_rows(torch.cat([*dys], -1)), quantise_rows(torch.cat([*weights]).T), dys[0].dtype)
+
+
 @_parallel_linear_backward.register_fake
-def _parallel_linear_backward_shapes(dys: list[Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def _parallel_linear_backward_shapes(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: list[bool]
+) -> list[Tensor]:
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights = inputs
+    x, weights, ctx.in_fp8 = inputs
     ctx.save_for_backward(x, *weights)
 
 
-def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor], None]:
     x, *weights = ctx.saved_tensors
-    dx, *dweights = _parallel_linear_backward(dys, x, weights)
-    return dx, dweights
+    dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8)
+    return dx, dweights, None
 
 
 register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_context)
 
 
-def unread_linear(x: Tensor, weight: Tensor) -> Tensor:
+def unread_linear(x: Tensor, weight: Tensor, matmul: Matmul = Matmul.bf16) -> Tensor:
     """Backward pass of x weightᵀ without the forward product: the returned output is NaN.
 
     Args:
         x: [..., D].
         weight: [N, D].
+        matmul: format of the operands of dx.
     """
-    return _unread_linear(x, weight)
+    return _unread_linear(x, weight, matmul is Matmul.fp8)
 
 
 @custom_op("zeco::unread_linear", mutates_args=())
-def _unread_linear(x: Tensor, weight: Tensor) -> Tensor:
+def _unread_linear(x: Tensor, weight: Tensor, in_fp8: bool) -> Tensor:
     return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
 
 
 @_unread_linear.register_fake
-def _unread_linear_shape(x: Tensor, weight: Tensor) -> Tensor:
+def _unread_linear_shape(x: Tensor, weight: Tensor, in_fp8: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _unread_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+def _setup_unread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.in_fp8 = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _unread_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight = ctx.saved_tensors
-    return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2)
+    if ctx.in_fp8:
+        dx, dweight = _parallel_linear_backward([dy], x, [weight], [True])
+        return dx, dweight, None
+    return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2), None
 
 
-register_autograd(
-    "zeco::unread_linear", _unread_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
+register_autograd("zeco::unread_linear", _unread_backward, setup_context=_setup_unread)

@@ -7,6 +7,7 @@ are recorded rather than summed by hand.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixers.base import OperatorFLOPs
 from models.parameters import ParameterRule, parameter_rules
+from models.projections import set_matmul
 from models.registry import LAYERS
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.passes import Kind
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
@@ -91,6 +94,7 @@ class BlockSpec:
         count: number of blocks.
         parameters: of one block.
         mixer_products, mlp_products: linear layers in forward order, grouped by shared input.
+        fp8_products: those among them that `train.matmul=fp8` computes in fp8.
         state_shapes: H, K, V of each of the mixer's states.
         operators: name of the operator of each state.
         attention: softmax attention in place of operators with states, or None.
@@ -103,6 +107,7 @@ class BlockSpec:
     parameters: Sequence[Shape]
     mixer_products: Sequence[Sequence[Product]]
     mlp_products: Sequence[Sequence[Product]]
+    fp8_products: Sequence[Product]
     state_shapes: tuple[tuple[int, int, int], ...]
     operators: Sequence[str]
     attention: AttentionSpec | None
@@ -308,6 +313,7 @@ class _ProductsSeen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[list[Product]] = []
+        self.in_fp8: list[Product] = []
         self.operators: list[str] = []
         self.attention: AttentionSpec | None = None
 
@@ -319,6 +325,7 @@ class _ProductsSeen(TorchDispatchMode):
             self.attention = AttentionSpec(heads, key_heads, head_dim, args[-1])
         elif func is torch.ops.zeco.parallel_linear.default:
             self.groups.append([(weight.shape[1], weight.shape[0]) for weight in args[1]])
+            self.in_fp8 += itertools.compress(self.groups[-1], args[2])
         # The last argument is Wᵀ, [K, N].
         elif func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.groups.append([tuple(args[-1].shape)])
@@ -329,6 +336,8 @@ class _ProductsSeen(TorchDispatchMode):
 def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
     """Walk one block, given its part of a parameter shared by all layers."""
     x = torch.empty(1, _TOKENS, block.attn_norm.weight.shape[0], device="meta")
+    # The products are the same, and the op names those in fp8.
+    set_matmul(block, Matmul.fp8)
     place = Place("", positions=torch.empty(_TOKENS, dtype=torch.int64, device="meta"))
     with _ProductsSeen() as in_mixer:
         # No name: on the meta device the op computes shapes only, and looks up no scan.
@@ -341,6 +350,7 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         [tuple(parameter.shape) for parameter in block.parameters()],
         in_mixer.groups,
         in_mlp.groups,
+        [*in_mixer.in_fp8, *in_mlp.in_fp8],
         block.attn.state_shapes,
         in_mixer.operators,
         in_mixer.attention,

@@ -17,6 +17,7 @@ from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
 from models.parameters import MATRIX, ParameterRule
+from models.projections import Projection
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
@@ -179,9 +180,9 @@ class DeltaMixer(Mixer):
     def _add_projections(self) -> None:
         """Add the modules that all have; `init_weights` draws in the order in which a subclass adds its own."""
         width, heads = self.config.hidden_size, self.heads
-        self.q_proj = nn.Linear(width, heads.key_width, bias=False)
-        self.k_proj = nn.Linear(width, heads.key_width, bias=False)
-        self.v_proj = nn.Linear(width, heads.value_width, bias=False)
+        self.q_proj = Projection(width, heads.key_width)
+        self.k_proj = Projection(width, heads.key_width)
+        self.v_proj = Projection(width, heads.value_width)
         self.b_proj = nn.Linear(width, heads.values, bias=False)
         self.q_conv1d = _Convolution(heads.key_width, self.config.conv_size)
         self.k_conv1d = _Convolution(heads.key_width, self.config.conv_size)
@@ -193,7 +194,7 @@ class DeltaMixer(Mixer):
         self.o_norm: nn.Module = (
             RMSNorm(value_dim, eps) if gate_function is None else GatedRMSNorm(value_dim, eps, gate_function)
         )
-        self.o_proj = nn.Linear(self.heads.value_width, self.config.hidden_size, bias=False)
+        self.o_proj = Projection(self.heads.value_width, self.config.hidden_size)
 
     @abstractmethod
     def projections(self, x: Tensor) -> Projected:

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.fla import FlaFormat
 from models.heads import ExpandedHeadsConfig
 from models.mixers.delta_base import DeltaHeads, DeltaMixer, Projected, check_conv_size, describe_heads
 from models.modules import GateFunction
-from models.projections import parallel_linear
+from models.projections import Projection, project
 
 
 @dataclass
@@ -91,14 +91,14 @@ class DeltaNet(DeltaMixer):
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self._add_projections()
         if config.use_gate:
-            self.g_proj = nn.Linear(config.hidden_size, self.heads.value_width, bias=False)
+            self.g_proj = Projection(config.hidden_size, self.heads.value_width)
         self._add_output(GateFunction.swish if config.use_gate else None)
 
     def projections(self, x: Tensor) -> Projected:
         """See `DeltaMixer`."""
         gates = (self.g_proj,) if self.config.use_gate else ()
         layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, *gates
-        q, k, v, strengths, *gate = parallel_linear(x, *(layer.weight for layer in layers))
+        q, k, v, strengths, *gate = project(x, *layers)
         return Projected(torch.cat([q, k, v], -1), strengths, None, gate[0] if gate else None)
 
     def gate_width(self) -> int:

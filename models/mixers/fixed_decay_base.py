@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.heads import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
-from models.projections import parallel_linear
+from models.projections import Projection, project
 from models.rotary import check_rotary, rotate
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
@@ -58,11 +58,11 @@ class FixedDecayAttention(Mixer):
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
         width, keys, values = config.hidden_size, config.key_dim, config.value_dim
         # `init_weights` draws in this order: reordering the modules changes the initial values.
-        self.q_proj = nn.Linear(width, keys, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, values, bias=False)
-        self.g_proj = nn.Linear(width, values, bias=False)
-        self.o_proj = nn.Linear(values, width, bias=False)
+        self.q_proj = Projection(width, keys)
+        self.k_proj = Projection(width, keys)
+        self.v_proj = Projection(width, values)
+        self.g_proj = Projection(width, values)
+        self.o_proj = Projection(values, width)
 
     def activate(self, x: Tensor) -> Tensor:
         """f, of the projections of q, k and v; elementwise."""
@@ -89,7 +89,7 @@ class FixedDecayAttention(Mixer):
     def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """q, k [B, T, H, K], v [B, T, H, V], the log-decays [H], and x Wg [B, T, H·V]."""
         projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
-        *projected, gate = parallel_linear(x, *(projection.weight for projection in projections))
+        *projected, gate = project(x, *projections)
         sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
         q, k, v = (self.activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
         if self.rope_theta is not None:

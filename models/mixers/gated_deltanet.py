@@ -21,7 +21,7 @@ from models.formats.olmo_hybrid import OLMO_HYBRID
 from models.formats.qwen3_5 import QWEN3_5
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
-from models.projections import parallel_linear
+from models.projections import Projection, project
 
 # Initial values of exp(A_log), as in flash-linear-attention.
 _RATES = (0.0, 16.0)
@@ -93,7 +93,7 @@ class GatedDeltaNet(DeltaMixer):
         self._add_projections()
         self.a_proj = nn.Linear(config.hidden_size, self.heads.values, bias=False)
         if config.use_gate:
-            self.g_proj = nn.Linear(config.hidden_size, self.heads.value_width, bias=False)
+            self.g_proj = Projection(config.hidden_size, self.heads.value_width)
         self._add_output(GateFunction.swish if config.use_gate else None, config.o_norm_eps)
 
     @property
@@ -105,7 +105,7 @@ class GatedDeltaNet(DeltaMixer):
         """See `DeltaMixer`."""
         gates = (self.g_proj,) if self.config.use_gate else ()
         layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj, *gates
-        q, k, v, strengths, decays, *gate = parallel_linear(x, *(layer.weight for layer in layers))
+        q, k, v, strengths, decays, *gate = project(x, *layers)
         return Projected(torch.cat([q, k, v], -1), strengths, decays, gate[0] if gate else None)
 
     def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from models.fla import FlaFormat
 from models.heads import ExpandedHeadsConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import GatedRMSNorm, RMSNorm
-from models.projections import parallel_linear
+from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
@@ -158,16 +158,16 @@ class GatedLinearAttention(Mixer):
         self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
         self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
         # `init_weights` draws in this order: reordering the modules changes the initial values.
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, values, bias=False)
+        self.q_proj = Projection(width, queries)
+        self.k_proj = Projection(width, keys)
+        self.v_proj = Projection(width, values)
         if gates:
-            self.g_proj = nn.Linear(width, gates, bias=False)
+            self.g_proj = Projection(width, gates)
         self.gk_proj = nn.Sequential(
             nn.Linear(width, config.gate_low_rank_dim, bias=False),
             nn.Linear(config.gate_low_rank_dim, keys, bias=True),
         )
-        self.o_proj = nn.Linear(config.value_dim, width, bias=False)
+        self.o_proj = Projection(config.value_dim, width)
         if gates:
             self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
         else:
@@ -191,7 +191,7 @@ class GatedLinearAttention(Mixer):
         down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
         gates = (self.g_proj,) if hasattr(self, "g_proj") else ()
         projections = self.q_proj, self.k_proj, self.v_proj, *gates, down
-        q, k, v, *gate, low_rank = parallel_linear(x, *(projection.weight for projection in projections))
+        q, k, v, *gate, low_rank = project(x, *projections)
         q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
         v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
         if self.feature_map is not None:

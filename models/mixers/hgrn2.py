@@ -22,7 +22,7 @@ from models.fla import Derived, FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs, Shared
 from models.modules import RMSNorm
 from models.parameters import ParameterRule
-from models.projections import parallel_linear
+from models.projections import Projection, project
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK
 from zeco_train.ops.mix import mix_at
@@ -129,11 +129,11 @@ class HGRN2(Mixer):
         self.config, self.head_dim = config, config.head_dim
         width = config.hidden_size
         # `init_weights` draws in this order: reordering the modules changes the initial values.
-        self.q_proj = nn.Linear(width, width, bias=False)
+        self.q_proj = Projection(width, width)
         self.f_proj = nn.Linear(width, width, bias=False)
-        self.i_proj = nn.Linear(width, width, bias=False)
+        self.i_proj = Projection(width, width)
         self.g_norm = RMSNorm(width, _NORM_EPS)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = Projection(width, width)
 
     def forward(
         self, x: Tensor, place: Place, boundaries: Sequence[Boundary], shared: Tensor | None
@@ -149,7 +149,7 @@ class HGRN2(Mixer):
     def _operands(self, x: Tensor, bound: Tensor | None) -> tuple[Tensor, ...]:
         """q, k, v and g [B, T, H, K]."""
         assert bound is not None, "the model has lower bounds"
-        q, logits, v = parallel_linear(x, self.q_proj.weight, self.f_proj.weight, self.i_proj.weight)
+        q, logits, v = project(x, self.q_proj, self.f_proj, self.i_proj)
         k, g = forget_gate(logits, bound)
         q, k, v, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (F.silu(q), k, v, g))
         return q, k, v, g

@@ -19,7 +19,7 @@ from models.decays import StepDecay, step_log_decays
 from models.fla import FlaFormat
 from models.mixers.delta_base import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
-from models.projections import parallel_linear
+from models.projections import project
 
 # Initial values of exp(A_log), as in flash-linear-attention.
 _RATES = (1.0, 16.0)
@@ -85,7 +85,7 @@ class KimiDeltaAttention(DeltaMixer):
         """See `DeltaMixer`."""
         (f_down, f_up), (g_down, g_up) = (cast(list[nn.Linear], list(each)) for each in (self.f_proj, self.g_proj))
         layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, f_down, g_down
-        q, k, v, strengths, f, g = parallel_linear(x, *(layer.weight for layer in layers))
+        q, k, v, strengths, f, g = project(x, *layers)
         return Projected(torch.cat([q, k, v], -1), strengths, f_up(f), g_up(g))
 
     def log_decays(self, logits: Tensor, shared: Tensor | None) -> Tensor:

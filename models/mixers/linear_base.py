@@ -6,13 +6,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import RMSNorm
 from models.normaliser import COLUMNS, normalised, round_up, with_ones
-from models.projections import parallel_linear
+from models.projections import Projection, project
 from zeco_train.ops import CHUNK, accumulation_dtype
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.registry import OPERATORS
@@ -62,11 +62,11 @@ class FeatureMapAttention(Mixer):
         self.head, self.num_heads, self.scale, self.has_normaliser = head, config.num_heads, scale, has_normaliser
         width, queries, values = config.hidden_size, self.num_heads * head.query, self.num_heads * head.value
         # `init_weights` draws in this order: reordering the modules changes the initial values.
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, queries, bias=False)
-        self.v_proj = nn.Linear(width, values, bias=False)
+        self.q_proj = Projection(width, queries)
+        self.k_proj = Projection(width, queries)
+        self.v_proj = Projection(width, values)
         self.norm = RMSNorm(head.value, config.norm_eps) if has_norm else None
-        self.o_proj = nn.Linear(values, width, bias=False)
+        self.o_proj = Projection(values, width)
 
     @abstractmethod
     def map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,7 @@ class FeatureMapAttention(Mixer):
     def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """φ(q), φ(k) [B, T, H, K], v [B, T, H, V] with the normaliser's columns, and log-decays [H] of zero."""
         projections = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (
-            tensor.unflatten(-1, (self.num_heads, -1))
-            for tensor in parallel_linear(x, *(projection.weight for projection in projections))
-        )
+        q, k, v = (tensor.unflatten(-1, (self.num_heads, -1)) for tensor in project(x, *projections))
         q, k = self.map_features(q, k, positions)
         v = with_ones(v) if self.has_normaliser else v
         return q, k, v, x.new_zeros(self.num_heads, dtype=accumulation_dtype(x.dtype))

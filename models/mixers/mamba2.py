@@ -22,11 +22,12 @@ from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
 from models.fla import FlaFormat
 from models.mixers.base import Mixer, OperatorFLOPs
-from models.modules import RMSNormOfGated, ShortConvolution, StackedLinear
+from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
-from models.projections import parallel_linear
+from models.projections import Projection, StackedProjection, parallel_linear
 from zeco_train.errors import ConfigError
 from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.seam import Boundary, Crossing, Place
@@ -237,9 +238,9 @@ class Mamba2(Mixer):
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.decay = Mamba2Decay(config)
         self.conv1d = ShortConvolution(config.conv_dim, config.conv_kernel, bias=config.use_conv_bias)
-        self.in_proj = StackedLinear(config.hidden_size, (inner, inner, groups, groups, config.num_heads))
+        self.in_proj = StackedProjection(config.hidden_size, (inner, inner, groups, groups, config.num_heads))
         self.norm = RMSNormOfGated(inner, config.n_groups, config.norm_eps)
-        self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.out_proj = Projection(inner, config.hidden_size)
 
     @property
     def wide_parameters(self) -> nn.Module:
@@ -267,7 +268,10 @@ class Mamba2(Mixer):
     def _projections(self, x: Tensor) -> list[Tensor]:
         """The gate z [B, T, H·V], the convolution's input [B, T, H·V + 2·G·K], the time steps' logits [B, T, H]."""
         config = self.config
-        return parallel_linear(x, *self.in_proj.weight.split((config.inner_dim, config.conv_dim, config.num_heads)))
+        weights = self.in_proj.weight.split((config.inner_dim, config.conv_dim, config.num_heads))
+        # Decays follow from the time steps.
+        formats = self.in_proj.matmul, self.in_proj.matmul, Matmul.bf16
+        return parallel_linear(x, *weights, formats=formats)
 
     def _operands(self, u: Tensor, dt: Tensor, shared: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The operator's operands, from the convolution's output and the logits; and the values, [B, T, H, V]."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.activations import Activations, TokenTensor, Traffic
 from models.attn import AttnShape
 from models.config import LanguageModelConfig
 from models.mixers.base import Mixer, OperatorFLOPs
 from models.modules import RMSNorm
-from models.projections import parallel_linear
+from models.projections import Projection, project
 from models.rotary import rotate
 from models.states import TokenCache
 from zeco_train.ops.attend import attend_at
@@ -40,11 +40,11 @@ class SoftmaxAttention(Mixer):
         self.reads_positions, self.norm_after = attn.rope_theta is not None, attn.norm_after
         width, queries, keys = config.hidden_size, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         # `init_weights` draws in this order: reordering the modules changes the initial values.
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, keys, bias=False)
-        self.o_proj = nn.Linear(queries, width, bias=False)
-        self.g_proj = nn.Linear(width, queries, bias=False) if attn.gate else None
+        self.q_proj = Projection(width, queries)
+        self.k_proj = Projection(width, keys)
+        self.v_proj = Projection(width, keys)
+        self.o_proj = Projection(queries, width)
+        self.g_proj = Projection(width, queries) if attn.gate else None
         self.all_heads = attn.qk_norm_all_heads
         widths = (queries, keys) if self.all_heads else (shape.head_dim, shape.head_dim)
         self.q_norm, self.k_norm = (
@@ -68,7 +68,7 @@ class SoftmaxAttention(Mixer):
     def _operands(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries [B, T, H, D], keys and values [B, T, G, D], and the gate [B, T, H·D]."""
         projections = [self.q_proj, self.k_proj, self.v_proj, *([] if self.g_proj is None else [self.g_proj])]
-        q, k, v, *gates = parallel_linear(x, *(projection.weight for projection in projections))
+        q, k, v, *gates = project(x, *projections)
         if self.all_heads:
             q, k = self._normed(q, k)
         q, k, v = (tensor.unflatten(-1, (-1, self.shape.head_dim)) for tensor in (q, k, v))

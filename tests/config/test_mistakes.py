@@ -72,6 +72,7 @@ CONFIG = ConfigError.exit_code
         ("train.device=tpu", ["train.device=tpu: must be one of auto, cpu, cuda"]),
         ("parallel.strategy=zero9", ["parallel.strategy=zero9: must be one of ddp, zero2, zero3, hsdp"]),
         ("train.recompute=foo", ["train.recompute=foo: must be one of none, selective, full"]),
+        ("train.matmul=fp4", ["train.matmul=fp4: must be one of bf16, fp8"]),
         ("train.compile=foo", ["train.compile=foo: must be one of auto, always, never"]),
         ("train.segments=two", ["train.segments=two: must be a whole number"]),
         ("sp.all_scan.algorithm=ring", ["sp.all_scan.algorithm=ring: must be one of auto, chain, two_shot"]),

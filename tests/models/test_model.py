@@ -50,7 +50,7 @@ SCAN = LocalScan()
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace projections that share an input by separate products: counters do not see inside custom ops."""
     for module in (gla, mlp):
-        monkeypatch.setattr(module, "parallel_linear", lambda x, *weights: [F.linear(x, w) for w in weights])
+        monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
 
 
 def whole(tokens: int, cu_seqlens: Tensor | None = None) -> SequenceShard:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.projections import parallel_linear, unread_linear
+from models.projections import Projection, parallel_linear, project, set_matmul, unread_linear
+from zeco_train.ops.linear import Matmul
 
 pytestmark = pytest.mark.numeric
 
 SIZES = (3, 5, 2)
+BF16, FP8 = Matmul.bf16, Matmul.fp8
 
 
 def make_inputs(dtype: torch.dtype = torch.float64, strided: bool = False) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -83,3 +85,62 @@ def test_unread_linear_gives_gradients_of_linear() -> None:
     dx, dweight = torch.autograd.grad(unread, [x, weight], dy)
     check_sums(dx, [(dy, weight.detach())])
     check_sums(dweight, [(dy.flatten(0, 1).T, x.detach().flatten(0, 1))])
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows [..., D] of x rounded to fp8, from the sizes of steps: no number of fewer than 8 bits is made."""
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / 448))), 1.0)
+    steps = torch.exp2(torch.floor(torch.log2((x / scale).abs().clamp(min=2.0**-6))) - 3) * scale
+    return torch.round(x / steps) * steps
+
+
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, FP8), (BF16, FP8, BF16)])
+def test_fp8_linear_layers_round_operands_of_outputs_and_input_gradient(formats: tuple[Matmul, ...]) -> None:
+    x, weights, dys = make_inputs()
+    outputs = parallel_linear(x, *weights, formats=formats)
+    dx, *dweights = torch.autograd.grad(outputs, [x, *weights], dys)
+    x, weights = x.detach(), [weight.detach() for weight in weights]
+    parts = [*zip(weights, dys, formats, strict=True)]
+    for y, (weight, _, matmul) in zip(outputs, parts, strict=True):
+        torch.testing.assert_close(y, rounded(x) @ rounded(weight).T if matmul is FP8 else x @ weight.T)
+    # One scale for a token's gradients of all layers in fp8, and for their weights of an input.
+    low, high = ([(w, dy) for w, dy, matmul in parts if matmul is which] for which in (FP8, BF16))
+    weight, dy = torch.cat([w for w, _ in low]), torch.cat([dy for _, dy in low], -1)
+    expected = rounded(dy) @ rounded(weight.T).T + sum((dy @ w for w, dy in high), torch.zeros(()))
+    torch.testing.assert_close(dx, expected)
+    assert (dx - sum(dy @ w for w, dy in zip(weights, dys, strict=True))).norm() > 1e-3 * dx.norm()
+    for dweight, dy in zip(dweights, dys, strict=True):
+        torch.testing.assert_close(dweight, dy.flatten(0, 1).T @ x.flatten(0, 1))
+
+
+def test_fp8_outputs_of_a_token_do_not_depend_on_other_tokens() -> None:
+    x, weights, _ = make_inputs()
+    formats = 3 * [FP8]
+    x, louder = x.detach(), torch.cat([x.detach()[:, :3], 1e4 * x.detach()[:, 3:]], 1).requires_grad_()
+    for y, of_louder in zip(*(parallel_linear(each, *weights, formats=formats) for each in (x, louder)), strict=True):
+        assert torch.equal(y[:, :3], of_louder[:, :3])
+
+
+def test_unread_projection_in_fp8_gives_gradients_of_the_read_one() -> None:
+    x, _, _ = make_inputs()
+    layer = Projection(4, 6).double()
+    set_matmul(layer, FP8)
+    dy = torch.randn(2, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    read, unread = layer(x), layer(x, is_read=False)
+    assert unread.isnan().all()
+    for found, expected in zip(*(torch.autograd.grad(y, [x, layer.weight], dy) for y in (unread, read)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_only_projections_follow_the_format() -> None:
+    x, _, _ = make_inputs()
+    model = torch.nn.ModuleList([Projection(4, 6), torch.nn.Linear(4, 6, bias=False)]).double()
+    before = [layer(x) for layer in model]
+    set_matmul(model, FP8)
+    after = [layer(x) for layer in model]
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    projected = project(x, *model)
+    assert torch.equal(projected[0], after[0])
+    assert torch.equal(projected[1], after[1])

@@ -28,6 +28,7 @@ from tests.support.training import full
 from zeco_train.config.schema import Dtype, TrainConfig
 from zeco_train.distributed.mesh import Launch, ProcessMesh, init_mesh
 from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.training.build import build_model
 from zeco_train.training.optim.registry import OptimConfig, build_optimizer
@@ -68,6 +69,7 @@ class Case:
     """
 
     strategy: Strategy = Strategy.zero2
+    matmul: Matmul = Matmul.bf16
     recompute: Recompute = Recompute.none
     segments: int = 1
     documents: bool = False
@@ -117,7 +119,7 @@ def make_mesh(rank: int, world_size: int, sp_size: int) -> ProcessMesh:
 
 def make_step(case: Case, scan: Any, mesh: ProcessMesh, grad_clip: float = 1.0) -> tuple[LanguageModel, TrainingStep]:
     """A model in fp64, and its step."""
-    train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
+    train = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute, matmul=case.matmul)
     config = dataclasses.replace(case.model, num_layers=case.num_layers)
     model = build_model(config, train, case.strategy, mesh, seed=0)
     if case.compiler is not None:

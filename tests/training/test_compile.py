@@ -28,6 +28,7 @@ from zeco_train.config.schema import TrainConfig
 from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_pieces
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard, handle_of
 from zeco_train.sp.dp import LocalScan
@@ -44,6 +45,7 @@ CASES = {
     "whole": Case(),
     "selective": Case(recompute=Recompute.selective),
     "full": Case(recompute=Recompute.full),
+    "fp8, full": Case(recompute=Recompute.full, matmul=Matmul.fp8),
     "segments": Case(segments=2),
     "segments, documents, full": Case(recompute=Recompute.full, segments=3, documents=True),
 }
@@ -226,7 +228,9 @@ def test_projections_pass_opcheck() -> None:
     weights = [torch.randn(size, 4, dtype=torch.float64) for size in (3, 5, 2)]
     dys = [torch.randn(2, 7, size, dtype=torch.float64) for size in (3, 5, 2)]
     leaves = [weight.clone().requires_grad_() for weight in weights]
-    opcheck(torch.ops.zeco.parallel_linear.default, (x.clone().requires_grad_(), leaves))
-    opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights))
+    for in_fp8 in ([False, False, False], [True, False, True]):
+        opcheck(torch.ops.zeco.parallel_linear.default, (x.clone().requires_grad_(), leaves, in_fp8))
+        opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, in_fp8))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
-    opcheck(torch.ops.zeco.unread_linear.default, (x.clone().requires_grad_(), leaves[0]), test_utils=tests)
+    for is_fp8 in (False, True):
+        opcheck(torch.ops.zeco.unread_linear.default, (x.clone().requires_grad_(), leaves[0], is_fp8), test_utils=tests)

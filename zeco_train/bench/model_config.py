@@ -12,6 +12,7 @@ from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.errors import ConfigError
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import AttentionChoice
 from zeco_train.sp.registry import SHARING
@@ -49,8 +50,8 @@ class ModelConfig(OfModelConfig):
             tokens innermost.
         steps: timed optimizer steps of each variant; the papers' are 100. Fewer, with a note, if another quarter of
             them would not end within budget_seconds.
-        dtype, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype applies to
-            `products`, and none to `fla`, which is trained in bf16.
+        dtype, matmul, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype
+            applies to `products`, and none to `fla`, which is trained in bf16.
         strategy: parallelism of the parameters; not hsdp, which would shard over other ranks with `dp` than with the
             rest.
         check_tokens: tokens per rank in the correctness check.
@@ -63,6 +64,7 @@ class ModelConfig(OfModelConfig):
     heads: list[int] | None = None
     tokens: list[int] = field(default_factory=lambda: [16_384, 32_768])
     steps: int = 100
+    matmul: Matmul = Matmul.bf16
     compile: Compile = Compile.auto
     cuda_graphs: CudaGraphs = CudaGraphs.auto
     recompute: Recompute = Recompute.none
@@ -118,6 +120,7 @@ class ModelConfig(OfModelConfig):
             *([] if every is None else [f"model.attn.every={every or 'null'}"]),
             *([] if heads is None else [f"model.num_heads={heads}"]),
             *([f"sp.attention={self.attention.name}"] if has_method else []),
+            f"train.matmul={self.matmul.name}",
             f"train.compile={self.compile.name}",
             f"train.cuda_graphs={self.cuda_graphs.name}",
             f"train.recompute={self.recompute.name}",

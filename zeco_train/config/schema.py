@@ -39,6 +39,7 @@ from zeco_train.config.task_rules import check_task
 from zeco_train.distributed.device import Device
 from zeco_train.distributed.parallelize import ParallelConfig
 from zeco_train.errors import ConfigError
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.registry import describe_methods
 from zeco_train.sp.registry import BACKENDS, SPConfig, describe_backends
@@ -79,6 +80,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps of the whole run.
         dtype: compute dtype; see `Dtype`.
+        matmul: of the blocks' linear layers: `bf16` is the compute dtype, for `fp8` see `zeco_train.ops.linear`.
         device: type of the device.
         log_every: steps between two rows of metrics.jsonl.
         eval_every: steps between two validation losses (0: only at the end).
@@ -87,8 +89,7 @@ class TrainConfig:
             state of the next. Memory is that of one part; the gradient is that of the whole sequence.
         recompute: activations that the backward pass recomputes.
         compile: whether to compile the blocks.
-        cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where they can be captured; `off` launches
-            their kernels one by one. The same bits.
+        cuda_graphs: `auto` replays steps as CUDA graphs on CUDA devices, where possible; `off` never. The same bits.
         deterministic: FlashAttention adds up the gradients of queries in one order, so that a hybrid's run repeats its
             bits on GPUs, as models without softmax layers always do. It takes more time, and memory: in fp32 the
             gradients of a layer's queries several times (132 over the rank's heads on an H100 or H200).
@@ -100,6 +101,7 @@ class TrainConfig:
 
     steps: int = 1000
     dtype: Dtype = Dtype.fp32
+    matmul: Matmul = Matmul.bf16
     device: Device = Device.auto
     log_every: int = 10
     eval_every: int = 0
@@ -181,6 +183,7 @@ class Config:
         return {
             "seed": self.seed,
             "train.dtype": self.train.dtype.value,
+            "train.matmul": self.train.matmul.value,
             **by_key("model", to_plain(self.model)),
             **{f"data.{key}": data[key] for key in ("seq_len", "global_batch", "shuffle", "reset_state_at_document")},
             **{f"task.{key}": task[key] for key in of_task},

@@ -54,6 +54,7 @@ _ALWAYS_BEFORE = {
     "model.use_output_gate": True,
     "model.causal": True,
     "task.name": "lm",
+    "train.matmul": "bf16",
     **{f"model.attn.{key}": value for key, value in asdict(AttnConfig()).items()},
 }
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +19,7 @@ from data.reader import OpenedData, SequenceSource
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
 from models.parameters import parameter_rules
+from models.projections import set_matmul
 from models.spec import spec_of
 from zeco_train.checkpoint.checkpointer import Checkpointer
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
@@ -29,7 +27,7 @@ from zeco_train.config.document_rules import check_documents
 from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.schema import Config, TrainConfig, to_plain
 from zeco_train.distributed.agreement import check_same, setup
-from zeco_train.distributed.device import Device, find_device, total_memory
+from zeco_train.distributed.device import Device, find_device
 from zeco_train.distributed.exchange import build_exchange, check_softmax
 from zeco_train.distributed.mesh import (
     Launch,
@@ -41,7 +39,6 @@ from zeco_train.distributed.mesh import (
     resolve_sp_size,
 )
 from zeco_train.distributed.parallelize import Strategy, count_shards, parallelize
-from zeco_train.errors import ConfigError
 from zeco_train.hf.continuing import check_continuation, other_tokenizer
 from zeco_train.hf.weights import load_weights
 from zeco_train.hf.writer import stored_dtype
@@ -56,6 +53,7 @@ from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, check_shared, other_model
 from zeco_train.training.first_batch import check_shards_fit
 from zeco_train.training.graphs import StepGraphs, capture_problem
+from zeco_train.training.machine import check_machine
 from zeco_train.training.optim.registry import build_optimizer
 from zeco_train.training.profiler import StepProfiler, check_profile_ranks
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
@@ -117,8 +115,7 @@ def init(config: Config, launch: Launch) -> ProcessMesh:
     check_softmax(config.sp, config.model, sp_size)
     check_profile_ranks(config.train.profile_ranks, launch.world_size)
     device = find_device(config.train.device, launch, "train.device")
-    _check_memory(config, device)
-    _check_compiler(config.train.compile, device)
+    check_machine(config, device)
     return join_ranks(config, launch, sp_size, device)
 
 
@@ -134,24 +131,6 @@ def join_ranks(config: Config, launch: Launch, sp_size: int, device: torch.devic
     remedy = "start all ranks with the same command line, code and environment"
     check_same(setup(to_plain(config), device), launch.world_size, remedy)
     return init_mesh(launch, sp_size, device, timeout)
-
-
-def _check_memory(config: Config, device: torch.device) -> None:
-    """Refuse a model too large to initialise on a rank, before the OOM killer ends this or another process."""
-    count = spec_of(config.model).num_parameters
-    needed = count * config.train.dtype.master.itemsize
-    available, owner = total_memory(device)
-    if needed > available:
-        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
-        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
-
-
-def _check_compiler(setting: Compile, device: torch.device) -> None:
-    """Check that `torch.compile` has a C++ compiler for CPUs; it would fail only in the first step."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if setting is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
-        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
-        raise ConfigError("train.compile", setting.value, allowed)
 
 
 def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedRun:
@@ -381,6 +360,7 @@ def build_model(
     model.init_weights(seed)
     parallelize(model, model.sharding_units(), strategy, config.dtype.compute, mesh, shard_size)
     model.set_recompute(config.recompute)
+    set_matmul(model, config.matmul)
     if compiled:
         model.compile_parts()
     return model

@@ -1,0 +1,148 @@
+"""With `train.matmul=fp8` models train alike on one rank and on several, and whatever is recomputed.
+
+In fp64, where a sum in another order moves almost no number over a step of fp8. In fp32 it moves some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models import projections
+from tests.exactness_matrix import TOLERANCE, tiny
+from tests.hybrid_matrix import HYBRIDS
+from tests.support.distributed import run_distributed
+from tests.support.sp_reference import TIMEOUT, build_scans
+from tests.support.steps import GLOBAL_BATCH, Case, Result, check, make_mesh, run_steps, worst, write_documents
+from zeco_train.distributed.parallelize import Strategy
+from zeco_train.ops.linear import Matmul
+from zeco_train.ops.linear.rows import Rows, quantise_rows
+from zeco_train.ops.recompute import Recompute
+from zeco_train.sp.attention.registry import METHODS, build_attention
+
+pytestmark = pytest.mark.numeric
+
+# A state's decays, a convolution and a stacked projection, and softmax layers.
+MODELS = {"gla": tiny("gla"), "gated_deltanet": tiny("gated_deltanet"), "mamba2, hybrid": HYBRIDS["mamba2"]}
+# (scan, documents, segments, recompute, strategy)
+SPLITS = (
+    ("chain/3", False, 1, Recompute.full, Strategy.zero3),
+    ("lasp2", True, 1, Recompute.selective, Strategy.ddp),
+    ("two_shot", True, 1, Recompute.none, Strategy.zero2),
+)
+
+
+def case_of(model: str, documents: bool = False, **settings: Any) -> Case:
+    batch = 1 if documents else GLOBAL_BATCH
+    return Case(documents=documents, micro_batch=batch, model=MODELS[model], **{"matmul": Matmul.fp8, **settings})
+
+
+def whole(rank: int, world_size: int, store: str) -> dict[tuple[str, bool], Result]:
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    cells = [(model, documents) for model in MODELS for documents in (False, True)]
+    return {cell: run_steps(case_of(*cell), scan, mesh, store) for cell in cells}
+
+
+def split(rank: int, world_size: int, store: str, expected: bytes, models: list[str]) -> None:
+    results: dict[tuple[str, bool], Result] = pickle.loads(expected)
+    mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
+    method = build_attention(METHODS["all_gather"], dist.new_group(range(world_size)), TIMEOUT)
+    for model in models:
+        for scan, documents, segments, recompute, strategy in SPLITS:
+            scans[scan].attention = method
+            case = case_of(model, documents, segments=segments, recompute=recompute, strategy=strategy)
+            where = f"{model}, {scan}, {strategy.value}, {recompute.value}, {world_size} ranks"
+            check(run_steps(case, scans[scan], mesh, store), results[model, documents], TOLERANCE, where)
+    for used in scans.values():
+        used.drain()
+    dist.barrier()  # keep ranks alive until their peers have received everything
+
+
+def shares_of_data(rank: int, world_size: int, store: str, expected: bytes) -> None:
+    """Whole sequences on each rank, sharded weights."""
+    results: dict[tuple[str, bool], Result] = pickle.loads(expected)
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((rank,))["dp"]
+    for strategy in (Strategy.ddp, Strategy.zero3):
+        case = dataclasses.replace(case_of("gla", strategy=strategy), micro_batch=1)
+        check(run_steps(case, scan, mesh, store), results["gla", False], TOLERANCE, strategy.value)
+
+
+def with_one_scale(x: Tensor) -> Rows:
+    """Rows of one scale, that of the whole tensor: wrong on purpose."""
+    rows, largest = quantise_rows(x), quantise_rows(x.reshape(1, -1)).scales
+    return Rows((x / largest.to(x.dtype)).to(rows.values.dtype).contiguous(), largest.expand_as(rows.scales))
+
+
+def whole_and_split_with_one_scale(rank: int, world_size: int, store: str, sp_size: int) -> Result:
+    mesh, scans = make_mesh(rank, world_size, sp_size), build_scans(tuple(range(sp_size)))
+    with mock.patch.object(projections, "quantise_rows", with_one_scale):
+        return run_steps(case_of("gla"), scans["lasp2" if sp_size > 1 else "dp"], mesh, store)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_documents(tmp_path_factory.mktemp("fp8") / "store"))
+
+
+@pytest.fixture(scope="module")
+def expected(store: str) -> dict[tuple[str, bool], Result]:
+    found = run_distributed(whole, 1, store)[0]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_gla_in_fp8_trains_alike_on_two_ranks(store: str, expected: dict[tuple[str, bool], Result]) -> None:
+    run_distributed(split, 2, store, pickle.dumps(expected), ["gla"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_models_in_fp8_train_alike_on_any_number_of_ranks(
+    world_size: int, store: str, expected: dict[tuple[str, bool], Result]
+) -> None:
+    run_distributed(split, world_size, store, pickle.dumps(expected), [*MODELS], timeout=1200)
+
+
+def test_sharding_of_weights_and_batch_does_not_change_fp8(
+    store: str, expected: dict[tuple[str, bool], Result]
+) -> None:
+    run_distributed(shares_of_data, 2, store, pickle.dumps(expected))
+
+
+def test_scale_of_all_tokens_would_depend_on_the_split(store: str) -> None:
+    """The control: with such a scale, the check of the other tests fails."""
+    one = run_distributed(whole_and_split_with_one_scale, 1, store, 1)[0]
+    two = run_distributed(whole_and_split_with_one_scale, 2, store, 2)[0]
+    assert worst(two, one)["losses"] > 1e3 * TOLERANCE
+
+
+def recomputed(rank: int, world_size: int, store: str) -> dict[Recompute, Result]:
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    return {each: run_steps(case_of("gla", recompute=each), scan, mesh, store) for each in Recompute}
+
+
+def test_recomputation_in_fp8_has_the_same_bits(store: str, expected: dict[tuple[str, bool], Result]) -> None:
+    found = run_distributed(recomputed, 1, store)[0]
+    plain = found.pop(Recompute.none)
+    for result in found.values():
+        assert result.losses == plain.losses
+        assert result.norms == plain.norms
+        assert all(torch.equal(result.parameters[name], plain.parameters[name]) for name in plain.parameters)
+
+
+def test_fp8_changes_losses_by_its_rounding(store: str, expected: dict[tuple[str, bool], Result]) -> None:
+    found = run_distributed(in_compute_dtype, 1, store)[0]
+    error = worst(expected["gla", False], found)["losses"]
+    assert 1e-5 < error < 0.1
+
+
+def in_compute_dtype(rank: int, world_size: int, store: str) -> Result:
+    mesh, scan = make_mesh(rank, world_size, 1), build_scans((0,))["dp"]
+    return run_steps(case_of("gla", matmul=Matmul.bf16), scan, mesh, store)

@@ -1,0 +1,68 @@
+"""Checks of a run's settings against the machine of a rank, before anything is allocated."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+
+import torch
+
+from models.spec import spec_of
+from zeco_train.config.execution import Compile
+from zeco_train.config.schema import Config
+from zeco_train.distributed.device import total_memory
+from zeco_train.errors import ConfigError
+from zeco_train.ops.linear import Matmul
+from zeco_train.ops.linear.scaled import FIRST_CAPABILITY, WIDTH_MULTIPLE, is_emulated
+
+logger = logging.getLogger(__name__)
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """Check what this rank's device, and the compiler beside it, cannot do.
+
+    Raises:
+        ConfigError: a model larger than the memory, a compiler that is not there, or products that the GPU lacks.
+    """
+    _check_memory(config, device)
+    _check_compiler(config.train.compile, device)
+    _check_matmul(config, device)
+
+
+def _check_memory(config: Config, device: torch.device) -> None:
+    """Refuse a model too large to initialise on a rank, before the OOM killer ends this or another process."""
+    count = spec_of(config.model).num_parameters
+    needed = count * config.train.dtype.master.itemsize
+    available, owner = total_memory(device)
+    if needed > available:
+        sizes = f"{needed / 1e9:.3g} GB, {owner} has {available / 1e9:.3g} GB"
+        raise ConfigError("model", config.model.name, f"{count:,} parameters take {sizes}")
+
+
+def _check_compiler(setting: Compile, device: torch.device) -> None:
+    """Check that `torch.compile` has a C++ compiler for CPUs; it would fail only in the first step."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if setting is Compile.always and device.type == "cpu" and shutil.which(compiler) is None:
+        allowed = f"needs a C++ compiler on CPUs, and {compiler} is not there; take never"
+        raise ConfigError("train.compile", setting.value, allowed)
+
+
+def _check_matmul(config: Config, device: torch.device) -> None:
+    """Check that the device has fp8 products, and the model widths that they can have, also where they are emulated."""
+    if config.train.matmul is not Matmul.fp8:
+        return
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FIRST_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(device), FIRST_CAPABILITY
+        own = "{}.{}".format(*capability)
+        allowed = f"needs compute capability {major}.{minor}, {name} has {own}; take bf16"
+        raise ConfigError("train.matmul", "fp8", allowed)
+    products = {product for block in spec_of(config.model).blocks.values() for product in block.fp8_products}
+    for product in sorted(products):
+        if any(width % WIDTH_MULTIPLE for width in product):
+            allowed = f"{config.model.name} has a linear layer of {product[0]} inputs and {product[1]} outputs; both"
+            raise ConfigError("train.matmul", "fp8", f"{allowed} must be multiples of {WIDTH_MULTIPLE}")
+    if is_emulated(config.train.dtype.compute, device):
+        where = f"on {device.type.upper()}s" if device.type != "cuda" else f"with train.dtype={config.train.dtype.name}"
+        logger.info("train.matmul=fp8: emulated %s, where it takes longer than bf16", where)
