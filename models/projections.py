@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from models.parameters import PROJECTION, ParameterRule
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import quantise_rows
+from zeco_train.ops.linear.rows import quantise_columns, quantise_rows
 from zeco_train.ops.linear.scaled import product
 
 
@@ -136,7 +136,7 @@ def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor
 
 def _fp8_input_grad(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Σ dy_i W_i [M, D] for dy_i [M, N_i] and W_i [N_i, D], as one product."""
-    return product(quantise_rows(torch.cat([*dys], -1)), quantise_rows(torch.cat([*weights]).T), dys[0].dtype)
+    return product(quantise_rows(*dys), quantise_columns(*weights), dys[0].dtype)
 
 
 @_parallel_linear_backward.register_fake

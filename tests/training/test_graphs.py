@@ -88,8 +88,11 @@ class RunAgain(StepGraphs):
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> _Captured:
         outputs: list[Tensor] = []
+        kinds = set(self._passes)
 
         def replay() -> None:
+            # On GPUs it would overwrite what other kinds of parts have left since.
+            assert self._passes == kinds
             found, self.runs = work(), self.runs + 1
             if not outputs:
                 outputs.extend(found)
@@ -108,6 +111,9 @@ def train(
     dtype: str,
 ) -> tuple[list[tuple[float, float]], list[Tensor]]:
     """Losses and norms of all steps, and the weights after the last."""
+    # What was compiled for other models decides which sizes of the next one are dynamic, and kernels with dynamic sizes
+    # may round otherwise.
+    torch.compiler.reset()
     backend = "sp=dp" if mesh.sp_size == 1 else "sp=zeco"
     config = load_config(["model=gla_tiny", f"train.dtype={dtype}", backend, "name=graphs", *settings])
     compute = config.train.dtype.compute

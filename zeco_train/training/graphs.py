@@ -7,13 +7,13 @@ those of one form are one graph, replayed for each of them. What changes from re
 fixed addresses: tokens, labels and positions, states at the borders of segments and their gradients, the number of
 labels, the learning rate. The same kernels run in the same order, so the bits are those of the step without graphs.
 
-All graphs share one memory pool: they are replayed in the order in which they were captured, so a later one may use
-memory that an earlier one has freed.
+All graphs share one memory pool, and a later one uses memory that an earlier one has freed. So a graph must not be
+replayed after a part whose results outlive it, such as the first gradients, unless it was captured after that part: a
+graph belongs to its place in a step, which is the kinds of parts that have run before it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,7 +83,7 @@ class StepLauncher:
         """`run` of `work(batch, *states)`, passes through the model; its results may be kept.
 
         Args:
-            key: see `run`; the step's first passes, and the first with a key, need no key of their own.
+            key: their kind, see `run`; the first ones of a step, and the first of a kind, need no key of their own.
             work: of the batch and the states.
             batch: positions may change from batch to batch, and documents for layers that read `pieces` only.
             states: at the borders of a segment.
@@ -110,8 +110,8 @@ class StepGraphs(StepLauncher):
         self._inputs: dict[tuple[str, torch.Size], Tensor] = {}
         self._gradients: list[Tensor | None] = []
         self._step = 0
-        # Of this step, by key.
-        self._passes: Counter[Hashable] = Counter()
+        # The kinds of passes that this step has run.
+        self._passes: set[Hashable] = set()
 
     @property
     def are_replays(self) -> bool:  # type: ignore[override]
@@ -144,11 +144,12 @@ class StepGraphs(StepLauncher):
         with self._on_stream():
             given = self._at_fixed_address(batch)
             fixed = [[self._fixed(f"{i}.{j}", x) for j, x in enumerate(of)] for i, of in enumerate(states)]
-        # A step's first passes gather the weights; its first backward pass writes the gradients, to which others add.
-        first = not self._passes, not self._passes[key]
-        self._passes[key] += 1
+        # A step's first passes gather the weights; its first backward pass writes the gradients, to which others add,
+        # in memory that graphs captured before it may use for something else.
+        place = frozenset(self._passes)
+        self._passes.add(key)
         form = given.input_ids.shape, given.pieces is not None, tuple(len(of) for of in states)
-        results = self.run((key, first, form), lambda: work(given, *fixed))
+        results = self.run((key, place, form), lambda: work(given, *fixed))
         with self._on_stream():
             return tuple(result.clone() for result in results)
 

@@ -41,14 +41,42 @@ class Rows(NamedTuple):
         return self.values.to(dtype) * self.scales.to(dtype)
 
 
-def quantise_rows(x: Tensor) -> Rows:
-    """Round the rows of x [M, K], in bf16, fp32 or fp64 and of any strides, to the nearest numbers of fp8.
+def quantise_rows(*parts: Tensor) -> Rows:
+    """Round the rows of matrices side by side, [M, K_i] each, to the nearest numbers of fp8.
 
     A row with infinity or NaN gets the scale NaN, so that a product with it is NaN too.
+
+    Args:
+        parts: in bf16, fp32 or fp64, all in the same dtype; of any strides.
     """
-    wide = x.to(accumulation_dtype(x.dtype))
+    if _has_kernels(parts[0]):
+        from zeco_train.kernels.rows.launch import launch_rows  # late: imports Triton
+
+        rows = _empty(parts[0], len(parts[0]), sum(part.shape[1] for part in parts))
+        launch_rows(parts, *rows)
+        return rows
+    x = torch.cat([*parts], -1) if len(parts) > 1 else parts[0]
     factors, scales = _powers(x.abs().amax(dim=-1, keepdim=True).to(torch.float32))
-    return Rows((wide * factors).to(DTYPE).contiguous(), scales)
+    return Rows((x.to(accumulation_dtype(x.dtype)) * factors).to(DTYPE).contiguous(), scales)
+
+
+def quantise_columns(*parts: Tensor) -> Rows:
+    """`quantise_rows` of the transposed matrices: parts [N_i, D] → rows [D, ΣN_i]."""
+    if _has_kernels(parts[0]):
+        from zeco_train.kernels.rows.launch import launch_columns  # late: imports Triton
+
+        rows = _empty(parts[0], parts[0].shape[1], sum(map(len, parts)))
+        launch_columns(parts, *rows)
+        return rows
+    return quantise_rows(*(part.T for part in parts))
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
+
+
+def _empty(like: Tensor, rows: int, width: int) -> Rows:
+    return Rows(like.new_empty((rows, width), dtype=DTYPE), like.new_empty((rows, 1), dtype=torch.float32))
 
 
 def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
