@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from models.parameters import PROJECTION, ParameterRule
 from zeco_train.ops.linear import Matmul
-from zeco_train.ops.linear.rows import quantise_columns, quantise_rows
+from zeco_train.ops.linear.rows import Rows, quantise_columns, quantise_rows
 from zeco_train.ops.linear.scaled import product
 
 
@@ -95,18 +95,17 @@ def parallel_linear(x: Tensor, *weights: Tensor, formats: Sequence[Matmul] = ())
     Returns:
         [..., N_i] for each, in the dtype of x.
     """
-    formats = formats or [Matmul.bf16] * len(weights)
-    return _parallel_linear(x, weights, [matmul is Matmul.fp8 for matmul in formats])
+    in_fp8 = [matmul is Matmul.fp8 for matmul in formats or [Matmul.bf16] * len(weights)]
+    # Outside of the custom op, so that a compiler rounds where it computes x.
+    rounded = [*quantise_rows(x.detach().flatten(0, -2))] if any(in_fp8) else []
+    return _parallel_linear(x, weights, in_fp8, rounded)
 
 
 @custom_op("zeco::parallel_linear", mutates_args=())
-def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
-    """y_i = x W_iᵀ, in fp8 where `in_fp8` is set."""
-    if not any(in_fp8):
-        return [F.linear(x, weight) for weight in weights]
-    rows = quantise_rows(x.flatten(0, -2))
+def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor]) -> list[Tensor]:
+    """y_i = x W_iᵀ; where `in_fp8` is set, of x in fp8: the `Rows` `rounded`."""
     return [
-        product(rows, quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
+        product(Rows(*rounded), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
         if is_fp8
         else F.linear(x, weight)
         for weight, is_fp8 in zip(weights, in_fp8, strict=True)
@@ -114,7 +113,9 @@ def _parallel_linear(x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> li
 
 
 @_parallel_linear.register_fake
-def _parallel_linear_shapes(x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
+def _parallel_linear_shapes(
+    x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor]
+) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
@@ -147,14 +148,14 @@ def _parallel_linear_backward_shapes(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, ctx.in_fp8 = inputs
+    x, weights, ctx.in_fp8, ctx.rounded = *inputs[:3], len(inputs[3])
     ctx.save_for_backward(x, *weights)
 
 
-def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor], None]:
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor], None, list[None]]:
     x, *weights = ctx.saved_tensors
     dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8)
-    return dx, dweights, None
+    return dx, dweights, None, [None] * ctx.rounded
 
 
 register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_context)

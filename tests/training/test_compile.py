@@ -29,6 +29,7 @@ from zeco_train.distributed.mesh import ProcessMesh
 from zeco_train.distributed.parallelize import Strategy
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.linear import Matmul
+from zeco_train.ops.linear.rows import quantise_rows
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import SequenceShard, handle_of
 from zeco_train.sp.dp import LocalScan
@@ -228,8 +229,13 @@ def test_projections_pass_opcheck() -> None:
     weights = [torch.randn(size, 4, dtype=torch.float64) for size in (3, 5, 2)]
     dys = [torch.randn(2, 7, size, dtype=torch.float64) for size in (3, 5, 2)]
     leaves = [weight.clone().requires_grad_() for weight in weights]
-    for in_fp8 in ([False, False, False], [True, False, True]):
-        opcheck(torch.ops.zeco.parallel_linear.default, (x.clone().requires_grad_(), leaves, in_fp8))
+    every = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    for in_fp8, rounded, tests in (
+        ([False, False, False], [], every),
+        ([True, False, True], [*quantise_rows(x.flatten(0, 1))], every[1:]),  # the first multiplies its inputs
+    ):
+        inputs = x.clone().requires_grad_(), leaves, in_fp8, rounded
+        opcheck(torch.ops.zeco.parallel_linear.default, inputs, test_utils=tests)
         opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, in_fp8))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
     for is_fp8 in (False, True):
