@@ -224,6 +224,9 @@ def _state_bytes(case: Case) -> float:
     if case.segments > 1:
         # The carries into each segment, and the gradients at both ends of one.
         kept += case.segments + 2
+        if case.is_replayed:
+            # Fixed inputs of a part, and the results of at most three first and four second passes of other forms.
+            kept += 3 + 3 * 2 + 4
     held = max((scan.held_states(case.sp_size) for scan in case.config.sp.scans_over(case.topology)), default=0)
     of_all_layers = case.batch * case.spec.state_elements * case.wide_bytes
     # Kept for the backward pass of a segment; recomputation makes those of one layer at a time.
