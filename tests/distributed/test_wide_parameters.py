@@ -66,7 +66,15 @@ def _training(rank: int, world_size: int, store: str, cases: list[tuple[Any, ...
             continue
         # Gradients of two micro-batches are added in the cases with documents.
         batch = 1 if documents else GLOBAL_BATCH
-        case = Case(strategy, recompute, segments, documents, batch, steps=2, model=MODEL)
+        case = Case(
+            strategy,
+            recompute=recompute,
+            segments=segments,
+            documents=documents,
+            micro_batch=batch,
+            steps=2,
+            model=MODEL,
+        )
         result = run_steps(case, scan, mesh, store)
         first.setdefault(documents, result)
         check(result, first[documents], TOLERANCE, f"{case}")

@@ -74,8 +74,9 @@ def shares_of_data(rank: int, world_size: int, store: str, expected: bytes) -> N
         check(run_steps(case, scan, mesh, store), results["gla", False], TOLERANCE, strategy.value)
 
 
-def with_one_scale(x: Tensor) -> Rows:
+def with_one_scale(*parts: Tensor) -> Rows:
     """Rows of one scale, that of the whole tensor: wrong on purpose."""
+    x = torch.cat(parts, -1)
     rows, largest = quantise_rows(x), quantise_rows(x.reshape(1, -1)).scales
     return Rows((x / largest.to(x.dtype)).to(rows.values.dtype).contiguous(), largest.expand_as(rows.scales))
 

@@ -41,7 +41,7 @@ def _suite(rank: int, world_size: int, store: str) -> set[str]:
         for (name, scan), strategy in itertools.product(scans.items(), Strategy):
             expected = None
             for recompute in Recompute:
-                result = run_steps(Case(strategy, recompute, steps=2), scan, mesh, store)
+                result = run_steps(Case(strategy, recompute=recompute, steps=2), scan, mesh, store)
                 expected = expected or result
                 where = f"{name} with sp.size={sp_size}, {strategy}, {recompute}"
                 check(result, expected, TOLERANCE, where)

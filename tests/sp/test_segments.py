@@ -44,7 +44,14 @@ def _case(segments: int, documents: bool, number: int = 0) -> Case:
     """Two micro-batches with documents, else one of two sequences; strategy and recompute cycle with `number`."""
     strategy = [*Strategy][number % 4]
     recompute = [Recompute.full, Recompute.none, Recompute.selective][number % 3]
-    return Case(strategy, recompute, segments, documents, micro_batch=1 if documents else 2, steps=2)
+    return Case(
+        strategy,
+        recompute=recompute,
+        segments=segments,
+        documents=documents,
+        micro_batch=1 if documents else 2,
+        steps=2,
+    )
 
 
 def _reference(rank: int, world_size: int, store: str) -> dict[bool, Result]:
@@ -82,7 +89,7 @@ def _suite(
 def _check_two_groups(mesh: ProcessMesh, store: str, expected: Result) -> None:
     """Data parallel: a sequence per rank; gradients are summed after the last segment."""
     for strategy in (Strategy.ddp, Strategy.hsdp):
-        case = Case(strategy, Recompute.full, segments=4, documents=True, steps=2)
+        case = Case(strategy, recompute=Recompute.full, segments=4, documents=True, steps=2)
         result = run_steps(case, RecordingScan(LocalScan()), mesh, store)
         check(result, expected, TOLERANCE, f"{case}, two groups")
 

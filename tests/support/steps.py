@@ -4,7 +4,7 @@ one spawn."""
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Case:
     """
 
     strategy: Strategy = Strategy.zero2
+    _: KW_ONLY
     matmul: Matmul = Matmul.bf16
     recompute: Recompute = Recompute.none
     segments: int = 1

@@ -119,8 +119,8 @@ def test_no_recompilation_after_second_length() -> None:
 def _two_ranks(rank: int, world_size: int, store: str) -> None:
     mesh, scans = make_mesh(rank, world_size, world_size), build_scans(tuple(range(world_size)))
     for name, case in {
-        "two_shot": Case(Strategy.zero3, Recompute.full, segments=2, documents=True, steps=2),
-        "lasp1": Case(Strategy.zero2, Recompute.selective, steps=2),
+        "two_shot": Case(Strategy.zero3, recompute=Recompute.full, segments=2, documents=True, steps=2),
+        "lasp1": Case(Strategy.zero2, recompute=Recompute.selective, steps=2),
     }.items():
         torch._dynamo.reset()
         expected = run_steps(case, scans[name], mesh, store)

@@ -53,6 +53,7 @@ _ALWAYS_BEFORE = {
     "model.mixer": "gla",
     "model.use_output_gate": True,
     "model.causal": True,
+    "model.zero_centred_norms": False,
     "task.name": "lm",
     "train.matmul": "bf16",
     **{f"model.attn.{key}": value for key, value in asdict(AttnConfig()).items()},
