@@ -350,7 +350,8 @@ def test_embedded_corpus_is_prepared_and_split(tmp_path: Path) -> None:
     assert paths.validation is not None
     train, validation = TokenStore.open(paths.train), TokenStore.open(paths.validation)
     assert train.num_tokens > 5_000_000
-    assert 0.02 < validation.num_tokens / (train.num_tokens + validation.num_tokens) < 0.1
+    # Documents are drawn, and one of them, pydoc's topics, is 7 % of a library without its tests, such as Debian's.
+    assert 0.02 < validation.num_tokens / (train.num_tokens + validation.num_tokens) < 0.15
     first = SequenceReader(Documents(train), DataSplit(4096)).read([0]).input_ids[0]
     assert b"import" in bytes((first[first >= 3] - 3).tolist())
 

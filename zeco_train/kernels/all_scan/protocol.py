@@ -131,7 +131,8 @@ def give_up(failure, status, epoch, peer, what):
     """Record the arena's first failure, for later kernels and, in mapped host memory, for the host."""
     word = (epoch.to(tl.int64) << 24) + (what << 16) + 1 + peer
     if tl.atomic_cas(failure, tl.zeros_like(word), word) == 0:
-        tl.store(status.to(tl.pointer_type(tl.int64)), word)
+        # Triton takes an address below 2³¹, as a Python without PIE has them, for an int32.
+        tl.store(status.to(tl.int64).to(tl.pointer_type(tl.int64)), word)
 
 
 @triton.jit
