@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.distributed import run_distributed
 from tests.support.sp_reference import RecordingScan, build_scans
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
+from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.documents import find_pieces
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.mix import mix
@@ -84,7 +85,9 @@ def operands_of(name: str, values: dict[str, Tensor], start: int, stop: int) -> 
     return [values[x] if x in CONSTANTS else values[x][:, start:stop] for x in OPS[name].operands]
 
 
-def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry: bool) -> dict[str, Tensor]:
+def expected(
+    name: str, documents: Sequence[int] | None, num_tokens: int, carry: bool, want_carry: bool
+) -> dict[str, Tensor]:
     """The recurrence over the whole sequence, document by document."""
     values = tensors(num_tokens)
     inputs = {x: values[x].requires_grad_() for x in OPS[name].operands if x not in CONSTANTS}
@@ -96,7 +99,7 @@ def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry:
         before = state if a == 0 else zero
         part, state = OPS[name].naive(*operands_of(name, values, a, b), scale=SCALE, initial_state=before)
         o.append(part)
-    outputs, grads = [torch.cat(o, dim=1), state], [values["do"], values["dcarry_out"] if carry else zero]
+    outputs, grads = [torch.cat(o, dim=1), state], [values["do"], values["dcarry_out"] if want_carry else zero]
     found = torch.autograd.grad(outputs, [*inputs.values(), carry_in], grads, allow_unused=True)
     of_operands = dict(zip(inputs, found, strict=False))
     dcarry_in = zero if found[-1] is None else found[-1]
@@ -104,7 +107,14 @@ def expected(name: str, documents: Sequence[int] | None, num_tokens: int, carry:
 
 
 def of_rank(
-    name: str, scan: RecordingScan, documents: Sequence[int] | None, start: int, stop: int, num_tokens: int, carry: bool
+    name: str,
+    scan: RecordingScan,
+    documents: Sequence[int] | None,
+    start: int,
+    stop: int,
+    num_tokens: int,
+    carry: bool,
+    want_carry: bool,
 ) -> dict[str, Tensor]:
     """The same on the tokens [start, stop) of a rank, checked against a replay of the received state."""
     values = tensors(num_tokens)
@@ -125,12 +135,14 @@ def of_rank(
         carry_in = values["carry_in"].clone().requires_grad_() if carry else None
         incoming = scan.received["R"] if replay else None
         o, carry_out = mix(
-            name, operands, shard, scale=SCALE, incoming_state=incoming, carry_in=carry_in, want_carry=carry
+            name, operands, shard, scale=SCALE, incoming_state=incoming, carry_in=carry_in, want_carry=want_carry
         )
         outputs, grads = [o], [values["do"][:, start:stop]]
         inputs = [*differentiable.values()]
-        if carry_in is not None and carry_out is not None:
-            outputs, grads, inputs = [o, carry_out], [*grads, values["dcarry_out"]], [*inputs, carry_in]
+        if carry_in is not None:
+            inputs.append(carry_in)
+        if carry_out is not None:
+            outputs, grads = [o, carry_out], [*grads, values["dcarry_out"]]
         found = torch.autograd.grad(outputs, inputs, grads)
         result = {"o": o.detach(), **dict(zip((*differentiable, "carry_in"), found, strict=False))}
         if carry_out is not None and not replay:
@@ -146,15 +158,19 @@ def suite(rank: int, world_size: int, name: str) -> None:
     borders = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
     start, stop = borders[rank : rank + 2]
     with mock.patch.dict(OPERATORS, OPS):
-        for (layout, documents), carry in itertools.product(DOCUMENTS.items(), (False, True)):
+        cases = [(layout, carry, carry) for layout in DOCUMENTS for carry in (False, True)]
+        # The first and the last of several segments.
+        for layout, carry, want_carry in (*cases, ("one document", False, True), ("one document", True, False)):
+            documents = DOCUMENTS[layout]
             inside = None if documents is None else [border for border in documents if border < borders[-1]]
-            whole = expected(name, inside, borders[-1], carry)
+            whole = expected(name, inside, borders[-1], carry, want_carry)
             for backend, scan in scans.items():
-                found = of_rank(name, scan, inside, start, stop, borders[-1], carry)
+                found = of_rank(name, scan, inside, start, stop, borders[-1], carry, want_carry)
                 for what, x in found.items():
                     wanted = whole[what] if what.startswith("carry") else whole[what][:, start:stop]
                     error = (x - wanted).abs().max().item() / whole[what].abs().max().clamp(min=1e-3).item()
-                    assert error <= TOLERANCE, f"{what} off by {error:.1e}: {name}, {backend}, {layout}, {carry=}"
+                    case = f"{name}, {backend}, {layout}, {carry=}, {want_carry=}"
+                    assert error <= TOLERANCE, f"{what} off by {error:.1e}: {case}"
     for scan in scans.values():
         scan.drain()
     dist.barrier()  # keep ranks alive until their peers have received everything
@@ -165,6 +181,29 @@ def suite(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_operators_over_ranks_equal_whole_recurrence(world_size: int, name: str) -> None:
     run_distributed(suite, world_size, name)
+
+
+def made_matrices(rank: int, world_size: int) -> dict[tuple[bool, bool], int]:
+    """How many of two passes (one a replay) of this rank make the matrix, by carry_in and want_carry."""
+    scan, made = build_scans(tuple(range(world_size)))["two_shot"], {}
+    borders = [*itertools.accumulate(LENGTHS[:world_size], initial=0)]
+    for carry, want_carry in itertools.product((False, True), repeat=2):
+        with mock.patch.object(Chunks, "transition", autospec=True, side_effect=Chunks.transition) as make:
+            of_rank("delta", scan, None, *borders[rank : rank + 2], borders[-1], carry, want_carry)
+        made[carry, want_carry] = make.call_count
+    scan.drain()
+    dist.barrier()
+    return made
+
+
+def test_matrices_are_made_only_where_a_state_passes_through() -> None:
+    [alone], ranks = (run_distributed(made_matrices, world_size) for world_size in (1, 3))
+    none, first, last, always = (False, False), (False, True), (True, False), (True, True)
+    assert alone == {none: 0, first: 0, last: 0, always: 2}
+    assert [made[none] for made in ranks] == [0, 2, 0]
+    assert [made[first] for made in ranks] == [0, 2, 2]
+    assert [made[last] for made in ranks] == [2, 2, 0]
+    assert [made[always] for made in ranks] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("documents", [None, (0, 70, 100)])

@@ -185,7 +185,7 @@ class RecordingScan:
     def __init__(self, scan: ScanBackend) -> None:
         self._scan = scan
         # Not recorded: halos are scans of their own, and softmax attention is none.
-        self.neighbour, self.attention = scan.neighbour, scan.attention
+        self.neighbour, self.attention, self.ends = scan.neighbour, scan.attention, scan.ends
         self.events: list[str] = []
         self.received: dict[str, Tensor] = {}
 

@@ -245,6 +245,10 @@ class VirtualCourier(Courier):
     def size(self) -> int:
         return self._network.topology.ranks
 
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        return self._rank == 0, self._rank == self.size - 1
+
     def wire(self, operation: str, reverse: bool) -> Wire:
         key = operation, reverse
         if key not in self._wires:

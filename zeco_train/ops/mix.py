@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import Library, custom_op, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.passes import Kind
 from zeco_train.ops.registry import operator_of
 from zeco_train.ops.seam import Boundary, Crossing, LaunchedScan, Place, ScanRequest, SequenceShard, scan_of
 from zeco_train.ops.transition import adjoint
@@ -105,10 +106,13 @@ def _mix(
     chosen.check_carries(carry_in, want_carry)
     with _alone(operands[0]):
         local = chosen.select(operands).forward(operands, scale, pieces)
+        passed = chosen.kind is Kind.diagonal or _passes_through(scan, carry_in, want_carry)
+        shape = chosen.transition_shape(operands)
+        transition = local.transition if passed else local.state.new_zeros(shape)
         received, carry_out = (local.state.new_empty(0) for _ in range(2))
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
-            request = ScanRequest(local.state, local.transition, False, carry_in, wanted, cuts)
+            request = ScanRequest(local.state, transition, False, carry_in, wanted, cuts)
             pending = scan_of(scan).launch(request)
             local.overlap()
             received = _whole(pending) if chosen.reads_whole else pending.wait()
@@ -123,7 +127,17 @@ def _mix(
             o = local.outputs(incoming_state)
             carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
         # Contiguous, as `_mix_shapes` promises the compiler.
-        return o.contiguous(), received, carry_out, local.transition, list(local.saved)
+        return o.contiguous(), received, carry_out, transition, list(local.saved)
+
+
+def _passes_through(scan: str, carry_in: Tensor | None, want_carry: bool) -> bool:
+    """Whether a state passes through this rank's tokens, so that their transition must be known.
+
+    Before the first rank the state is 0 without a carry, and nobody reads the one after the last rank unless it is
+    wanted. In reverse the same gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
+    """
+    is_first, is_last = getattr(scan_of(scan), "ends", (False, False))
+    return (carry_in is not None or not is_first) and (want_carry or not is_last)
 
 
 def _whole(pending: LaunchedScan) -> Tensor:

@@ -21,11 +21,16 @@ class ForwardPass(Protocol):
 
     Attributes:
         state: [B, H, K, V], S_loc: this rank's contribution to the state after its tokens.
-        transition: [B, H, K] or [B, H, K, K], how they change an incoming state (`zeco_train.ops.transition`).
+        transition: [B, H, K] or [B, H, K, K], how they change an incoming state (`zeco_train.ops.transition`). A matrix
+            is costly: it may be computed when first read, and is not read where no state passes through this rank.
     """
 
     state: Tensor
-    transition: Tensor
+
+    @property
+    def transition(self) -> Tensor:
+        """See the class."""
+        ...
 
     def overlap(self) -> None:
         """Compute the scores inside chunks, which need no other rank."""

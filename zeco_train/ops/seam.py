@@ -102,6 +102,8 @@ class StateScan(Protocol):
     """An exclusive scan of `(state, transition)` over the ranks of one sequence-parallel group.
 
     A scan may have an attribute `neighbour`: a cheaper one for transitions that cut, which need the rank before only.
+    And `ends`: whether this rank is the first, and the last, of the sequence; without it every rank is taken to have
+    others on both sides.
     """
 
     def launch(self, request: ScanRequest) -> LaunchedScan:

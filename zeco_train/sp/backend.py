@@ -42,6 +42,11 @@ class ScanBackend(ABC):
         self._crosses_ranks = any(courier.size > 1 for courier in couriers)
         self.exposed = ExposedMeter()
 
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether this rank is the first, and the last, of the sequence."""
+        return self._couriers[0].ends if self._couriers else (True, True)
+
     def add_neighbour(self, scan: ScanBackend) -> None:
         """Take a scan between neighbours beside this one, which prepares, measures and drains it too."""
         self.neighbour, scan.exposed = scan, self.exposed

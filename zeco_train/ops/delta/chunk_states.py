@@ -127,25 +127,26 @@ class Chunks:
         system = self.system.mT if transposed else self.system
         return torch.linalg.solve_triangular(system, right, upper=transposed, unitriangular=True)
 
-    def summary(self) -> tuple[Tensor, Tensor]:
-        """State from a zero start, and transition, of all chunks: [B, H, K, V] and [B, H, K, K].
-
-        The transition is one product of K columns more a chunk. It is left out where a restart cuts it off and the
-        host can see that, that is, on CPUs.
-        """
-        batch, heads, key_dim, value_dim = self._state_shape
-        cut = self.pieces is not None and self.pieces.device.type == "cpu" and bool(self.pieces[-1] > 0)
-        columns = self.keys.new_zeros(batch * heads, key_dim, value_dim + (0 if cut else key_dim))
-        columns[..., value_dim:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    def state(self) -> Tensor:
+        """State of all chunks from a zero start, [B, H, K, V]."""
+        state = self.keys.new_zeros(self._state_shape).flatten(0, 1)
         for w, u, keys, total in zip(self.w, self.u, self.end_keys, self.total, strict=True):
-            added = torch.bmm(w, columns).neg_()
-            added[..., :value_dim].add_(u)
-            columns = columns.mul_(total).baddbmm_(keys.mT, added)
-        columns = columns.unflatten(0, (batch, heads))
-        state = columns[..., :value_dim].contiguous()
-        if cut:
-            return state, state.new_zeros(batch, heads, key_dim, key_dim)
-        return state, columns[..., value_dim:].contiguous()
+            added = torch.baddbmm(u, w, state, alpha=-1)
+            state = state.mul_(total).baddbmm_(keys.mT, added)
+        return state.view(self._state_shape)
+
+    def transition(self) -> Tensor:
+        """Transition of all chunks, [B, H, K, K]: as much work as a state of K columns.
+
+        None of it where a restart cuts the transition off and the host can see that, that is, on CPUs.
+        """
+        batch, heads, key_dim, _ = self._state_shape
+        columns = self.keys.new_zeros(batch * heads, key_dim, key_dim)
+        if self.pieces is None or self.pieces.device.type != "cpu" or not bool(self.pieces[-1] > 0):
+            columns.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            for w, keys, total in zip(self.w, self.end_keys, self.total, strict=True):
+                columns = columns.mul(total).baddbmm_(keys.mT, torch.bmm(w, columns), alpha=-1)
+        return columns.view(batch, heads, key_dim, key_dim)
 
     def states_from(self, incoming: Tensor) -> tuple[Tensor, Tensor]:
         """States at all boundaries, and the new values N of all tokens.

@@ -14,7 +14,7 @@ are in `chunk_states`. Invalid shapes or dtypes raise a ValueError that names th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -37,7 +37,12 @@ class _Forward:
         check_inputs(pieces, q=self._q, k=k, v=self._v, g=g, beta=beta)
         self._scale = scale
         self._chunks = Chunks(k, self._v, g, beta, pieces)
-        self.state, self.transition = self._chunks.summary()
+        self.state = self._chunks.state()
+
+    @cached_property
+    def transition(self) -> Tensor:
+        """M, [B, H, K, K]; computed when it is first read."""
+        return self._chunks.transition()
 
     def overlap(self) -> None:
         """Compute the scores inside chunks."""

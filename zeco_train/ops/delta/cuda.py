@@ -17,7 +17,7 @@ The kernels also run on a CPU under Triton's interpreter, in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from zeco_train.kernels.delta.tuning import options_for
 from zeco_train.ops.checks import check_state
 from zeco_train.ops.delta.checks import check_inputs
 from zeco_train.ops.passes import Passes
-from zeco_train.ops.transition import adjoint, compose, fold
+from zeco_train.ops.transition import adjoint, fold
 
 
 class CudaForward:
@@ -43,11 +43,19 @@ class CudaForward:
         self._systems = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._systems.inverses)
         self._states, self._transitions = self._launcher.summaries(self._operands)
-        # a rank of one segment has its state and transition: copies, since the latter is saved, too
-        joined = self._states[0].clone(), self._transitions[0].clone()
-        for later in zip(self._states[1:], self._transitions[1:], strict=True):
-            joined = compose(later, joined)
-        self.state, self.transition = joined
+        # A copy, since the segments' states are read again.
+        self.state = self._states[0].clone()
+        for local, transition in zip(self._states[1:], self._transitions[1:], strict=True):
+            self.state = fold(local, transition, self.state)
+
+    @cached_property
+    def transition(self) -> Tensor:
+        """M, [B, H, K, K]; computed when it is first read."""
+        # A copy, since the segments' transitions are saved, too.
+        joined = self._transitions[0].clone()
+        for later in self._transitions[1:]:
+            joined = later @ joined
+        return joined
 
     def overlap(self) -> None:
         """Nothing: the systems, which the states need, come with the scores."""
