@@ -119,12 +119,12 @@ def compare(names: Sequence[str], world_size: int, store: str, cases: int | None
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mixers", nargs="*", default=[*MIXERS], choices=[*MIXERS, []], metavar="MIXER")
+    parser.add_argument("mixers", nargs="*", default=[], choices=[*MIXERS, []], metavar="MIXER")
     parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = str(write_documents(Path(folder) / "store"))
-        for name in options.mixers:
+        for name in options.mixers or MIXERS:
             compare([name], options.ranks, store, None)
 
 
