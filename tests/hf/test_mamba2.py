@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from models.mixers.mamba2 import Mamba2Config
 from models.spec import spec_of
 from tests.support.commands import train_here
+from tests.support.transformers_alone import in_transformers
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
@@ -35,10 +34,8 @@ TOKENS = 40
 VOCABULARY = 61
 # fp32; measured 3e-7.
 TOLERANCE = 1e-5
-# transformers' forward pass takes fla's kernels, which need a GPU, if fla can be imported.
-_HIDE_FLA = "import sys; sys.modules['fla'] = None\n"
 _WRITE = """
-import json, torch
+import json, sys, torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 folder, settings, ids = sys.argv[1], json.loads(sys.argv[2]), torch.tensor([json.loads(sys.argv[3])])
 torch.manual_seed(0)
@@ -51,7 +48,7 @@ model.save_pretrained(folder)
 torch.save(logits, folder + "/logits.pt")
 """
 _READ = """
-import json, torch
+import json, sys, torch
 from transformers import AutoModelForCausalLM
 folder, ids = sys.argv[1], torch.tensor([json.loads(sys.argv[2])])
 model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
@@ -71,13 +68,6 @@ SHAPE: dict[str, Any] = {
     "n_groups": 2,
     "conv_kernel": 3,
 }
-
-
-def in_transformers(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", _HIDE_FLA + program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def tokens() -> list[int]:

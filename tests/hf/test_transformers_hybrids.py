@@ -16,10 +16,11 @@ from torch import Tensor
 from models.attn import AttnConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.spec import spec_of
-from tests.hf.test_mamba2 import error, in_transformers
+from tests.hf.test_mamba2 import error
 from tests.support.commands import train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import full
+from tests.support.transformers_alone import in_transformers
 from zeco_train.config.schema import Dtype
 from zeco_train.distributed.mesh import Launch
 from zeco_train.distributed.parallelize import Strategy
@@ -40,7 +41,7 @@ TOKENS, VOCABULARY = 70, 61
 # fp32: rounding of four layers in another order of sums.
 TOLERANCE = 1e-5
 _WRITE = """
-import json, torch, transformers
+import json, sys, torch, transformers
 name, settings, ids = sys.argv[2], json.loads(sys.argv[3]), torch.tensor([json.loads(sys.argv[4])])
 torch.manual_seed(0)
 config = getattr(transformers, name.replace("ForCausalLM", "TextConfig" if "Qwen" in name else "Config"))(**settings)
@@ -53,7 +54,7 @@ model.save_pretrained(sys.argv[1])
 torch.save(logits, sys.argv[1] + "/logits.pt")
 """
 _READ = """
-import json, torch
+import json, sys, torch
 from transformers import AutoModelForCausalLM
 folder, ids = sys.argv[1], torch.tensor([json.loads(sys.argv[2])])
 model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
