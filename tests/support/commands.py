@@ -165,7 +165,7 @@ class Command:
             AssertionError: it still runs after `timeout` seconds.
         """
         self.wait_until(lambda: self._process.poll() is not None, "end", timeout)
-        return Outcome(self._process.returncode, self.out, self.err)
+        return Outcome(self._process.wait(), self.out, self.err)
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout: float = ENOUGH) -> float:
         """Wait for a condition; returns the seconds waited."""

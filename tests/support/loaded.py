@@ -1,8 +1,8 @@
 """Starts `python SCRIPT` and `python -m MODULE` as forks of a process that has imported torch and the trainer once.
 
-A start under torchrun otherwise imports them in the launcher and in each rank, for seconds of CPU time. A forked process
-is a child of the one that asked for it, as after `subprocess.Popen`: it can be waited for, its CPU time is added to that
-of its parent's children, and a rank dies with its launcher. So there are two kinds of loaded processes:
+A start under torchrun otherwise imports them in the launcher and in each rank, for seconds of CPU time. A forked
+process is a child of the one that asked for it, as after `subprocess.Popen`: it can be waited for, its CPU time is added
+to that of its parent's children, and a rank dies with its launcher. So there are two kinds of loaded processes:
 
 - a process of tests has one, from its first start to its end;
 - a launcher has a copy of that one, which it asks for its ranks. It cannot fork them itself: it has threads.
@@ -37,7 +37,7 @@ from tests.support.waiting import ENOUGH
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Is read by libraries when they are loaded, or by Python when it starts.
-_READ_AT_START = tuple("PYTHON LANG LC_ LD_ MALLOC_ OMP_ MKL_ KMP_ TORCH TRITON CUDA_ NCCL_ GLOO_ HF_".split())
+_READ_AT_START = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "OMP_", "MKL_", "KMP_", "TORCH", "TRITON", "CUDA_", "HF_")
 # First variable of a loaded process; the memory of its text is where a rank says its number, see `_show_rank`.
 _PLACE = "ZECO_PLACE"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -190,7 +190,7 @@ def main(channel: int) -> NoReturn:
     import torch.distributed.run
 
     # Freezes the objects of all imports.
-    import tests.support.preloaded
+    import tests.support.preloaded  # noqa: F401
     import zeco_train.cli  # noqa: F401
 
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
@@ -264,7 +264,7 @@ def _copy(channel: socket.socket) -> Loaded:
         out, err = (file.fileno() if file else number for number, file in ((1, handler._stdout), (2, handler._stderr)))
         return copy.start(start, out, err)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
     return copy
 
 
@@ -319,8 +319,8 @@ def _run(command: list[str]) -> int:
         status = _status(end.code)
     except BaseException as error:
         # Without the frame of this function, so as a new process prints it.
-        trace = error.__traceback__
-        sys.excepthook(type(error), error, trace.tb_next if trace else None)
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
         status = 1
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)

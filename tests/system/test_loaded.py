@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def test_cpu_time_of_forked_ranks_counts_as_of_children(tmp_path: Path) -> None:
     outcome, _ = launched(tmp_path, ["import time", "while time.process_time() < 1: pass"], False)
     assert outcome.code == 0, outcome
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert 2 <= after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.5
+    assert 2 <= after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
 
 
 def test_other_settings_of_imports_need_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,12 +203,14 @@ END
 """
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_loaded_process_ends_with_its_owner(end: str, tmp_path: Path) -> None:
     program = OWNER.replace("END", end)
     # Not through pipes, which the loaded process would hold.
     with (tmp_path / "out").open("wb") as out:
         subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=out, timeout=ENOUGH, check=not end)
     pid = int((tmp_path / "out").read_text())
-    with Command([sys.executable, str(script(tmp_path))], tmp_path) as waiter:
-        waiter.wait_until(lambda: not is_running(pid), "end")
+    deadline = time.monotonic() + ENOUGH
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
