@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -32,7 +33,7 @@ report = {
     "path": sys.path,
     "folder": os.getcwd(),
     "environment": {name: value for name, value in os.environ.items() if name not in UNIQUE},
-    "child_of_launcher": "LOCAL_RANK" not in os.environ or os.getppid() == int(open("launcher").read()),
+    "parent": os.getppid(),
     "leads_session": os.getsid(0) == os.getpid(),
     "signals": {number: text for number, text in handlers.items() if "SIG_DFL" not in text},
     "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
@@ -43,8 +44,9 @@ report = {
 }
 rank = os.environ.get("RANK", "alone")
 name = f"report_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}_{rank}.json"
-with open(name, "w") as file:
+with open("part_" + name, "w") as file:
     json.dump(report, file)
+os.replace("part_" + name, name)
 print("random", random.random())
 """
 # Of a launch, or of the shell that starts a fresh one.
@@ -73,9 +75,12 @@ def script(folder: Path, *lines: str) -> Path:
     return path
 
 
-def reports(folder: Path) -> dict[str, Any]:
+def reports(folder: Path, parent: int) -> dict[str, Any]:
+    """By name. Of this process or a launcher, they are children."""
     texts = {path.name: path.read_text() for path in folder.glob("report_*.json")}
-    return {name: json.loads(text.replace(str(folder), "FOLDER")) for name, text in texts.items()}
+    found = {name: json.loads(text.replace(str(folder), "FOLDER")) for name, text in texts.items()}
+    assert {report.pop("parent") for report in found.values()} <= {parent}
+    return found
 
 
 def ended(command: Command, folder: Path) -> Outcome:
@@ -97,7 +102,7 @@ def test_fork_sees_and_ends_as_fresh_process(tmp_path: Path) -> None:
             path = script(tmp_path / f"{which}_{name}", line)
             command = [sys.executable, str(path), "one", "two words"]
             with Command(command, path.parent, fault="none", fresh=which == "fresh") as running:
-                ends[name] = (ended(running, path.parent), reports(path.parent))
+                ends[name] = (ended(running, path.parent), reports(path.parent, os.getpid()))
             assert ends[name][0].code == code, (which, name)
     for name in ENDS:
         assert found["fork"][name] == found["fresh"][name], name
@@ -111,7 +116,7 @@ def test_module_runs_as_in_fresh_process(tmp_path: Path) -> None:
     for fresh in (False, True):
         path = script(tmp_path / str(fresh), "sys.exit(5)")
         with Command([sys.executable, "-m", path.stem, "-x", "y=z"], path.parent, fresh=fresh) as command:
-            found.append((ended(command, path.parent), reports(path.parent)))
+            found.append((ended(command, path.parent), reports(path.parent, os.getpid())))
     assert found[0] == found[1]
     assert found[0][0].code == 5
 
@@ -120,8 +125,7 @@ def launched(folder: Path, lines: list[str], fresh: bool, *options: str) -> tupl
     path = script(folder, *lines)
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *options, str(path), "a=b"]
     with Command(launcher, folder, fresh=fresh) as command:
-        (folder / "launcher").write_text(str(command.pid))
-        return command.wait(), reports(folder)
+        return command.wait(), reports(folder, command.pid)
 
 
 @pytest.mark.slow
@@ -141,17 +145,15 @@ def test_launcher_reports_codes_and_signals_of_forked_ranks(tmp_path: Path) -> N
     ends = {"code": "sys.exit(7)", "signal": "os.kill(os.getpid(), signal.SIGKILL)"}
     for name, line in ends.items():
         folder = tmp_path / name
-        outcome, found = launched(folder, [f"os.environ['RANK'] == '1' and {line}"], False)
+        outcome, _ = launched(folder, [f"os.environ['RANK'] == '1' and {line}"], False)
         assert outcome.code == 1
         assert ("(exitcode: 7)" if name == "code" else "Signal 9 (SIGKILL) received") in outcome.err, outcome.err
-        assert all(report["child_of_launcher"] for report in found.values())
 
 
 def test_signal_of_launcher_reaches_forked_ranks(tmp_path: Path) -> None:
     """SIGUSR1 is ignored by the launcher and its ranks; SIGTERM to the launcher ends its ranks."""
     with Command([*launcher(tmp_path, "signal.pause()")], tmp_path) as command:
-        (tmp_path / "launcher").write_text(str(command.pid))
-        command.wait_until(lambda: len(reports(tmp_path)) == 2, "reports")
+        command.wait_until(lambda: len(reports(tmp_path, command.pid)) == 2, "reports")
         assert kind(command) == "fork"
         assert command.ranks().keys() == {0, 1}
         ranks = list(command.ranks().values())
@@ -165,13 +167,19 @@ def launcher(folder: Path, *lines: str) -> list[str]:
     return [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script(folder, *lines))]
 
 
+def wait_for_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + ENOUGH
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_leaving_the_block_ends_forked_ranks(tmp_path: Path) -> None:
     with Command(launcher(tmp_path, "signal.pause()"), tmp_path) as command:
-        (tmp_path / "launcher").write_text(str(command.pid))
-        command.wait_until(lambda: len(reports(tmp_path)) == 2, "reports")
+        command.wait_until(lambda: len(reports(tmp_path, command.pid)) == 2, "reports")
         processes = [command.pid, *command.ranks().values()]
         assert all(map(is_running, processes))
-    assert not any(map(is_running, processes))
+    wait_for_end(processes)
 
 
 def test_cpu_time_of_forked_ranks_counts_as_of_children(tmp_path: Path) -> None:
@@ -188,9 +196,9 @@ def test_other_settings_of_imports_need_fresh_process(tmp_path: Path, monkeypatc
     for variable, expected in (("ZECO_ANY", "fork"), ("TRITON_INTERPRET", "fresh")):
         monkeypatch.setenv(variable, "1")
         with Command([sys.executable, str(path)], tmp_path) as command:
-            command.wait_until(lambda: reports(tmp_path), "report")
+            command.wait_until((tmp_path / "report_0_alone.json").exists, "report")
             assert kind(command) == expected
-            [report] = reports(tmp_path).values()
+            [report] = reports(tmp_path, os.getpid()).values()
             assert report["environment"][variable] == "1"
         (tmp_path / "report_0_alone.json").unlink()
 
@@ -210,7 +218,4 @@ def test_loaded_process_ends_with_its_owner(end: str, tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=out, timeout=ENOUGH, check=not end)
     pid = int((tmp_path / "out").read_text())
-    deadline = time.monotonic() + ENOUGH
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_end([pid])
