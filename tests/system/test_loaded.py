@@ -193,7 +193,8 @@ def test_cpu_time_of_forked_ranks_counts_as_of_children(tmp_path: Path) -> None:
 
 def test_other_settings_of_imports_need_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = script(tmp_path, "signal.pause()")
-    for variable, expected in (("ZECO_ANY", "fork"), ("TRITON_INTERPRET", "fresh")):
+    cases = {"ZECO_ANY": "fork", "TORCH_FR_BUFFER_SIZE": "fork", "TRITON_INTERPRET": "fresh"}
+    for variable, expected in cases.items():
         monkeypatch.setenv(variable, "1")
         with Command([sys.executable, str(path)], tmp_path) as command:
             command.wait_until((tmp_path / "report_0_alone.json").exists, "report")
