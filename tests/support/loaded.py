@@ -330,16 +330,16 @@ def _run(command: list[str]) -> int:
         # Without the frame of this function, so as a new process prints it.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     # The end of the interpreter up to the tear-down of modules, which would copy all memory that is shared.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     return status
 
 
