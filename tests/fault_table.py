@@ -102,7 +102,7 @@ class Case:
 def _case(ranks: int, *settings: str, fault: str = ""):  # type: ignore[no-untyped-def]
     folder = Path(tempfile.mkdtemp(prefix="zeco-faults-"))
     try:
-        with torchrun(ranks, folder, *_JOB, *settings, fault=fault) as job:
+        with torchrun(ranks, folder, *_JOB, *settings, fault=fault, fresh=True) as job:
             yield Case(folder, job)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +165,8 @@ def _node_lost(node: int) -> Row:
             for number in range(2):
                 host = f"--rdzv-conf=is_host={number == 0}"
                 launcher = [*options, host, "--local-addr=127.0.0.1"]
-                jobs.append(stack.enter_context(torchrun(2, folder, *_JOB, launcher_options=launcher)))
+                job = torchrun(2, folder, *_JOB, launcher_options=launcher, fresh=True)
+                jobs.append(stack.enter_context(job))
             other = Case(folder, jobs[1 - node])
             other.wait_for_steps()
             doomed = jobs[node]
@@ -187,7 +188,8 @@ def _data(harm: Callable[[Path], object]) -> Row:
         ) as writer:
             writer.append(tokens, [len(tokens)])
             writer.finish("sources")
-        with torchrun(2, folder, *_JOB, "data=tokens", "data.path=store", "train.eval_sequences=0") as job:
+        settings = ["data=tokens", "data.path=store", "train.eval_sequences=0"]
+        with torchrun(2, folder, *_JOB, *settings, fresh=True) as job:
             case = Case(folder, job)
             case.wait_for_steps()
             case.struck = time.time()

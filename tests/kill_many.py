@@ -117,7 +117,7 @@ class _Run:
 
     def start(self, ranks: int, split: list[str], steps: int) -> Any:
         settings = [*_SETTINGS, *self._campaign.settings, *split, f"run_dir='{self.folder}'", f"train.steps={steps}"]
-        return torchrun(ranks, self.folder.parent, *settings)
+        return torchrun(ranks, self.folder.parent, *settings, fresh=True)
 
     def take_sequences(self, first: int) -> None:
         """Read the log of the last start, which began with step `first`; replaces earlier entries of later steps."""

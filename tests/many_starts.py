@@ -102,7 +102,7 @@ def run(start: Start, folder: Path, losses: list[float]) -> Result:
     folder.mkdir(parents=True)
     began = time.monotonic()
     steps = [f"train.steps={start.steps}", f"run_dir='{folder / 'run'}'"]
-    with torchrun(start.ranks, folder, *_COMMON, *start.settings, *steps) as command:
+    with torchrun(start.ranks, folder, *_COMMON, *start.settings, *steps, fresh=True) as command:
         outcome = command.wait(_LIMIT_SECONDS)
     seconds = time.monotonic() - began
     found = [row["loss"] for row in read_metrics(folder / "run" / METRICS_FILE)]

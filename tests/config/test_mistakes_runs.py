@@ -219,11 +219,11 @@ def test_damaged_checkpoint_is_reported_and_left_alone(name: str, run: Path, sto
 @pytest.mark.processes
 @pytest.mark.slow
 def test_train_script_without_torchrun(store: Path, tmp_path: Path) -> None:
-    """`python train.py` runs one rank, from any folder; errors set the exit code."""
+    """`python train.py` runs one rank, from any folder; errors set the exit code. Fresh: its imports print nothing."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *SMALL, *on(store)]
     with (
-        Command([*command, "train.steps=1", "name=alone"], tmp_path) as right,
-        Command([*command, "train.stepz=1", "name=wrong"], tmp_path) as wrong,
+        Command([*command, "train.steps=1", "name=alone"], tmp_path, fresh=True) as right,
+        Command([*command, "train.stepz=1", "name=wrong"], tmp_path, fresh=True) as wrong,
     ):
         check_line(wrong.wait(), CONFIG, "did you mean train.steps?")
         outcome = right.wait()

@@ -116,7 +116,8 @@ def test_stopped_rank_is_reported_with_hsdp(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
-    with torchrun(2, tmp_path, *ENDLESS) as job:
+    # Forked ranks have imported everything, and could have joined.
+    with torchrun(2, tmp_path, *ENDLESS, fresh=True) as job:
         job.wait_until(lambda: len(job.ranks()) == 2, "two ranks")
         ranks = dict(job.ranks())
         # Rank 1 is still importing, which takes seconds.
@@ -132,7 +133,9 @@ def test_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
 def test_job_stopped_by_signal_resumes_with_same_command(tmp_path: Path) -> None:
     before = 0
     for number, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, None), (signal.SIGINT, None)):
-        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE) as job:
+        # With the shell's `trap '' USR1`, and to the end of the ranks' interpreters.
+        fresh = number is signal.SIGUSR1
+        with torchrun(2, tmp_path, *ENDLESS, "checkpoint.every=0", fault=NONE, fresh=fresh) as job:
             wait_for_steps(job, tmp_path, before + 3)
             assert (f"from step {before}" if before else "from the start") in job.out
             if number is signal.SIGUSR1:

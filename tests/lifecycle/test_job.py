@@ -38,7 +38,7 @@ def fail_with(error: BaseException, closed: list[str]) -> int:
 def test_interrupt_during_torch_import_is_silent(name: str, tmp_path: Path) -> None:
     # Background jobs of a script ignore SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path) as command:
+    with Command([sys.executable, "-m", f"zeco_train.{name}", "nowhere", "out"], tmp_path, fresh=True) as command:
         maps = Path(f"/proc/{command.pid}/maps")
         command.wait_until(lambda: "libtorch" in maps.read_text(), "import")
         command.signal(signal.SIGINT)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+from tests.support.loaded import Forked, Start, can_fork, ignored_signals, loaded, python_path
 from tests.support.waiting import ENOUGH
 from zeco_train import cli
 from zeco_train.lifecycle.logs import close_logging
@@ -91,14 +93,25 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> Outcome:
 
 
 class Command:
-    """A process that runs `train.py`, with its ranks; leaving the `with` block kills those that are still running."""
+    """A process that runs `train.py`, with its ranks; leaving the `with` block kills those that are still running.
 
-    def __init__(self, command: list[str], folder: Path, fault: str = "") -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "ZECO_FAULT": fault}
+    Commands of Python and the ranks of `TORCHRUN` are forks of a process that has imported the trainer, unless `fresh`:
+    for claims about imports, the start or the end of the interpreter, or the time of a start. See support/loaded.py.
+    """
+
+    def __init__(self, command: list[str], folder: Path, fault: str = "", fresh: bool = False) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "ZECO_FAULT": fault}
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        # As `trap '' USR1` in a batch script: otherwise Slurm's warning signal would kill torchrun.
-        command = ["/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command]
-        self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
+        self._process: Forked | subprocess.Popen[bytes]
+        # Devices that a process has queried are lost in its forks.
+        if fresh or torch.cuda.is_available() or not can_fork(command, environment):
+            # As `trap '' USR1` in a batch script: otherwise Slurm's warning signal would kill torchrun.
+            command = ["/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command]
+            self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self._out, stderr=self._err)
+        else:
+            launches, ignored = command[1] == TORCHRUN[1], [*ignored_signals(), signal.SIGUSR1]
+            start = Start(command, str(folder), environment, ignored, launches=launches)
+            self._process = loaded().start(start, self._out.fileno(), self._err.fileno())
         self._ranks: dict[int, int] = {}
 
     def __enter__(self) -> Command:
@@ -152,7 +165,7 @@ class Command:
             AssertionError: it still runs after `timeout` seconds.
         """
         self.wait_until(lambda: self._process.poll() is not None, "end", timeout)
-        return Outcome(self._process.returncode, self.out, self.err)
+        return Outcome(self._process.wait(), self.out, self.err)
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout: float = ENOUGH) -> float:
         """Wait for a condition; returns the seconds waited."""
@@ -165,17 +178,18 @@ class Command:
         return time.monotonic() - started
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-
-
 def torchrun(
-    ranks: int, folder: Path, *arguments: str, fault: str = "", launcher_options: Sequence[str] = ("--standalone",)
+    ranks: int,
+    folder: Path,
+    *arguments: str,
+    fault: str = "",
+    launcher_options: Sequence[str] = ("--standalone",),
+    fresh: bool = False,
 ) -> Command:
     """Start `train.py` on several ranks of this machine, unmodified or with a fault (see support/faulty_train.py)."""
     launcher = [*TORCHRUN, *launcher_options, "--nproc-per-node", str(ranks)]
     script = REPOSITORY / ("tests/support/faulty_train.py" if fault else "train.py")
-    return Command([*launcher, str(script), *SMALL, *arguments], folder, fault)
+    return Command([*launcher, str(script), *SMALL, *arguments], folder, fault, fresh)
 
 
 def check_line(outcome: Outcome, code: int, *parts: str) -> None:

@@ -214,7 +214,8 @@ def test_shard_removed_in_mid_run_gives_one_line_error(folder: Path, tmp_path: P
     for name in ("web", "books"):
         shutil.copytree(folder / name, tmp_path / name)
     options = [*mixture(tmp_path), "run_dir=run", "train.steps=100000", "sp.size=2"]
-    with torchrun(2, tmp_path, *options) as command:
+    # Of all tests the plain `torchrun train.py` that is fresh, with its imports.
+    with torchrun(2, tmp_path, *options, fresh=True) as command:
         metrics = tmp_path / "run" / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, "4 steps")
         (tmp_path / "books" / shard_name(0)).unlink()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import REPOSITORY, TORCHRUN
+from tests.support.commands import REPOSITORY, TORCHRUN, Command
 from tests.support.waiting import ENOUGH
 
 # The first stage of launch/recall.sh, in smaller batches.
@@ -20,10 +18,9 @@ QUIET = ["train.eval_every=0", "train.eval_sequences=0", "checkpoint.every=0"]
 
 def run_on_two_ranks(*command: str) -> None:
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*launcher, *command], cwd=REPOSITORY, env=environment, check=True, capture_output=True, timeout=4 * ENOUGH
-    )
+    with Command([*launcher, *command], REPOSITORY) as running:
+        outcome = running.wait(4 * ENOUGH)
+    assert outcome.code == 0, outcome
 
 
 @pytest.mark.processes
