@@ -143,6 +143,7 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     session.drain()
 
 
+@pytest.mark.slow
 def test_gathered_scan_equals_lasp1() -> None:
     run_distributed(_gathered_scan_is_right, 3)
 

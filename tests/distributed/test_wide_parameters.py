@@ -196,9 +196,10 @@ def _resumed(rank: int, world_size: int, folder: str, dtype: str, half_way: str)
     return train(rank, world_size, folder, *_RUN, f"train.dtype={dtype}", *split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "ranks"),
-    [("bf16", 2), pytest.param("fp64", 1, marks=pytest.mark.slow)],
+    [("bf16", 2), ("fp64", 1)],
     ids=["bf16", "fp64 on one rank"],
 )
 def test_training_resumes_from_a_checkpoint(dtype: str, ranks: int, tmp_path: Path) -> None:

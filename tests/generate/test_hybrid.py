@@ -219,7 +219,7 @@ def _expected_tokens(model: LanguageModel) -> list[list[int]]:
 NAMES = ("gla, GQA, window in a piece", "mamba2, first, GQA, norm")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_equal_whole_sequence_reference(mesh: ProcessMesh, name: str) -> None:
     """For any batch and size of prefill; rows are dropped and caches copied on the way."""

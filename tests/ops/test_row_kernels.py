@@ -95,6 +95,7 @@ def _shared_memory(rank: int, world_size: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_with_fp8() -> None:
     shared = run_distributed(_shared_memory, 1, fresh=True)[0]
     assert shared.keys() == {"rows_kernel", "column_sizes_kernel", "columns_kernel"}

@@ -186,7 +186,8 @@ def _train(rank: int, world_size: int, folder: str, runs: list[list[str]]) -> li
     return results
 
 
-@pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("reset", [False, True])
 def test_resume_on_another_split_in_mid_epoch(reset: bool, folder: Path, tmp_path: Path) -> None:
     """12 steps of 4 sequences, 1.4 epochs of one store and 0.7 of the other: unbroken, and resumed with sp = 2.
 

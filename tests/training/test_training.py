@@ -102,7 +102,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize(
     ("world_size", "name"),
-    [(1, "reference"), (2, "lasp2, sp 2, hsdp"), pytest.param(4, "zeco, sp 2, hsdp", marks=pytest.mark.slow)],
+    [
+        (1, "reference"),
+        pytest.param(2, "lasp2, sp 2, hsdp", marks=pytest.mark.slow),
+        pytest.param(4, "zeco, sp 2, hsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_metrics_count_all_tokens(runs: Runs, world_size: int, name: str) -> None:
     rows = runs(_splits, world_size)[0][name]["rows"]
