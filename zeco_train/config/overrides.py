@@ -5,6 +5,7 @@ Hydra's own errors take several lines and seldom list the allowed values, and an
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zeco_train.errors import ConfigError
@@ -109,8 +110,13 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
     Raises:
         ConfigError: names the override and the allowed values.
     """
-    # An instance of the schema takes longer than all the rest.
-    return _apply(overrides, OmegaConf.structured(schema), groups, _EXAMPLE) if overrides else {}
+    return _apply(overrides, copy.deepcopy(_defaults(schema)), groups, _EXAMPLE) if overrides else {}
+
+
+@lru_cache
+def _defaults(schema: type) -> DictConfig:
+    """An instance of the schema: making one takes longer than all other checks."""
+    return OmegaConf.structured(schema)
 
 
 def of_groups(overrides: Sequence[str], groups: Collection[str]) -> list[str]:

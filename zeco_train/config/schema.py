@@ -318,17 +318,23 @@ def _compose_checked(overrides: list[str], base: Config | None = None) -> tuple[
         raise _explain(error, choice.overrides) from error
 
 
-def _compose(file: str, overrides: Sequence[str], schema: Any, **options: bool) -> DictConfig:
-    """Compose a file of `configs/` with overrides."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=schema)
-    for name in BACKENDS:
-        store.store(group="sp", name=name, node={"backend": name})
+def _compose(file: str, overrides: Sequence[str], schema: type | None, **options: bool) -> DictConfig:
+    """Compose a file of `configs/` with overrides; without a schema values of any type are taken."""
+    _store(schema, tuple(BACKENDS))
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return compose(file, overrides=list(overrides), **options)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explain(error, overrides) from error
+
+
+@lru_cache(maxsize=1)
+def _store(schema: type | None, backends: tuple[str, ...]) -> None:
+    """Tell Hydra the schema, None for any values, and the backends; nothing if it knows them already."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node={} if schema is None else schema)
+    for name in backends:
+        store.store(group="sp", name=name, node={"backend": name})
 
 
 def _compose_untyped(file: str, overrides: Sequence[str]) -> Composed:
@@ -340,7 +346,7 @@ def _compose_untyped(file: str, overrides: Sequence[str]) -> Composed:
 @lru_cache(maxsize=256)
 def _read_choice(files: tuple[tuple[Path, int], ...], file: str, overrides: tuple[str, ...]) -> Composed:
     """`_compose_untyped`, once for unchanged `files`: composing takes longer than all other checks."""
-    composed = _compose(file, overrides, {}, return_hydra_config=True)
+    composed = _compose(file, overrides, None, return_hydra_config=True)
     try:
         mixer = OmegaConf.select(composed, MIXER_KEY)
     except OmegaConfBaseException as error:
