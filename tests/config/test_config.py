@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from data.recipes import recipe_names
 from models.registry import MIXERS
 from tests.support.unmasked import UnmaskedMixer
-from zeco_train.config.schema import CONFIG_DIR, Dtype, describe, group_options, load_config, to_plain
+from zeco_train.config.composing import CONFIG_DIR
+from zeco_train.config.schema import Dtype, describe, group_options, load_config, to_plain
 from zeco_train.errors import ConfigError
 from zeco_train.sp.registry import Backend, SPConfig
 

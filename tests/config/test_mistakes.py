@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import SMALL, check_line, train_here
-from zeco_train.config import schema as config
+from zeco_train.config import composing
 from zeco_train.config.schema import group_options, load_config
 from zeco_train.distributed.mesh import Launch
 from zeco_train.errors import (
@@ -206,9 +206,9 @@ def test_micro_batch_with_document_resets_is_refused(tmp_path: Path) -> None:
 def test_invalid_experiment_file_is_reported(
     text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = shutil.copytree(config.CONFIG_DIR, tmp_path / "configs")
+    configs = shutil.copytree(composing.CONFIG_DIR, tmp_path / "configs")
     (configs / "experiment" / "bad.yaml").write_text(text)
-    monkeypatch.setattr(config, "CONFIG_DIR", configs)
+    monkeypatch.setattr(composing, "CONFIG_DIR", configs)
     with pytest.raises(ConfigError) as caught:
         load_config(["+experiment=bad"])
     assert re.search(expected, str(caught.value))

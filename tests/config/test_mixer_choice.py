@@ -21,7 +21,7 @@ from tests.support.planning import command as plan
 from zeco_train.bench.checkpoint import CheckpointConfig
 from zeco_train.bench.config import DecodeConfig
 from zeco_train.bench.model_config import ModelConfig
-from zeco_train.config import schema
+from zeco_train.config import composing
 from zeco_train.config.schema import Config, config_of, describe, load_config, read_config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.continuing import check_continuation
@@ -81,10 +81,10 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Two more mixers, with files in a copy of `configs/`; returns the copy."""
     monkeypatch.setitem(MIXERS, "toy", Toy)
     monkeypatch.setitem(MIXERS, "toy_box", ToyBox)
-    configs = shutil.copytree(schema.CONFIG_DIR, tmp_path / "configs")
+    configs = shutil.copytree(composing.CONFIG_DIR, tmp_path / "configs")
     for name, text in FILES.items():
         (configs / "model" / f"{name}.yaml").write_text(text)
-    monkeypatch.setattr(schema, "CONFIG_DIR", configs)
+    monkeypatch.setattr(composing, "CONFIG_DIR", configs)
     return configs
 
 

@@ -7,21 +7,17 @@ dataclasses once; no other module sees a `DictConfig`.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from data.config import LARGEST_COUNT, DataConfig, check_config
 from data.masking import TaskConfig
@@ -29,11 +25,13 @@ from models.config import LanguageModelConfig
 from models.registry import DEFAULT_CONFIG, check_document, describe_mixers
 from zeco_train.checkpoint.checkpointer import CheckpointConfig
 from zeco_train.checkpoint.files import HF_PREFIX
+from zeco_train.config import composing
 from zeco_train.config.attention_rules import check_attention
 from zeco_train.config.attention_rules import needs as attention_needs
+from zeco_train.config.composing import compose_file, compose_untyped, explain
 from zeco_train.config.execution import Compile, CudaGraphs
 from zeco_train.config.mixer_choice import KEY as MIXER_KEY
-from zeco_train.config.mixer_choice import Composed, MixerChoice, choose_mixer, config_class, stored_class
+from zeco_train.config.mixer_choice import MixerChoice, choose_mixer, config_class, stored_class
 from zeco_train.config.overrides import check_overrides, find_value, of_groups
 from zeco_train.config.task_rules import check_task
 from zeco_train.distributed.device import Device
@@ -51,8 +49,6 @@ from zeco_train.training.nonfinite import skip_limit
 from zeco_train.training.optim.registry import OptimConfig
 from zeco_train.training.profiler import check_profile
 from zeco_train.training.schedule import ScheduleConfig
-
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 
 class Dtype(Enum):
@@ -296,7 +292,7 @@ def _choose_mixer(overrides: list[str], groups: dict[str, list[str]]) -> MixerCh
     if (asked := find_value(overrides, MIXER_KEY)) is not None:
         config_class(asked)
     check_overrides(of_groups(overrides, groups), Config, groups)
-    return choose_mixer(overrides, groups, _compose_untyped)
+    return choose_mixer(overrides, groups, compose_untyped)
 
 
 def _compose_checked(overrides: list[str], base: Config | None = None) -> tuple[Config, dict[str, Any]]:
@@ -306,52 +302,16 @@ def _compose_checked(overrides: list[str], base: Config | None = None) -> tuple[
     schema = schema_of(choice.model)
     given = check_overrides(overrides, schema, groups)
     if base is None:
-        composed = _compose("train", choice.overrides, schema)
+        composed = compose_file("train", choice.overrides, schema)
     else:
         ConfigStore.instance().store(name="base", node=base)
         # Without a defaults list there is nothing to replace: a group's file is added on top of the base.
         added = [f"+{text}" if text.partition("=")[0] in groups else text for text in overrides]
-        composed = _compose("base", added, schema)
+        composed = compose_file("base", added, schema)
     try:
         return _to_config(composed), given
     except (HydraException, OmegaConfBaseException) as error:
-        raise _explain(error, choice.overrides) from error
-
-
-def _compose(file: str, overrides: Sequence[str], schema: type | None, **options: bool) -> DictConfig:
-    """Compose a file of `configs/` with overrides; without a schema values of any type are taken."""
-    _store(schema, tuple(BACKENDS))
-    try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            return compose(file, overrides=list(overrides), **options)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise _explain(error, overrides) from error
-
-
-@lru_cache(maxsize=1)
-def _store(schema: type | None, backends: tuple[str, ...]) -> None:
-    """Tell Hydra the schema, None for any values, and the backends; nothing if it knows them already."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node={} if schema is None else schema)
-    for name in backends:
-        store.store(group="sp", name=name, node={"backend": name})
-
-
-def _compose_untyped(file: str, overrides: Sequence[str]) -> Composed:
-    """Compose a file without a schema, which depends on the result."""
-    files = tuple((path, path.stat().st_mtime_ns) for path in sorted(CONFIG_DIR.rglob("*.yaml")))
-    return _read_choice(files, file, tuple(overrides))
-
-
-@lru_cache(maxsize=256)
-def _read_choice(files: tuple[tuple[Path, int], ...], file: str, overrides: tuple[str, ...]) -> Composed:
-    """`_compose_untyped`, once for unchanged `files`: composing takes longer than all other checks."""
-    composed = _compose(file, overrides, None, return_hydra_config=True)
-    try:
-        mixer = OmegaConf.select(composed, MIXER_KEY)
-    except OmegaConfBaseException as error:
-        raise _explain(error, overrides) from error
-    return Composed(mixer, str(composed.hydra.runtime.choices.get("model")))
+        raise explain(error, choice.overrides) from error
 
 
 def _to_config(composed: Any) -> Config:
@@ -365,7 +325,7 @@ def group_options() -> dict[str, list[str]]:
     """The configuration groups and their options, `{"sp": ["dp", "lasp1", …], …}`."""
     # Other folders in `configs/` are not for runs, such as the recipes of `data.prepare`.
     names = ["experiment", *(section.name for section in dataclasses.fields(Config))]
-    groups = [CONFIG_DIR / name for name in sorted(names) if (CONFIG_DIR / name).is_dir()]
+    groups = [composing.CONFIG_DIR / name for name in sorted(names) if (composing.CONFIG_DIR / name).is_dir()]
     options = {
         group.name: sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
         for group in groups
@@ -384,23 +344,3 @@ def describe(overrides: list[str]) -> str:
         f"Softmax layers (model.attn.every=N):\n{describe_methods()}\n\n"
         f"Keys, as this command line sets them:\n\n{config}"
     )
-
-
-def _explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
-    """A one-line error for what `check_overrides` cannot detect: interpolations, and errors in files of `configs/`."""
-    text = str(error).strip() or type(error).__name__
-    full_key = re.search(r"full_key: (\S+)", text)
-    key = full_key[1] if full_key else ""
-    if file := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.+)", text):
-        group, _, option = file[1].rpartition("/")
-        problem = f"{key}: {file[2]}" if key else file[2]
-        if group and key == group:
-            problem = "its first line must be: # @package _global_"
-        return ConfigError(group or "configs", option, f"configs/{file[1]}.yaml: {problem}")
-    for override in overrides:
-        name, _, value = override.partition("=")
-        if key and name.lstrip("+") == key:
-            return ConfigError(key, value, text.splitlines()[0])
-    if merged := re.match(r"Error merging override ([\w.]+)=(.*)", text):
-        return ConfigError(merged[1], merged[2], "does not fit what it changes, as a number beyond the end of a list")
-    return ConfigError("configuration", " ".join(overrides), " ".join(text.split()))
