@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.planning import GLA_1B, make_case, planned
 from zeco_train.collectives.registry import SCANS
+from zeco_train.errors import ConfigError
 from zeco_train.plan import calibration
 from zeco_train.plan.step_time import drift_seconds, exposed_scan_seconds, operator_seconds
 from zeco_train.plan.wire import scan_choice
@@ -72,6 +73,9 @@ MEASURED_CASES: list[tuple[list[str], float, float | None]] = [
     (["+experiment=gla_1b_8m"], 62.66, 36.24),
 ]
 
+# Tokens a step, tokens/s with train.matmul=fp8 of gla_1b on an H200 (docs/training.md).
+FP8_CASES = [(2048, 42976), (4096, 61284), (16384, 86651)]
+
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize(("arguments", "peak_gb", "seconds"), MEASURED_CASES)
@@ -80,6 +84,22 @@ def test_plan_agrees_with_measured_memory_and_time(arguments: list[str], peak_gb
     assert option.memory.peak / 1e9 == pytest.approx(peak_gb, rel=0.1)
     if seconds is not None:
         assert option.time.total == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(("tokens", "per_second"), FP8_CASES)
+def test_plan_agrees_with_measured_speed_of_fp8(tokens: int, per_second: float) -> None:
+    arguments = [*GLA_1B, "gpu=h200", "sp=dp", "world_size=1", f"data.seq_len={tokens}"]
+    in_fp8, in_bf16 = (planned(*arguments, f"train.matmul={matmul}").time for matmul in ("fp8", "bf16"))
+    assert in_fp8.tokens_per_second == pytest.approx(per_second, rel=0.1)
+    assert in_fp8.total < in_bf16.total
+
+
+def test_plan_of_fp8_needs_a_device_with_it() -> None:
+    """CPUs emulate it, at a rate that is not known."""
+    with pytest.raises(ConfigError, match=r"^train\.matmul=fp8: a100 has no products in fp8; take bf16"):
+        make_case(*GLA_1B, "gpu=a100", "train.matmul=fp8")
+    emulated, plain = (planned("gpu=cpu", "sp=dp", f"train.matmul={matmul}").time for matmul in ("fp8", "bf16"))
+    assert emulated.seconds == plain.seconds
 
 
 @pytest.mark.parametrize(

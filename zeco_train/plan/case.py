@@ -16,7 +16,9 @@ from zeco_train.distributed.device import Device
 from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
 from zeco_train.distributed.parallelize import count_shards
+from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.config import Request
 from zeco_train.plan.devices import Gpu, Machine, machine
@@ -184,7 +186,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     """The requested case, and the assumptions made for it, one per line.
 
     Raises:
-        ConfigError: an invalid split of the ranks, or a scan that cannot run over their nodes.
+        ConfigError: an invalid split of the ranks, a scan that cannot run over their nodes, or fp8 on a device without.
     """
     settings, config, notes = request.settings, request.config, []
     gpu = settings.gpu or (Gpu.cpu if config.train.device is Device.cpu else Gpu.h200)
@@ -200,11 +202,14 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
         )
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch=batch))
     count_shards(config.parallel.strategy, config.parallel.shard_size, world_size, sp_size)
+    device = _machine(request, gpu)
+    if config.train.matmul is Matmul.fp8 and not device.has_fp8:
+        raise ConfigError("train.matmul", "fp8", f"{device.name} has no products in fp8; take bf16")
     check_split(config.data, sp_size, world_size // sp_size, config.train.segments)
     check_softmax(config.sp, config.model, sp_size)
     # CPU ranks always share a machine.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
-    case = Case(config, world_size, sp_size, _machine(request, gpu), per_node)
+    case = Case(config, world_size, sp_size, device, per_node)
     config.sp.scans_over(case.topology)
     return case, notes
 

@@ -54,6 +54,11 @@ class Machine:
     scans: Mapping[Link, Costs] = field(default_factory=lambda: MEASURED)
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies in fp8, or emulates that."""
+        return self.name != Gpu.a100.value
+
+    @property
     def is_cpu(self) -> bool:
         """Whether a rank is a process on a CPU."""
         return self.name == Gpu.cpu.value

@@ -1,9 +1,9 @@
 """Time of a step: the sum over kinds of work, each at its rate in `calibration` and for the device.
 
-products      FLOPs of the linear layers and the head, including recomputation / rate
+products      FLOPs of the linear layers and the head, including recomputation / rate, that of fp8 for those in fp8
 attention     FLOPs of softmax attention, which grow with the sequence / an assumed rate; only for models that have it
 operator      measured seconds per token, head and layer; without a measurement those of another (`operator_time`)
-elementwise   bytes of norms, gates and logits / bandwidth
+elementwise   bytes of norms, gates, logits and rounding to fp8 / bandwidth
 optimizer     bytes of norm, clipping and AdamW / bandwidth, and FSDP's copies
 parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them
 scans         part of the scans, by the cost model of `zeco_train.collectives`, that exceeds the overlapped work
@@ -20,6 +20,7 @@ from models.activations import Part
 from models.spec import BlockSpec
 from zeco_train.collectives.spec import ScanSpec
 from zeco_train.config.schema import Dtype
+from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
 from zeco_train.plan.attention import attention_blocks, attention_seconds, plan_exchanges
@@ -168,12 +169,36 @@ def _compute_seconds(case: Case) -> dict[str, float]:
     copies = parameter_traffic(case)
     around = known.GATHER_TRAFFIC * copies.gathers + known.REDUCE_TRAFFIC * copies.reductions
     updates = parameters * (known.OPTIMIZER_TRAFFIC + case.shards * around)
+    saved, rounding = _fp8(case)
+    traffic += rounding
     return {
-        "products": tokens * (own.linear + again.linear + own.head) / machine.flops[case.config.train.dtype],
+        "products": tokens * (own.linear + again.linear + own.head - saved) / machine.flops[case.config.train.dtype],
         "operator": operators,
         "elementwise": tokens * traffic / machine.bandwidth,
         "optimizer": updates / (machine.bandwidth * known.MANY_TENSORS) + _optimizer_products(case),
     }
+
+
+def _fp8(case: Case) -> tuple[float, float]:
+    """What `train.matmul=fp8` changes, for one token: FLOPs in bf16 whose time it saves, and bytes that rounding moves.
+
+    On CPUs it is emulated, for which there is no rate.
+    """
+    train, seq_len = case.config.train, case.config.data.seq_len
+    if train.matmul is not Matmul.fp8 or train.dtype is not Dtype.bf16 or case.machine.is_cpu:
+        return 0.0, 0.0
+    blocks = case.spec.blocks.values()
+    linear = sum(block.count * 2 * k * n for block in blocks for k, n in block.fp8_products)
+    share = linear / case.spec.flops_per_token(seq_len, backward=False).linear
+    again = share * case.spec.recomputed_flops_per_token(seq_len, case.recompute, case.segments).linear
+    rounding = sum(
+        block.count * (known.FP8_INPUT_BYTES * k + known.FP8_GRADIENT_BYTES * n)
+        for block in blocks
+        for k, n in block.fp8_products
+    )
+    rounding += known.FP8_WEIGHT_BYTES * linear / 2 / case.tokens
+    # Forward, and the gradients of the inputs; those of the weights stay in bf16.
+    return (2 * linear + again) * (1 - 1 / known.FP8_SPEED), rounding
 
 
 def _optimizer_products(case: Case) -> float:
