@@ -155,9 +155,9 @@ HOST_FORWARD, HOST_BACKWARD = 2.4e-3, 4.8e-3
 # Other seconds of a step: synchronisation for the loss and norm, the loader.
 HOST_STEP = 2.0e-3
 
-# Rate of products in fp8 relative to bf16, in a step: gla_1b with 16,384 tokens on an H200 takes 47 ms for those that take
-# 88 in bf16. And bytes that rounding moves in a pass for each number of an input, which the kernel that computes it
-# rounds; of an output's gradient, which is read in bf16; and of a weight, which is rounded by rows and by columns.
+# Rate of products in fp8 relative to bf16, in a step: gla_1b with 16,384 tokens on an H200 takes 47 ms for those that
+# take 88 in bf16. And bytes that rounding moves in a pass for each number of an input, which the kernel that computes
+# it rounds; of an output's gradient, which is read in bf16; and of a weight, which is rounded by rows and by columns.
 FP8_SPEED = 1.87
 FP8_INPUT_BYTES, FP8_GRADIENT_BYTES, FP8_WEIGHT_BYTES = 1.0, 3.0, 6.0
 
