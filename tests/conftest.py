@@ -18,6 +18,7 @@ import torch
 
 from tests.support import distributed
 from tests.support.few import mark_others_slow
+from tests.support.loaded import settings_of_imports
 
 # Applies to this process and its children. By default a process that wakes another one may be preempted by it. A gloo
 # rank that sends wakes its peer while it holds the connection's lock, and its own event loop then spins until the rank
@@ -42,6 +43,16 @@ def _signal_handlers_stay() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_imports_stay() -> Iterator[None]:
+    """Take back variables that a library sets where a test first uses it: no later command could be a fork."""
+    before = settings_of_imports(os.environ)
+    yield
+    for name in settings_of_imports(os.environ).keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 # Before pytest's own hook selects by marks.

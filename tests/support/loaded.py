@@ -171,8 +171,16 @@ def can_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a fork runs a command as a new process does: Python's, and with the same settings of imports."""
     if command[0] != sys.executable or (command[1].startswith("-") and command[1] != "-m"):
         return False
-    names = {name for name in (*environment, *_LOADED_WITH) if name.startswith(_READ_AT_START)} - _READ_LATER
-    return all(environment.get(name) == _LOADED_WITH.get(name) for name in names)
+    return settings_of_imports(environment) == settings_of_imports(_LOADED_WITH)
+
+
+def settings_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a fork cannot take over, since they were read when libraries were loaded."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name not in _READ_LATER
+    }
 
 
 def ignored_signals() -> list[int]:
