@@ -219,13 +219,16 @@ def test_scores_are_saved_or_recomputed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Recorder:
-    """Stands in for a kernel and records its constants."""
+    """Stands in for a kernel and records the constants of its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
         return self
 
     def __call__(self, *arguments: object, **constants: object) -> None:
-        self.constants = constants
+        self.launches.append(constants)
 
 
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
@@ -239,14 +242,16 @@ def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
     v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), tuning.Options(16, 16, 4, 1)
     local: Any = SimpleNamespace(states=v, log_decays=b, starts=b)
-    for options in (tuning.options_for(q, v), tuning.Tuning(intra_grads=narrow, input_grads=narrow)):
+    narrowed = tuning.Tuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
+    for options in (tuning.options_for(q, v), narrowed):
         launcher = launch.Launcher(q, v, None, 1.0, options)
         launcher.intra_grads(q, q, v, b, v, v)
         launcher.input_grads(q, v, b, v, v, v, local, b, q)
         for kernel, flag in zip(kernels, ("ONE_TILE", "FUSED"), strict=True):
-            tile = [kernel.constants[name] for name in ("BK", "BV")]
-            assert min(tile) >= 64
-            assert kernel.constants[flag] == (tile[0] >= K)
+            for constants in kernel.launches:
+                assert min(constants["BK"], constants["BV"]) >= 64
+                assert constants[flag] == (constants["BK"] >= K)
+    assert [len(kernel.launches) for kernel in kernels] == [4, 2]
 
 
 @pytest.mark.gpu

@@ -22,7 +22,9 @@ import triton.language as tl
 
 from zeco_train.kernels.delta.decays import border_decays, load_decays
 from zeco_train.kernels.gla.tiles import (
+    are_mild,
     decay,
+    from_middle,
     head_offset,
     laid_out_like,
     load_pieces,
@@ -52,24 +54,27 @@ def _round(x, tokens):
 
 
 @triton.jit
-def grads_kernel(
-    q,  # [B, T, G, K]
-    k,  # [B, T, G, K]
-    v,  # [B, T, H, V]
-    sums,  # see `load_decays`
-    beta,  # [B, T, H] fp32
-    do,  # [B, T, H, V]
-    pieces,  # [T] int32, read with DOCUMENTS
-    inverses,  # [N, B, H, C, C]: T
-    states,  # [N, B, H, K, V]: S before the chunks
-    grads,  # [N, B, H, K, V]: dS after the chunks
-    added,  # [B, T, H, V]: N
-    of_added,  # [B, T, H, V]: dN
-    dq,  # [B, T, H, K], written
-    dk,  # [B, T, H, K], written
-    dv,  # [B, T, H, V], written
-    dg,  # [B, T, H, K] fp32, or [K / BK, B, T, H] fp32, sums over these channels; written with GATED
-    dbeta,  # [K / BK, B, T, H] fp32, written: sums over these channels
+def _chunk_grads(
+    chunk,
+    tile,
+    batch_head,
+    q,
+    k,
+    v,
+    sums,
+    beta,
+    do,
+    pieces,
+    inverses,
+    states,
+    grads,
+    added,
+    of_added,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
     scale,
     T,
     B,
@@ -86,12 +91,9 @@ def grads_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_LAYOUT: tl.constexpr,
+    MILD: tl.constexpr,
 ):
-    """One program serves BK channels of the keys of one chunk of one head."""
-    key_tiles: tl.constexpr = (K + BK - 1) // BK
-    chunk = tl.program_id(0) // key_tiles
-    tile = tl.program_id(0) % key_tiles
-    batch_head = tl.program_id(1)
+    """The gradients of BK channels of the keys of one chunk of one head, see `grads_kernel`."""
     first_key = tile * BK
     leads = tile == 0  # of the programs of this chunk, this one writes the results without K
     q += key_head_offset(batch_head, T, H, G, K)
@@ -172,31 +174,56 @@ def grads_kernel(
         self = tl.sum(tl.where(rows[:, None] == rows[None, :], score_grads, 0.0), axis=1)[:, None]
         query_grads += self * keys.to(tl.float32)
         column_grads += self * queries.to(tl.float32)
-        # for both roles of a row at once
-        score_grads = tl.where(rows[:, None] == rows[None, :], 0.0, score_grads - tl.trans(score_grads))
-        score_grads = _round(score_grads, keys)
-        system_grads = _round(system_grads - tl.trans(system_grads), keys)
         key_grads = row_grads + column_grads
-        strengthless = tl.zeros([C, BK], tl.float32)  # ρ
-        for shift in range(6):
-            is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
-            to_later = tl.where(is_later, 1.0, 0.0)[:, None]
-            split = split_pairs(shift, C)
-            mixed = _round(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, keys)
-            weights = factors * tl.where(is_later[:, None], strengths, 1.0)
-            scaled = _round(keys.to(tl.float32) * weights, keys)
-            of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
-            of_systems = tl.dot(tl.where(split, system_grads, 0.0), scaled, input_precision=PRECISION)
+        if MILD:
+            distances = from_middle(own_sums, own, start, T, H, K, first_key, C, BK)
+            score_grads = _round(tl.where(rows[:, None] == rows[None, :], 0.0, score_grads), keys)
+            system_grads = _round(system_grads, keys)
+            factors = decay(-distances)
+            turned_keys = _round(keys.to(tl.float32) * factors, keys)
+            of_scores = tl.dot(score_grads, turned_keys, input_precision=PRECISION)
+            of_systems = tl.dot(system_grads, turned_keys, input_precision=PRECISION)
+            own_factors = decay(distances)
+            own_queries = _round(queries.to(tl.float32) * own_factors, keys)
+            scaled = _round(keys.to(tl.float32) * strengths * own_factors, keys)
             if GATED:
-                terms += mixed.to(tl.float32) * of_scores
+                terms += own_queries.to(tl.float32) * of_scores
                 terms += scaled.to(tl.float32) * of_systems
-            of_scores *= factors
-            of_systems *= factors
-            query_grads += to_later * of_scores
-            strengthless += to_later * of_systems
-            key_grads += (to_later - 1.0) * (of_scores + of_systems)
-        strength_grads += tl.sum(keys.to(tl.float32) * strengthless, axis=1)
-        key_grads += strengths * strengthless
+            query_grads += own_factors * of_scores
+            store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
+            of_systems *= own_factors  # ρ
+            strength_grads += tl.sum(keys.to(tl.float32) * of_systems, axis=1)
+            key_grads += strengths * of_systems
+            of_keys = tl.dot(tl.trans(score_grads), own_queries, input_precision=PRECISION)
+            of_keys = tl.dot(tl.trans(system_grads), scaled, of_keys, input_precision=PRECISION)
+            if GATED:
+                terms -= turned_keys.to(tl.float32) * of_keys
+            key_grads += factors * of_keys
+        else:
+            strengthless = tl.zeros([C, BK], tl.float32)  # ρ
+            # for both roles of a row at once
+            score_grads = tl.where(rows[:, None] == rows[None, :], 0.0, score_grads - tl.trans(score_grads))
+            score_grads = _round(score_grads, keys)
+            system_grads = _round(system_grads - tl.trans(system_grads), keys)
+            for shift in range(6):
+                is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
+                to_later = tl.where(is_later, 1.0, 0.0)[:, None]
+                split = split_pairs(shift, C)
+                mixed = _round(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, keys)
+                weights = factors * tl.where(is_later[:, None], strengths, 1.0)
+                scaled = _round(keys.to(tl.float32) * weights, keys)
+                of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
+                of_systems = tl.dot(tl.where(split, system_grads, 0.0), scaled, input_precision=PRECISION)
+                if GATED:
+                    terms += mixed.to(tl.float32) * of_scores
+                    terms += scaled.to(tl.float32) * of_systems
+                of_scores *= factors
+                of_systems *= factors
+                query_grads += to_later * of_scores
+                strengthless += to_later * of_systems
+                key_grads += (to_later - 1.0) * (of_scores + of_systems)
+            strength_grads += tl.sum(keys.to(tl.float32) * strengthless, axis=1)
+            key_grads += strengths * strengthless
     else:
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
         products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
@@ -211,7 +238,8 @@ def grads_kernel(
         terms = queries.to(tl.float32) * query_grads + keys.to(tl.float32) * (row_grads - column_grads)
         key_grads = row_grads + column_grads
 
-    store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
+    if not (BY_CHANNEL and MILD):
+        store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
     store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
     tl.store(dbeta + by_head, strength_grads, mask=is_token)
     if GATED:
@@ -233,3 +261,79 @@ def grads_kernel(
             decay_grads += tl.sum(passing, axis=1)
             dg += tile.to(tl.int64) * B * T * H + head_offset(batch_head, T, H, 1)
             tl.store(dg + by_head, tl.where(stays, decay_grads, 0.0), mask=is_token)
+
+
+@triton.jit
+def grads_kernel(
+    q,  # [B, T, G, K]
+    k,  # [B, T, G, K]
+    v,  # [B, T, H, V]
+    sums,  # see `load_decays`
+    beta,  # [B, T, H] fp32
+    do,  # [B, T, H, V]
+    pieces,  # [T] int32, read with DOCUMENTS
+    inverses,  # [N, B, H, C, C]: T
+    states,  # [N, B, H, K, V]: S before the chunks
+    grads,  # [N, B, H, K, V]: dS after the chunks
+    added,  # [B, T, H, V]: N
+    of_added,  # [B, T, H, V]: dN
+    dq,  # [B, T, H, K], written
+    dk,  # [B, T, H, K], written
+    dv,  # [B, T, H, V], written
+    dg,  # [B, T, H, K] fp32, or [K / BK, B, T, H] fp32, sums over these channels; written with GATED
+    dbeta,  # [K / BK, B, T, H] fp32, written: sums over these channels
+    scale,
+    T,
+    B,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    GATED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ONE_LAYOUT: tl.constexpr,
+    MILD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program serves BK channels of the keys of some chunks of one head.
+
+    With decays by channel either only mild chunks, a program each, or with MILD off only the others, a program for
+    CHUNKS, see `zeco_train.kernels.gla.intra`.
+    """
+    key_tiles: tl.constexpr = (K + BK - 1) // BK
+    first_chunk = tl.program_id(0) // key_tiles * CHUNKS
+    tile = tl.program_id(0) % key_tiles
+    batch_head = tl.program_id(1)
+    if BY_CHANNEL:
+        own_sums = sums + head_offset(batch_head, T, H, K)
+    if not BY_CHANNEL:
+        chunk = first_chunk
+        _chunk_grads(
+            chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
+            grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,
+            C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
+        )  # fmt: skip
+    elif MILD:
+        chunk = first_chunk
+        if are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
+            _chunk_grads(
+                chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
+                grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,
+                C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
+            )  # fmt: skip
+    elif not are_mild(own_sums, first_chunk, T, H, K, C, CHUNKS, KEYS):
+        for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
+            chunk = first_chunk + step
+            if not are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
+                _chunk_grads(
+                    chunk, tile, batch_head, q, k, v, sums, beta, do, pieces, inverses, states,
+                    grads, added, of_added, dq, dk, dv, dg, dbeta, scale, T, B, H, G, K, V, BH,
+                    C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
+                )  # fmt: skip

@@ -15,7 +15,7 @@ from zeco_train.kernels.delta.grads import grads_kernel
 from zeco_train.kernels.delta.systems import operands_kernel, systems_kernel
 from zeco_train.kernels.delta.tuning import NARROWEST, Options, Tuning
 from zeco_train.kernels.delta.walks import forward_walk_kernel, reverse_walk_kernel
-from zeco_train.kernels.gla.launch import CHUNK, MOST_HEADS
+from zeco_train.kernels.gla.launch import CHUNK, GROUP, MOST_HEADS
 from zeco_train.kernels.scalar_decay.launch import decay_sums
 
 
@@ -133,7 +133,8 @@ class Launcher:
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.pieces, found.scores, found.inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3", **self.pair_flags, **options.launch,
+            KEYS=triton.next_power_of_2(self.K), SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3",
+            **self.pair_flags, **options.launch,
         )  # fmt: skip
         return found
 
@@ -252,11 +253,13 @@ class Launcher:
         dg = None
         if self.gated:
             dg = torch.empty_like(self.sums) if self.by_channel else torch.empty_like(dbeta)
-        grads_kernel[(self.num_chunks * tiles, self.BH)](
-            q, self.k, self.v, self.sums, self.beta, do, self.pieces, inverses, states, grads, added, of_added,
-            dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV,
-            GATED=self.gated, ONE_LAYOUT=BK == CHUNK, **self.pair_flags, **options.launch,
-        )  # fmt: skip
+        for mild, chunks in ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
+            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH)](
+                q, self.k, self.v, self.sums, self.beta, do, self.pieces, inverses, states, grads, added, of_added,
+                dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH,
+                BK=BK, BV=BV, GATED=self.gated, ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks,
+                KEYS=triton.next_power_of_2(self.K), **self.pair_flags, **options.launch,
+            )  # fmt: skip
         if dg is not None and not self.by_channel:
             dg = dg.sum(0)
         return self._sum_heads(dq), self._sum_heads(dk), dv, dg, dbeta.sum(0)

@@ -3,8 +3,8 @@
     P_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j)  for i >= j
     L_ij = β_i · Σ_K k_i ⊙ k_j ⊙ exp(b_i − b_j)    for i > j
 
-Pairs are grouped by sizes of blocks, 1, 2, … 32 tokens, as in `zeco_train.kernels.gla.intra`: with decays by channel so
-that no factor exceeds 1, and always for the inverse. Those of the blocks of a size give those of twice the size:
+Pairs are grouped by sizes of blocks, 1, 2, … 32 tokens, as in `zeco_train.kernels.gla.intra`: with decays by channel
+where a chunk is not mild, and always for the inverse. Those of the blocks of a size give those of twice the size:
 
     | A     |⁻¹   | A⁻¹             |
     | E   B |   = | −B⁻¹ E A⁻¹  B⁻¹ |        T ← T − T E T,   E = the pairs of L that the size splits
@@ -20,7 +20,9 @@ import triton.language as tl
 
 from zeco_train.kernels.delta.decays import border_decays, load_decays
 from zeco_train.kernels.gla.tiles import (
+    are_mild,
     decay,
+    from_middle,
     head_offset,
     laid_out_like,
     load_pieces,
@@ -67,8 +69,12 @@ def systems_kernel(
     PRECISION: tl.constexpr,
     SOLVING: tl.constexpr,
     ONE_LAYOUT: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """One program serves one chunk of one head. SOLVING: precision of the inverse's products. ONE_LAYOUT: BK is C."""
+    """One program serves one chunk of one head.
+
+    SOLVING: precision of the inverse's products. ONE_LAYOUT: BK is C. KEYS: see `are_mild`.
+    """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     q += key_head_offset(batch_head, T, H, G, K)
@@ -90,15 +96,27 @@ def systems_kernel(
                 own = laid_out_like(own, products)
                 queries = laid_out_like(queries, products)
                 keys = laid_out_like(keys, products)
-            for shift in range(6):
-                is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
+            if are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
+                distances = from_middle(own_sums, own, start, T, H, K, first_key, C, BK)
+                factors = decay(distances)
+                turned_keys = (keys.to(tl.float32) * decay(-distances)).to(keys.dtype)
                 decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)
                 decayed_queries = (queries.to(tl.float32) * factors).to(keys.dtype)
-                split = split_pairs(shift, C) & is_later[:, None]
-                of_queries = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
-                of_keys = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
-                pair_scores = tl.where(split, pair_scores + of_queries, pair_scores)
-                products = tl.where(split, products + of_keys, products)
+                of_queries = tl.dot(decayed_queries, tl.trans(turned_keys), input_precision=PRECISION)
+                of_keys = tl.dot(decayed_keys, tl.trans(turned_keys), input_precision=PRECISION)
+                earlier = rows[:, None] > rows[None, :]
+                pair_scores = tl.where(earlier, pair_scores + of_queries, pair_scores)
+                products = tl.where(earlier, products + of_keys, products)
+            else:
+                for shift in range(6):
+                    is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
+                    decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)
+                    decayed_queries = (queries.to(tl.float32) * factors).to(keys.dtype)
+                    split = split_pairs(shift, C) & is_later[:, None]
+                    of_queries = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
+                    of_keys = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
+                    pair_scores = tl.where(split, pair_scores + of_queries, pair_scores)
+                    products = tl.where(split, products + of_keys, products)
         else:
             pair_scores = tl.dot(queries, tl.trans(keys), pair_scores, input_precision=PRECISION)
             products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)

@@ -25,6 +25,9 @@ MOST_HEADS = 65_535
 NARROWEST_GRADS = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
+# Chunks of a program that looks for those that are not mild: mostly there are none, and it ends at once.
+GROUP = 4
+STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Launcher:
         """
         heads = (self.B, self.H)
         local = LocalStates(
-            states=self._new(self.num_chunks, *heads, self.K, self.V, dtype=self.dtype),
+            states=self._new(*self.states_shape, dtype=self.dtype),
             log_decays=self._new(self.num_chunks, *heads, self.K),
             starts=self._new(*self.starts_shape),
             start_decays=self._new(self.num_segments, *heads, self.K),
@@ -103,42 +106,20 @@ class Launcher:
             log_decay=self._new(*heads, self.K),
         )
         segment_decays = torch.empty_like(local.start_decays)
-        self._walk(x, y, g, b, None, local.states, local.log_decays, local.starts, segment_decays, reverse)
+        options = self.tuning.local_states
+        BK, BV = options.tile(self.K, self.V)
+        chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
+            x, y, g, b, self.pieces, local.states, local.log_decays, local.starts, segment_decays, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, **self.flags, **options.launch,
+        )  # fmt: skip
         options = self.tuning.join
         BK, BV = options.tile(self.K, self.V)
         join_segments_kernel[(self._state_tiles(BK, BV), self.BH)](
             local.starts, segment_decays, local.start_decays, local.state, local.log_decay,
-            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, **options.launch,
+            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, STAGES=STAGES, **options.launch,
         )  # fmt: skip
         return local
-
-    def true_states(self, k: Tensor, v: Tensor, b: Tensor, starts: Tensor) -> Tensor:
-        """[N, B, H, K, V]: the states before the chunks, from those before the segments."""
-        states = self._new(self.num_chunks, self.B, self.H, self.K, self.V, dtype=self.dtype)
-        self._walk(k, v, b, None, starts, states, None, None, None, False)
-        return states
-
-    def _walk(
-        self,
-        x: Tensor,
-        y: Tensor,
-        g: Tensor,
-        b: Tensor | None,
-        starts: Tensor | None,
-        states: Tensor,
-        log_decays: Tensor | None,
-        totals: Tensor | None,
-        total_decays: Tensor | None,
-        reverse: bool,
-    ) -> None:
-        options = self.tuning.local_states if starts is None else self.tuning.true_states
-        BK, BV = options.tile(self.K, self.V)
-        chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
-            x, y, g, b, self.pieces, starts, states, log_decays, totals, total_decays, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, STARTED=starts is not None, **self.flags,
-            **options.launch,
-        )  # fmt: skip
 
     def correct(self, local: LocalStates, incoming: Tensor) -> None:
         """Update the states at segment starts to the true ones, given the rank's incoming state, or D_in."""
@@ -155,9 +136,18 @@ class Launcher:
         return self.num_chunks, self.B, self.H, CHUNK, CHUNK
 
     @property
+    def states_shape(self) -> tuple[int, ...]:
+        """(N, B, H, K, V)."""
+        return self.num_chunks, self.B, self.H, self.K, self.V
+
+    @property
     def starts_shape(self) -> tuple[int, ...]:
         """(J, B, H, K, V)."""
         return self.num_segments, self.B, self.H, self.K, self.V
+
+    @property
+    def _keys(self) -> int:
+        return triton.next_power_of_2(self.K)
 
     def _joined(self, BK: int) -> bool:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
@@ -168,12 +158,12 @@ class Launcher:
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
             q, k, b, self.pieces, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, JOINED=self._joined(BK),
-            **self.flags, **options.launch,
+            KEYS=self._keys, **self.flags, **options.launch,
         )  # fmt: skip
         return scores
 
     def outputs(self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, local: LocalStates) -> Tensor:
-        """o, [B, T, H, V]."""
+        """o, [B, T, H, V]; replaces the states at chunk boundaries by the true ones."""
         o, options = torch.empty_like(v), self.tuning.outputs
         BK, BV = options.tile(self.K, self.V)
         outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
@@ -187,13 +177,14 @@ class Launcher:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq; intra-chunk dk; q ⊙ dq − k ⊙ dk of that dk."""
         dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
-        options = self.tuning.intra_grads
-        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
-        intra_grads_kernel[(self.num_chunks, self.BH)](
-            q, k, v, b, do, self.pieces, states, dq, dk, terms, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, JOINED=self._joined(BK), ONE_TILE=self.K <= BK,
-            **self.flags, **options.launch,
-        )  # fmt: skip
+        for mild, options, chunks in ((True, self.tuning.mild_grads, 1), (False, self.tuning.intra_grads, GROUP)):
+            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST_GRADS[self.dtype])
+            intra_grads_kernel[(triton.cdiv(self.num_chunks, chunks), self.BH)](
+                q, k, v, b, do, self.pieces, states, dq, dk, terms,
+                self.scale, self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV,
+                JOINED=self._joined(BK), ONE_TILE=self.K <= BK, MILD=mild, CHUNKS=chunks, KEYS=self._keys,
+                **self.flags, **options.launch,
+            )  # fmt: skip
         return dq, dk, terms
 
     def input_grads(

@@ -14,6 +14,7 @@ from zeco_train.kernels.gla.tiles import (
     load_corrected,
     load_pieces,
     load_tile,
+    state_pointers,
     store_tile,
 )
 
@@ -25,7 +26,7 @@ def outputs_kernel(
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     pieces,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C]
-    states,  # [N, B, H, K, V]: states before the chunks from their segment's zero start
+    states,  # [N, B, H, K, V]: states before the chunks from their segment's zero start; become the true ones
     log_decays,  # [N, B, H, K] fp32: by which `starts` decays on its way to them
     starts,  # [J, B, H, K, V] fp32: true states that the segments start from
     o,  # [B, T, H, V], written
@@ -66,7 +67,10 @@ def outputs_kernel(
         queries = load_tile(q, start, T, H, K, first_key, C, BK)
         weighted = (queries.to(tl.float32) * factors).to(queries.dtype)
         state = load_corrected(states, log_decays, starts, index, segment_index, K, V, first_key, first_value, BK, BV)
-        result += tl.dot(weighted, state.to(queries.dtype), input_precision=PRECISION)
+        state = state.to(queries.dtype)
+        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+        tl.store(pointers, state, mask=inside)
+        result += tl.dot(weighted, state, input_precision=PRECISION)
     result *= scale
     values = load_tile(v, start, T, H, V, first_value, C, BV)
     # Above the diagonal the scores are mirrored (`scores_kernel`).

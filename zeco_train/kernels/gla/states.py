@@ -34,11 +34,10 @@ def chunk_states_kernel(
     g,  # [B, T, H, K] fp32: log-decays, or with CUMULATED their sums b inside chunks
     b,  # [B, T, H, K] fp32: b, written unless CUMULATED
     pieces,  # [T] int32, read with DOCUMENTS
-    starts,  # [J, B, H, K, V] fp32: true states that the segments start from, read with STARTED
     states,  # [N, B, H, K, V]
-    log_decays,  # [N, B, H, K] fp32, written unless STARTED
-    totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written unless STARTED
-    total_decays,  # [J, B, H, K] fp32, written unless STARTED
+    log_decays,  # [N, B, H, K] fp32, written
+    totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written
+    total_decays,  # [J, B, H, K] fp32, written
     scale,
     T,
     H,
@@ -52,7 +51,6 @@ def chunk_states_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
     CUMULATED: tl.constexpr,
-    STARTED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -77,19 +75,14 @@ def chunk_states_kernel(
     end_chunk = tl.minimum(first_chunk + segment_chunks, num_chunks)
     log_decay = tl.zeros([BK], tl.float32)
     segment_index = segment * BH + batch_head
-    if STARTED:
-        own_start, within = state_pointers(starts, segment_index, K, V, first_key, first_value, BK, BV)
-        state = tl.load(own_start, mask=within, other=0.0)
-    else:
-        state = tl.zeros([BK, BV], tl.float32)
+    state = tl.zeros([BK, BV], tl.float32)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
         pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
         tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
-        if not STARTED:
-            tl.store(log_decays + index * K + keys, log_decay, mask=(keys < K) & leads)
+        tl.store(log_decays + index * K + keys, log_decay, mask=(keys < K) & leads)
 
         start = chunk * C
         if CUMULATED:
@@ -122,10 +115,9 @@ def chunk_states_kernel(
         state = state * survives[:, None] + added
         log_decay += total
 
-    if not STARTED:
-        own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
-        tl.store(own_total, state, mask=within)
-        tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
+    own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
+    tl.store(own_total, state, mask=within)
+    tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
 
 
 @triton.jit
@@ -142,6 +134,7 @@ def join_segments_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Exclusive scan over the segments, in place, from the first one on, or in reverse from the last one."""
     value_tiles = tl.cdiv(V, BV)
@@ -153,7 +146,8 @@ def join_segments_kernel(
     leads = (keys < K) & (first_value == 0)
     running = tl.zeros([BK, BV], tl.float32)
     running_decay = tl.zeros([BK], tl.float32)
-    for step in range(num_segments):
+    # several loads at once: a step's own work takes less time than one
+    for step in tl.range(num_segments, num_stages=STAGES):
         segment = num_segments - 1 - step if REVERSE else step
         index = segment * BH + batch_head
         pointers, inside = state_pointers(totals, index, K, V, first_key, first_value, BK, BV)

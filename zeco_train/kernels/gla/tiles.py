@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# A token times e^40 has a finite bf16, and a product of two such factors a finite fp32.
+LARGEST_EXPONENT: tl.constexpr = tl.constexpr(40.0)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 if triton.knobs.runtime.interpret:
@@ -103,6 +105,32 @@ def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK:
     reference = ((block | 1) << shift) - 1
     factors = decay_between(sums - load_rows(b, reference, start, T, H, K, first_key, BK))
     return (block & 1) == 1, factors
+
+
+@triton.jit
+def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
+    """Whether in all of these chunks decays to and from the middle token are at least e^-`LARGEST_EXPONENT`.
+
+    KEYS: all of them, or more. Decays only shrink, so that the first and the last token tell.
+    """
+    start = (first_chunk + tl.arange(0, CHUNKS)) * C
+    columns = tl.arange(0, KEYS)
+    inside = (start < T)[:, None] & (columns < K)[None, :]
+    first = tl.load(b + start.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
+    row = tl.minimum(start + C // 2, T) - 1
+    middle = tl.load(b + row.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
+    row = tl.minimum(start + C, T) - 1
+    last = tl.load(b + row.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
+    return tl.max(tl.maximum(tl.abs(first - middle), tl.abs(middle - last))) <= LARGEST_EXPONENT
+
+
+@triton.jit
+def from_middle(b, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
+    """[C, BK] fp32, sums less those of the chunk's middle token; 0 past the end."""
+    columns = first_key + tl.arange(0, BK)
+    middle = tl.minimum(start + C // 2, T) - 1
+    reference = tl.load(b + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)
+    return tl.where((tl.arange(0, C) < T - start)[:, None], sums - reference[None, :], 0.0)
 
 
 @triton.jit

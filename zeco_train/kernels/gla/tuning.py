@@ -55,10 +55,10 @@ class Tuning:
     """
 
     local_states: Options = Options(32, 128, 4, 3)
-    true_states: Options = Options(32, 128, 4, 3)
-    scores: Options = Options(64, 64, 8, 1, 128)
+    scores: Options = Options(64, 64, 4, 1, 168)
     intra_grads: Options = Options(64, 64, 8, 1)
-    outputs: Options = Options(32, 128, 4, 2, 128)
+    mild_grads: Options = Options(64, 64, 8, 1)
+    outputs: Options = Options(32, 128, 4, 2, 168)
     input_grads: Options = Options(64, 64, 4, 1)
     join: Options = Options(64, 64, 4, 1)
     fused: bool = True
@@ -67,20 +67,24 @@ class Tuning:
 
 _UP_TO_64 = Tuning(
     local_states=Options(64, 128, 4, 2),
-    true_states=Options(64, 128, 4, 2),
     intra_grads=Options(64, 64, 4, 1),
-    input_grads=Options(64, 64, 4, 1),
+    mild_grads=Options(64, 128, 4, 1),
+    input_grads=Options(64, 128, 4, 1),
 )
 
 # By (architecture or None, dtype, largest key dim of the entry), in the order of key dims. Measured per kernel on an
-# H200 at 16k tokens: K64 V128 H16, K128 V128 H16, K256 V512 H4; scores also K32 V64 H32, and not K256. For the current
-# gradient kernels, and for true_states up to K64, only K64 V128 H16 was measured: the rest is by analogy, with as many
-# values per thread, and by the compiler's register counts.
+# H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild chunks also K256 V512 H4, and scores K32 V64 H32. The
+# rest is by analogy, with as many values per thread, and by the compiler's register counts.
 Key = tuple[tuple[int, int] | None, torch.dtype, int]
 KEPT: dict[Key, Tuning] = {
     ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=Options(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
-    ((9, 0), torch.bfloat16, 128): Tuning(intra_grads=Options(128, 64, 8, 1), input_grads=Options(128, 64, 8, 1)),
+    ((9, 0), torch.bfloat16, 128): Tuning(
+        scores=Options(64, 64, 4, 1),
+        intra_grads=Options(128, 64, 8, 1),
+        mild_grads=Options(128, 64, 8, 2),
+        input_grads=Options(128, 64, 8, 1),
+    ),
     ((9, 0), torch.bfloat16, 256): Tuning(),
     # GPUs without an entry. If products take their operands from registers (sm_8x, sm_12x), the fused loop needs three
     # times the available registers, according to the compiler; this entry spills almost nothing. Never measured.
@@ -88,9 +92,9 @@ KEPT: dict[Key, Tuning] = {
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 256): Tuning(
         local_states=Options(32, 32, 4, 2),
-        true_states=Options(32, 32, 4, 2),
         scores=Options(32, 32, 4, 1),
         intra_grads=Options(32, 32, 4, 1),
+        mild_grads=Options(32, 32, 4, 1),
         outputs=Options(32, 64, 4, 1),
         input_grads=Options(32, 32, 4, 1),
     ),

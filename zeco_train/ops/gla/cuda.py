@@ -2,13 +2,13 @@
 
 Forward                                                        Backward
   local states, by segments → S_loc, G_tot                       local state gradients, by segments → D_loc
-  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ true states again, dq, part of dk
+  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ dq, part of dk
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
 passed between segments or ranks are fp32. Decays are natural logarithms. Their cumulative sums inside chunks, b, are
-computed once in the forward pass and saved for the backward pass in place of g. The scores are saved too, in the dtype
-of the inputs: 64 numbers per token and head.
+computed once in the forward pass and saved for the backward pass in place of g. The scores and the states at chunk
+boundaries are saved too, in the dtype of the inputs: 64 and K·V/64 numbers per token and head.
 
 The kernels also run on a CPU under Triton's interpreter, in fp32.
 """
@@ -55,9 +55,9 @@ class CudaForward:
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        """b, in place of g; the true states at segment starts, in place of R; the scores."""
+        """b, in place of g; the true states before the chunks, in place of R; the scores."""
         # Not g too: in fp32 it is as large as bf16 q and k together.
-        return self._b, self._local.starts, self._scores
+        return self._b, self._local.states, self._scores
 
 
 class CudaBackward:
@@ -76,14 +76,13 @@ class CudaBackward:
         q, k, v, self._b = operands
         check_inputs(pieces, q=q, k=k, v=v, do=do)
         self._q, self._k, self._v, self._do = (x.contiguous() for x in (q, k, v, do))
-        self._starts, self._scores = saved
+        self._states, self._scores = saved
         self._launcher = _launcher(k, v, pieces, scale)
         self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
         self.state_grad = self._local.state
 
     def overlap(self) -> None:
-        """Recompute the true states, then dq and the part of dk inside chunks."""
-        self._states = self._launcher.true_states(self._k, self._v, self._b, self._starts)
+        """Compute dq and the part of dk inside chunks."""
         self._dq, self._dk, self._terms = self._launcher.intra_grads(
             self._q, self._k, self._v, self._b, self._do, self._states
         )
@@ -102,8 +101,11 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _, k, v, g = operands
     # For the shapes only, which do not depend on documents or the scale.
     launcher = _launcher(k, v, None, 1.0)
-    b = torch.empty_like(g, memory_format=torch.contiguous_format)
-    return b, g.new_empty(launcher.starts_shape), k.new_empty(launcher.scores_shape)
+    return (
+        torch.empty_like(g, memory_format=torch.contiguous_format),
+        k.new_empty(launcher.states_shape),
+        k.new_empty(launcher.scores_shape),
+    )
 
 
 CUDA = Passes(CudaForward, CudaBackward, _saved_like, replaced=(3,), needs_incoming=False)
