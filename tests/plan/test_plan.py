@@ -98,7 +98,7 @@ def test_step_time_by_kind_matches_formula() -> None:
     case = make_case(*arguments)
     forward, backward = operator_seconds(case, case.block(0))
     assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
-    assert forward + backward == pytest.approx(1.051e-3 / calibration.IN_STEP, rel=0.01)
+    assert forward + backward == pytest.approx(0.745e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
 
@@ -111,6 +111,7 @@ def test_step_time_by_kind_matches_formula() -> None:
         ("mamba2_1b", "scalar_decay", 0.186 + 0.742, False),
         ("retnet_1b", "fixed_decay", 0.167 + 0.380, False),
         ("linear_1b", "fixed_decay", 0.167 + 0.380, False),
+        ("kda_1b", "kda", 2.777, False),
         ("cosformer_1b model.causal=false task=mlm", "unmasked", 0.167 + 0.380, True),
     ],
 )
@@ -152,10 +153,12 @@ def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
     kept = [_state_bytes(make_case(*arguments, f"train.recompute={name}")) for name in ("none", "full")]
     assert kept[0] - kept[1] == 18 * 12 * 128 * 128 * 4
     row = _assumptions(case)["operator"]
-    assert "gated_delta has no measurement, so gla's is taken" in row
+    assert "no measurement" not in row
     assert "no kernels" not in row
     wide = _assumptions(make_case(*arguments, "model.head_dim=272", "model.expand_v=1.0"))["operator"]
     assert "gated_delta has no kernels for these head dims and runs in PyTorch, which takes longer" in wide
+    row = _assumptions(make_case("model=delta_net_1b", *arguments[1:]))["operator"]
+    assert "delta has no measurement, so gated_delta's is taken" in row
     assert "no kernels" not in _assumptions(make_case("model=gla_1b", "train.dtype=bf16"))["operator"]
 
 

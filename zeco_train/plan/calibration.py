@@ -38,19 +38,21 @@ MANY_TENSORS = 0.75
 IN_STEP = 0.86
 
 
+# Tokens of a chunk of gated linear attention's kernels (zeco_train/kernels/gla/launch.py).
+GLA_CHUNK = 64
+
+
 def walks(operator: str, heads: int, key_dim: int, value_dim: int) -> int:
     """Walks of the forward pass of an operator's kernels, which keeps the states that they start from.
 
     With the kernels' tuning for H200s and bf16 (zeco_train/kernels/*/tuning.py); long sequences have as many.
 
     Args:
-        operator: its name.
+        operator: its name; not `gla`, which keeps the states of all chunks.
         heads: of all sequences, B·H.
         key_dim: K.
         value_dim: V.
     """
-    if operator == "gla":
-        return max(264, heads)
     # A walk takes a program for each 64 columns of the values, and all programs run at once.
     of_scalars = operator in ("scalar_decay", "fixed_decay")
     programs = 264 if of_scalars and max(key_dim, value_dim) <= 128 else 132
@@ -72,17 +74,19 @@ class OperatorTime(NamedTuple):
     value_dim: int
 
 
-# On an H200, 16,384 tokens and 16 heads in bf16: gla 1.051 ms, 0.326 of them forward (docs/benchmarks.md); scalar_decay
-# 0.186 + 0.742 ms; fixed_decay 0.167 + 0.380 ms.
+# On an H200, 16,384 tokens and 16 heads in bf16: gla 0.745 ms, 0.274 of them forward, gated_delta 1.963 and 0.648, kda
+# 2.777 and 0.870 (docs/benchmarks.md); scalar_decay 0.186 + 0.742 ms; fixed_decay 0.167 + 0.380 ms.
 OPERATORS = {
-    "gla": OperatorTime(4.01e-9, 0.31, 64, 128),
+    "gla": OperatorTime(2.84e-9, 0.37, 64, 128),
+    "gated_delta": OperatorTime(7.49e-9, 0.33, 128, 128),
+    "kda": OperatorTime(1.06e-8, 0.31, 128, 128),
     "scalar_decay": OperatorTime(3.54e-9, 0.20, 128, 128),
     "fixed_decay": OperatorTime(2.09e-9, 0.31, 128, 128),
 }
 # On a CPU core, in PyTorch and fp32 (60.7 ms for 4,096 tokens and 4 heads on two).
 OPERATORS_CPU = {"gla": OperatorTime(7.4e-6, 0.31, 64, 128)}
 # Operators without a measurement: the one that is most like it; else gla.
-_STANDS_IN = {"unmasked": "fixed_decay"}
+_STANDS_IN = {"unmasked": "fixed_decay", "delta": "gated_delta"}
 OPERATOR_BANDWIDTH = 4.8e12
 # In fp32, by kernels that multiply in three tf32 parts.
 OPERATOR_FP32 = 3.0
@@ -101,9 +105,9 @@ def operator_time(operator: str, is_cpu: bool) -> tuple[str, OperatorTime]:
 # all dtypes; not measured here.
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.5, 0.42
 
-# Shares of the operator's pass that overlap a scan (scores, forward; recomputed states and scores' gradients,
-# backward), and of forward + backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4
-# GPUs (exposed time relative to the operator's, 16k and 32k, H 16 and 32).
+# Shares of the operator's pass that overlap a scan (scores, forward; scores' gradients, backward), and of forward +
+# backward between LASP-1's receive and send, serialised over the ranks: measured 0.27 on 4 GPUs (exposed time relative
+# to the operator's, 16k and 32k, H 16 and 32).
 OVERLAP_FORWARD, OVERLAP_BACKWARD = 0.2, 0.35
 LASP1_SERIAL = 0.27
 # Share of a block's time by which ranks may drift apart, since FSDP's collectives hold them together: a delay of up to

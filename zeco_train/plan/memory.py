@@ -98,7 +98,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     everywhere = {
         "weights": parameters + _gathered_bytes(case),
         "optimizer": optimizer_bytes(case),
-        "states": _state_bytes(case) + sum(block.count * _walk_bytes(case, block) for block in walked),
+        "states": _state_bytes(case) + sum(block.count * _kept_state_bytes(case, block) for block in walked),
         "buffers": _buffer_bytes(case),
         "workspace": calibration.WORKSPACE_BYTES,
     }
@@ -120,7 +120,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
             **everywhere,
             "gradients": parameters,
             "activations": case.tokens * (kept_bytes_per_token(case, first) + 16.0) + _passing_back(case, first),
-            "states": _state_bytes(case) + _walk_bytes(case, first),
+            "states": _state_bytes(case) + _kept_state_bytes(case, first),
         },
         "optimizer": {
             "weights": parameters,
@@ -234,13 +234,19 @@ def _state_bytes(case: Case) -> float:
     return float(kept * of_all_layers + held * case.state_bytes + matrices)
 
 
-def _walk_bytes(case: Case, block: BlockSpec) -> float:
-    """The initial states of the walks of the operator's kernels, in one layer, and their transitions if matrices."""
+def _kept_state_bytes(case: Case, block: BlockSpec) -> float:
+    """States that the operator's kernels keep for the backward pass, in one layer.
+
+    Of gated linear attention those at all chunks' borders; of the others those that walks over chunks start from, and
+    their transitions if matrices.
+    """
     if not block.state_shapes:
         return 0.0
     name, (heads, key_dim, value_dim) = block.operators[-1], block.state_shape
     if case.machine.is_cpu or not OPERATORS[name].has_kernels_for(key_dim, value_dim):
         return 0.0
+    if name == "gla":
+        return case.tokens / calibration.GLA_CHUNK * heads * key_dim * value_dim * case.compute_bytes
     columns = value_dim + (key_dim if OPERATORS[name].kind is Kind.matrix else 0)
     return float(calibration.walks(name, case.batch * heads, key_dim, value_dim) * key_dim * columns * 4)
 
