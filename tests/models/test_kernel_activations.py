@@ -26,7 +26,7 @@ from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.registry import OPERATORS
 from zeco_train.ops.scalar_decay.chunked import CHUNKED_FIXED, CHUNKED_SCALAR
 from zeco_train.plan.case import Case
-from zeco_train.plan.memory import _walk_bytes, kept_bytes_per_token
+from zeco_train.plan.memory import _kept_state_bytes, kept_bytes_per_token
 
 pytestmark = pytest.mark.numeric
 
@@ -119,7 +119,7 @@ def test_activations_without_kernels_are_those_of_cpus(config: LanguageModelConf
     """Heads of more than 256 channels, and no mask."""
     assert _on("gpu", config) == _on("cpu", config)
     case = _case(config)
-    assert _walk_bytes(case, case.block(0)) == 0
+    assert _kept_state_bytes(case, case.block(0)) == 0
 
 
 def _walking(name: str, batch: int) -> tuple[float, Tensor, Tensor]:
@@ -131,7 +131,7 @@ def _walking(name: str, batch: int) -> tuple[float, Tensor, Tensor]:
     heads, key_dim, value_dim = block.state_shape
     meta = {"dtype": torch.bfloat16, "device": "meta"}
     q, v = torch.empty(batch, tokens, 1, key_dim, **meta), torch.empty(batch, tokens, heads, value_dim, **meta)
-    return _walk_bytes(case, block), q, v
+    return _kept_state_bytes(case, block), q, v
 
 
 @pytest.mark.few
@@ -155,6 +155,24 @@ def test_planned_starts_and_transitions_of_delta_walks_are_those_of_the_kernels(
     g = torch.empty(v.shape[:3], device="meta")
     *_, starts, transitions = cuda.CUDA_GATED.saved_like((q, q, v, g, g))
     assert planned == (starts.numel() + transitions.numel()) * 4
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", ["gla_340m", "gla_1b", "hgrn2_1b"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planned_states_of_gla_are_those_that_the_kernels_keep(name: str, batch: int) -> None:
+    from zeco_train.ops.gla import cuda
+
+    case = make_case(
+        f"model={name}", "gpu=h200", "train.dtype=bf16", f"data.micro_batch={batch}", f"data.global_batch={batch}"
+    )
+    heads, key_dim, value_dim = case.block(0).state_shape
+    q, v = (
+        torch.empty(batch, case.tokens // batch, heads, dim, dtype=torch.bfloat16, device="meta")
+        for dim in (key_dim, value_dim)
+    )
+    _, states, _ = cuda.CUDA.saved_like((q, q, v, q.float()))
+    assert _kept_state_bytes(case, case.block(0)) == states.numel() * 2
 
 
 def test_mamba2_counts_what_kernels_keep_for_the_gradient_of_the_decays() -> None:

@@ -27,7 +27,6 @@ NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
 # Chunks of a program that looks for those that are not mild: mostly there are none, and it ends at once.
 GROUP = 4
-STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Launcher:
         BK, BV = options.tile(self.K, self.V)
         join_segments_kernel[(self._state_tiles(BK, BV), self.BH)](
             local.starts, segment_decays, local.start_decays, local.state, local.log_decay,
-            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, STAGES=STAGES, **options.launch,
+            self.K, self.V, self.BH, self.num_segments, BK=BK, BV=BV, REVERSE=reverse, **options.launch,
         )  # fmt: skip
         return local
 

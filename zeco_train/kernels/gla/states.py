@@ -134,7 +134,6 @@ def join_segments_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Exclusive scan over the segments, in place, from the first one on, or in reverse from the last one."""
     value_tiles = tl.cdiv(V, BV)
@@ -147,7 +146,7 @@ def join_segments_kernel(
     running = tl.zeros([BK, BV], tl.float32)
     running_decay = tl.zeros([BK], tl.float32)
     # several loads at once: a step's own work takes less time than one
-    for step in tl.range(num_segments, num_stages=STAGES):
+    for step in tl.range(num_segments, num_stages=4):
         segment = num_segments - 1 - step if REVERSE else step
         index = segment * BH + batch_head
         pointers, inside = state_pointers(totals, index, K, V, first_key, first_value, BK, BV)
