@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 
+from zeco_train.system.signals import die_with_launcher
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -106,6 +108,7 @@ def _fork(run: Callable[[], int], output: Path) -> int:
 
 
 def _serve(port: int) -> int:
+    die_with_launcher()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     signal.pause()

@@ -39,11 +39,11 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(16, 128, 400, 2, keys=2),
-    Stage(32, 64, 500, 8),
+    Stage(16, 64, 400, 2, keys=2),
+    Stage(32, 64, 400, 8),
     Stage(64, 64, 300, 8),
     Stage(128, 32, 200, 16),
-    Stage(256, 16, 150, 32),
-    Stage(512, 8, 100, 64),
+    Stage(256, 16, 120, 32),
+    Stage(512, 8, 80, 64),
 )
 LENGTHS = [stage.length for stage in CURRICULUM[2:]]
