@@ -3,11 +3,11 @@ r"""Multi-query associative recall over two ranks: keys on the first, questions 
     python launch/recall_family.py                                   # 5 models × 3 seeds, 64 to 512 tokens, 2 CPU ranks
     python launch/recall_family.py --models kda softmax --seeds 0 --lengths 64 128 -- optim.lr=1e-3
 
-For each model and seed a curriculum of runs of `train.py` with `sp=zeco`, each from the weights of the one before, with
-a pair for each 8 tokens; then `zeco_train.evaluate` at each of `--lengths`: the part of the answers that are right, and
-the same with zeros in place of the states from the first rank, as control. The linear mixers have a state of 2,048
-numbers a layer; `softmax` keeps the keys and values of all tokens. Layers, width, data, steps and optimizer are the
-same for all.
+For each model and seed a curriculum of runs of `train.py` with `sp=zeco` (launch/recall_recipe.py), each from the
+weights of the one before; then `zeco_train.evaluate` at each of `--lengths`, with a pair for each 8 tokens: the part of the
+answers that are right, and as control the same with zeros in place of the states from the first rank. The linear mixers
+have a state of 2,048 numbers a layer; softmax keeps the keys and values of all tokens, which no control sets to zero.
+Layers, width, data, steps and optimizer are the same for all.
 
 Into FOLDER go the runs, MODEL-SEED/LENGTH, each with its result, recall.json, and over all finished ones
 recall_family.md and recall_family.png. Started again, it keeps what is finished and runs the rest. The exit code is 1
@@ -49,9 +49,8 @@ _RANKS = 2
 # At each length, asked for every pair.
 _EXAMPLES = 200
 _RECORD_FILE = "recall_family.json"
-
-
-_OWN_KEYS = ("data.seq_len", "data.synthetic.facts", "data.synthetic.keys", "seed", "name", "run_dir")
+# Settings that this script controls.
+_OWN_KEYS = "data.seq_len data.synthetic.facts data.synthetic.keys seed name run_dir checkpoint.load"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ class Case:
 
     def run(self, deadline: float) -> str:
         """Train and evaluate what is not finished; returns what went wrong, in a line, or nothing."""
-        began = time.monotonic()
+        # The evaluation leaves softmax layers as they are.
+        began, has_states = time.monotonic(), self.model != "softmax"
         for stage in self.stages:
             run_dir, file = self.run_dir(stage.length), self.result_file(stage.length)
             output, out = self.options.out / self.name / "output" / str(stage.length), run_dir / "evaluation"
@@ -121,17 +121,20 @@ class Case:
                 continue
             # An interrupted evaluation is not resumed.
             shutil.rmtree(out, ignore_errors=True)
-            asked = ["recall.depths=0", f"recall.examples={_EXAMPLES}", "recall.zeroed=true", "train.device=cpu"]
+            asked = ["recall.depths=0", f"recall.examples={_EXAMPLES}", "train.device=cpu"]
+            asked += ["recall.zeroed=true"] if has_states else []
             arguments = [str(run_dir), "--tasks", "recall", "--out", str(out), *asked]
             if problem := _on_ranks(evaluate.main, arguments, output, deadline):
                 return f"{stage.length} tokens, evaluation: {problem}"
             recall = read_json(out / RESULTS_FILE)["tasks"]["recall"]
-            whole, zeroed = (recall[name]["accuracy"][0][0] for name in ("whole", "zeroed"))
+            [[whole]] = recall["whole"]["accuracy"]
+            zeroed = recall["zeroed"]["accuracy"][0][0] if has_states else None
             seconds, began = time.monotonic() - began, time.monotonic()
             accuracies = whole, zeroed, recall["chance"]
             result = Result(self.model, self.seed, stage.length, stage.pairs, *accuracies, seconds)
             write_durably(file, json.dumps(asdict(result)))
-            print(f"{self.name}, {stage.length} tokens: {whole:.1%}, zeroed {zeroed:.1%} ({seconds:.0f} s)", flush=True)
+            control = "" if zeroed is None else f", zeroed {zeroed:.1%}"
+            print(f"{self.name}, {stage.length} tokens: {whole:.1%}{control} ({seconds:.0f} s)", flush=True)
         return ""
 
 
@@ -207,7 +210,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--minutes", options.minutes, "must be > 0 and ≤ 43200")
     for setting in options.settings:
         key, _, value = setting.lstrip("+").partition("=")
-        if key in _OWN_KEYS:
+        if key in _OWN_KEYS.split():
             raise ConfigError(key, value, "is set by launch/recall_family.py; see --help")
 
 

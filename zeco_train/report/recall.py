@@ -28,6 +28,11 @@ class Model:
     parameters: int
     state_shape: tuple[int, int, int]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether states cross ranks, which the control sets to zero; those of softmax layers are not states."""
+        return math.prod(self.state_shape) > 0
+
 
 @dataclass(frozen=True)
 class Result:
@@ -37,7 +42,7 @@ class Result:
         model, seed: of the training.
         length: tokens of a sequence; `pairs` of them are asked for.
         whole: part of the answers that are right.
-        zeroed: the same with zeros in place of the states from the rank before.
+        zeroed: the same with zeros in place of the states from the rank before; None for models without states.
         chance: the same for a uniform guess.
         seconds: of training and evaluation since the length before.
     """
@@ -47,24 +52,24 @@ class Result:
     length: int
     pairs: int
     whole: float
-    zeroed: float
+    zeroed: float | None
     chance: float
     seconds: float
 
 
 def recall_table(models: Sequence[Model], results: Sequence[Result]) -> str:
-    """Mean (smallest to largest) over the seeds, in per cent, as Markdown; two rows a model, and one for chance."""
+    """Mean (smallest to largest) over the seeds, in per cent, as Markdown; a row a model and one for its control."""
     columns = sorted({(each.length, each.pairs) for each in results})
     headings = ["model", "parameters", "state of a layer", "minutes a seed", "seeds", "states from rank 0"]
     headings += [f"{length} tokens, {pairs} pairs" for length, pairs in columns]
     lines = ["| " + " | ".join(headings) + " |", "|---|---:|---:|---:|---:|---" + "|---:" * len(columns) + "|"]
     for model in models:
         own = [each for each in results if each.model == model.name]
-        size = math.prod(model.state_shape)
-        state = f"{' × '.join(map(str, model.state_shape))} = {size:,}" if size else "keys and values of all tokens"
+        size = f"{' × '.join(map(str, model.state_shape))} = {math.prod(model.state_shape):,}"
+        state = size if model.has_states else "keys and values of all tokens"
         seeds = len({each.seed for each in own})
         minutes = f"{sum(each.seconds for each in own) / 60 / seeds:.1f}" if seeds else "–"
-        for column, name in (("whole", "as they are"), ("zeroed", "zeroed")):
+        for column, name in (("whole", "as they are"), *([("zeroed", "zeroed")] if model.has_states else [])):
             cells = [_spread(getattr(each, column) for each in own if each.length == length) for length, _ in columns]
             first = [model.name, f"{model.parameters:,}", state, minutes, str(seeds), name]
             lines.append("| " + " | ".join([*first, *cells]) + " |")
@@ -101,7 +106,6 @@ def draw_recall(models: Sequence[Model], results: Sequence[Result], ranks: str, 
         if not lengths:
             continue
         whole = [[100 * each.whole for each in own if each.length == length] for length in lengths]
-        zeroed = [mean(100 * each.zeroed for each in own if each.length == length) for length in lengths]
         means, style = [mean(values) for values in whole], look(index)
         # Bars beside each other.
         places = [length * 2 ** (0.03 * (index - (len(models) - 1) / 2)) for length in lengths]
@@ -111,7 +115,9 @@ def draw_recall(models: Sequence[Model], results: Sequence[Result], ranks: str, 
         ]
         axes.errorbar(places, means, spread, label=plain(model.name), linewidth=1.8, marker="o", markersize=4,
                       capsize=2.5, **style)  # fmt: skip
-        axes.plot(lengths, zeroed, color=style["color"], linewidth=1.0, linestyle=":")
+        if model.has_states:
+            zeroed = [mean(100 * (each.zeroed or 0.0) for each in own if each.length == length) for length in lengths]
+            axes.plot(lengths, zeroed, color=style["color"], linewidth=1.0, linestyle=":")
     chance = 100 * results[0].chance
     axes.axhline(chance, color=GREY, linewidth=0.8)
     axes.annotate(f"chance {chance:.2g} %; dotted: states from the first rank zeroed", (1, chance), (-4, 5),
