@@ -4,10 +4,10 @@ r"""Multi-query associative recall over two ranks: keys on the first, questions 
     python launch/recall_family.py --models kda softmax --seeds 0 --lengths 64 128 -- optim.lr=1e-3
 
 For each model and seed a curriculum of runs of `train.py` with `sp=zeco` (launch/recall_recipe.py), each from the
-weights of the one before; then `zeco_train.evaluate` at each of `--lengths`, with a pair for each 8 tokens: the part of the
-answers that are right, and as control the same with zeros in place of the states from the first rank. The linear mixers
-have a state of 2,048 numbers a layer; softmax keeps the keys and values of all tokens, which no control sets to zero.
-Layers, width, data, steps and optimizer are the same for all.
+weights of the one before; then `zeco_train.evaluate` at each of `--lengths`, with a pair for each 8 tokens: the part of
+the answers that are right, and as control the same with zeros in place of the states from the first rank. The linear
+mixers have a state of 2,048 numbers a layer; softmax keeps the keys and values of all tokens, which no control sets to
+zero. Layers, width, data, steps and optimizer are the same for all.
 
 Into FOLDER go the runs, MODEL-SEED/LENGTH, each with its result, recall.json, and over all finished ones
 recall_family.md and recall_family.png. Started again, it keeps what is finished and runs the rest. The exit code is 1
