@@ -106,7 +106,7 @@ def draw_recall(models: Sequence[Model], results: Sequence[Result], ranks: str, 
         if not lengths:
             continue
         whole = [[100 * each.whole for each in own if each.length == length] for length in lengths]
-        means, style = [mean(values) for values in whole], look(index)
+        means, color = [mean(values) for values in whole], look(index)["color"]
         # Bars beside each other.
         places = [length * 2 ** (0.03 * (index - (len(models) - 1) / 2)) for length in lengths]
         spread = [
@@ -114,10 +114,10 @@ def draw_recall(models: Sequence[Model], results: Sequence[Result], ranks: str, 
             [max(values) - middle for middle, values in zip(means, whole, strict=True)],
         ]
         axes.errorbar(places, means, spread, label=plain(model.name), linewidth=1.8, marker="o", markersize=4,
-                      capsize=2.5, **style)  # fmt: skip
+                      capsize=2.5, color=color)  # fmt: skip
         if model.has_states:
             zeroed = [mean(100 * (each.zeroed or 0.0) for each in own if each.length == length) for length in lengths]
-            axes.plot(lengths, zeroed, color=style["color"], linewidth=1.0, linestyle=":")
+            axes.plot(lengths, zeroed, color=color, linewidth=1.0, linestyle=":")
     chance = 100 * results[0].chance
     axes.axhline(chance, color=GREY, linewidth=0.8)
     axes.annotate(f"chance {chance:.2g} %; dotted: states from the first rank zeroed", (1, chance), (-4, 5),
