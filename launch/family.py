@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -31,10 +29,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
+from launch.folders import check_folder, keep_record
 from models.registry import MIXERS
 from models.spec import spec_of
 from zeco_train.config.schema import Config, Dtype, load_config
-from zeco_train.errors import ConfigError, DataError, system_errors
+from zeco_train.errors import ConfigError
 from zeco_train.report.comparison import Run
 from zeco_train.report.family import (
     CSV_FILE,
@@ -47,10 +46,9 @@ from zeco_train.report.family import (
     family_table,
 )
 from zeco_train.system.arguments import Parser, errors_in_a_line, user_path
-from zeco_train.system.files import write_durably, write_result
+from zeco_train.system.files import write_result
 from zeco_train.system.paths import check_outputs
 from zeco_train.system.run_files import METRICS_FILE
-from zeco_train.system.small_files import read_json
 from zeco_train.system.terminal import show_any_text
 from zeco_train.tracking.metrics import read_metrics
 
@@ -178,16 +176,18 @@ class Family:
 
     def run(self) -> int:
         """Train what is not finished, then compare; returns the exit code."""
-        self._keep_record()
+        options = self._options
+        own = {name: getattr(options, name) for name in ("size", "ranks", "dtype", "steps", "settings")}
+        keep_record("--folder", self._folder, _RECORD_FILE, own, "launch/family.py")
         check_outputs("--folder", self._folder, (PICTURE_FILE, TABLE_FILE, CSV_FILE))
-        deadline, problems = time.monotonic() + 60 * self._options.minutes, []
+        deadline, problems = time.monotonic() + 60 * options.minutes, []
         for case in (case for cases in self.cases.values() for case in cases):
-            if (done := case.steps_done) >= self._options.steps:
+            if (done := case.steps_done) >= options.steps:
                 print(f"== {case.name}: finished", flush=True)
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
-                problems.append(f"{case.name}: not started: --minutes={self._options.minutes:g} are over")
+                problems.append(f"{case.name}: not started: --minutes={options.minutes:g} are over")
                 continue
             print(f"== {case.name}: {f'from step {done}' if done else 'from the start'}", flush=True)
             if problem := case.train(left):
@@ -213,28 +213,9 @@ class Family:
         print(f"{table}results are in {self._folder}", flush=True)
         return not all(verdict.same for verdict in verdicts)
 
-    def _keep_record(self) -> None:
-        """Store the settings of the folder's runs, or check that they are these."""
-        path, options = self._folder / _RECORD_FILE, self._options
-        own = {name: getattr(options, name) for name in ("size", "ranks", "dtype", "steps", "settings")}
-        with system_errors(lambda reason: ConfigError("--folder", self._folder, f"cannot be made ({reason})")):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                write_durably(path, json.dumps(own, indent=2))
-                return
-        try:
-            stored = dict(read_json(path))
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(path, "is not what launch/family.py has left", "name another --folder") from error
-        if name := next((name for name in own if stored.get(name) != own[name]), None):
-            allowed = f"the runs in {self._folder} have {stored.get(name)}; name another --folder"
-            raise ConfigError(f"--{name}" if name != "settings" else name, own[name], allowed)
-
 
 def _check(options: argparse.Namespace) -> None:
-    if sign := re.search(r"['\\]|\$\{", str(options.folder)):
-        # These characters would be interpreted within the quotes around run_dir in the settings.
-        raise ConfigError("--folder", options.folder, f"must have no {sign[0]} in its path; name another folder")
+    check_folder("--folder", options.folder)
     for mixer in options.mixers:
         if mixer not in MIXERS or options.mixers.count(mixer) > 1:
             raise ConfigError("--mixers", mixer, f"must be different ones of {', '.join(MIXERS)}")

@@ -23,23 +23,18 @@ import functools
 import gc
 import os
 import signal
-import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-import torch._dynamo
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
 
 from data import corpora
+from launch import forked_ranks
+from launch.forked_ranks import Ranks
 from launch.start_counts import count_start
 from zeco_train import cli
 from zeco_train.config.schema import load_config
@@ -64,99 +59,19 @@ _TOLERANCE = 1e-3
 _MESSAGE_SECONDS = 50e-6
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Forked ranks.
-
-    Attributes:
-        pids: by rank.
-        store: process of the launcher's store.
-        folder: of their output and counts.
-    """
-
-    pids: list[int]
-    store: int
-    folder: Path
-
-    def wait(self, seconds: float) -> list[int | None]:
-        """Exit codes by rank, None for those that still run after `seconds`, which are killed."""
-        deadline, codes = time.monotonic() + seconds, dict[int, int]()
-        while len(codes) < len(self.pids) and time.monotonic() < deadline:
-            for rank, pid in enumerate(self.pids):
-                if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
-            time.sleep(0.05)
-        for pid in [pid for rank, pid in enumerate(self.pids) if rank not in codes] + [self.store]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        return [codes.get(rank) for rank in range(len(self.pids))]
-
-    def errors(self) -> list[str]:
-        """Lines of errors that the ranks have printed."""
-        texts = ((self.folder / f"rank_{rank}.txt").read_text() for rank in range(len(self.pids)))
-        return [line for text in texts for line in text.splitlines() if line.startswith("error:")]
-
-    def counts(self) -> list[dict[str, float]]:
-        """What each rank has counted until its first step."""
-        return [read_json(self.folder / f"rank_{rank}.json") for rank in range(len(self.pids))]
-
-
 def start(count: int, arguments: Sequence[str], folder: Path) -> Ranks:
-    """Fork a launcher's store and `count` ranks of train.py."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        WORLD_SIZE=str(count),
-        LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        OMP_NUM_THREADS="1",
-    )
-    store = _fork(lambda: _serve(port), folder / "store.txt")
-    pids = [_fork(lambda: _rank(rank, arguments, folder), folder / f"rank_{rank}.txt") for rank in range(count)]  # noqa: B023
-    return Ranks(pids, store, folder)
+    """Fork a launcher's store and `count` ranks of train.py, which count until their first step."""
+
+    def train(rank: int) -> int:
+        count_start(folder / f"rank_{rank}.json")
+        return cli.main(list(arguments))
+
+    return forked_ranks.start(count, train, folder)
 
 
-def _fork(run: Callable[[], int], output: Path) -> int:
-    """Run a function in a new process, with its output in a file; returns its id."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        code = run()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _serve(port: int) -> int:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    signal.pause()
-    del store
-    return 0
-
-
-def _rank(rank: int, arguments: Sequence[str], folder: Path) -> int:
-    """train.py on a rank, which counts until its first step."""
-    os.nice(10)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    count_start(folder / f"rank_{rank}.json")
-    return cli.main(list(arguments))
+def counts(ranks: Ranks) -> list[dict[str, float]]:
+    """What each rank has counted until its first step."""
+    return [read_json(ranks.folder / f"rank_{rank}.json") for rank in range(len(ranks.pids))]
 
 
 def available_mb() -> float:
@@ -219,7 +134,7 @@ def count_starts(options: argparse.Namespace) -> list[str]:
         codes = ranks.wait(options.limit)
         if any(codes):
             return [*problems, f"{count} ranks: exit codes {sorted(set(codes), key=str)}; see {folder}"]
-        found = ranks.counts()
+        found = counts(ranks)
         means[count] = {name: sum(each[name] for each in found) / count for name in names}
         means[count] |= {name: max(each[name] for each in found) for name in ("seconds", "private_mb")}
         print(f"{count:6}" + "".join(f"{means[count][name]:13.1f}" for name in names), flush=True)
@@ -299,7 +214,7 @@ def lose_one(options: argparse.Namespace) -> list[str]:
     )
     worst = max(abs(rows[step] / expected[step] - 1) for step in expected)
     print(f"losses of {len(rows)} steps differ from one rank's by {worst:.1e}")
-    private = max(each["private_mb"] for each in ranks.counts())
+    private = max(each["private_mb"] for each in counts(ranks))
     print(f"private memory of a rank: {private:.0f} MB at most")
     if private > _PRIVATE_MB:
         problems.append(f"{private:.0f} MB of private memory on a rank")

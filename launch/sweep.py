@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.config import check_split
+from launch.folders import check_folder
 from zeco_train.config.schema import Config, load_config
 from zeco_train.distributed.exchange import check_softmax
 from zeco_train.distributed.mesh import resolve_sp_size
@@ -114,9 +115,7 @@ class Sweep:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder = options, options.folder.resolve()
         _check_grid(options)
-        if sign := re.search(r"['\\]|\$\{", str(self.folder)):
-            # These characters would be interpreted within the quotes around run_dir in the settings.
-            raise ConfigError("--folder", self.folder, f"must have no {sign[0]} in its path; name another folder")
+        check_folder("--folder", self.folder)
         for setting in options.settings:
             key = setting.lstrip("+").partition("=")[0]
             if key in _OWN_KEYS:
